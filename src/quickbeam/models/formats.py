@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.library import FORMATS
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
 
 
@@ -14,8 +13,8 @@ def check_weights(name: str) -> str:
 
     Raises `InvalidInput`, which names the known ones, if it is not.
     """
-    if name not in FORMATS:
-        raise InvalidInput(f"unknown weights {name!r}; known: {', '.join(FORMATS)}")
+    if name not in (BFLOAT16, INT8, INT4):
+        raise InvalidInput(f"unknown weights {name!r}; known: {BFLOAT16}, {INT8}, {INT4}")
     return name
 
 

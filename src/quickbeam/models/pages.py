@@ -19,20 +19,25 @@ class PagePool(Pool):
     """Pages for all sequences of a model.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
-    `offsets`: where each layer begins in a page, in numbers.
+    `offsets`: where each layer begins in a page, in numbers. `dtype`: bfloat16 or float32.
     """
 
     def __init__(
-        self, shapes: Sequence[KVShape], kernels: Kernels, limit: int | None = None
+        self,
+        shapes: Sequence[KVShape],
+        kernels: Kernels,
+        limit: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(limit)
+        self.dtype = dtype
         self.shapes = [KVShape(*shape) for shape in shapes]
         self.kernels, self.page = kernels, kernels.page
         *self.offsets, self._numbers = [
             0,
             *accumulate(shape.numbers * self.page for shape in self.shapes),
         ]
-        self.page_bytes = 2 * self._numbers
+        self.page_bytes = dtype.itemsize * self._numbers
         self.layers = np.array(
             [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
             dtype=np.int64,
@@ -43,7 +48,7 @@ class PagePool(Pool):
         return PagedStore(self)
 
     def make(self) -> Page:
-        return Page(torch.zeros(self._numbers, dtype=torch.bfloat16))
+        return Page(torch.zeros(self._numbers, dtype=self.dtype))
 
     def copy(self, source: Page, target: Page) -> None:
         target.data.copy_(source.data)
@@ -108,18 +113,30 @@ class PagedStore(SequenceCache):
         count, pool = len(source), self.pool
         array = ctypes.c_int64 * count
         self.kernels.move(
-            self.table, pool.layers_at, len(pool.layers), array(*source), array(*target), count
+            self.table,
+            pool.layers_at,
+            len(pool.layers),
+            array(*source),
+            array(*target),
+            count,
+            pool.dtype is torch.float32,
         )
 
     def read(self, layer: int, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values of the first `count` orders, as plain tensors.
 
-        They are `[kv_heads, count, dim]` each, in bfloat16. None counts all committed tokens.
+        They are `[kv_heads, count, dim]` each. None counts all committed tokens.
         """
         shape, count = self.shapes[layer], self.length if count is None else count
-        key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=torch.bfloat16)
-        value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=torch.bfloat16)
+        dtype = self.pool.dtype
+        key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=dtype)
+        value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=dtype)
         self.kernels.read(
-            self.table, self.pool.layers[layer].ctypes.data, count, key.data_ptr(), value.data_ptr()
+            self.table,
+            self.pool.layers[layer].ctypes.data,
+            count,
+            key.data_ptr(),
+            value.data_ptr(),
+            dtype is torch.float32,
         )
         return key, value

@@ -1,7 +1,8 @@
 // Attention of the rows of several sequences over their pages of keys and values.
 //
 // A page holds PAGE tokens of every layer: of a layer, keys [kv_heads][PAGE / 16][key_dim / 2][16][2] (tokens are a product's outputs), then
-// values [kv_heads][value_blocks][PAGE / 2][16][2] (tokens are its inputs). A token's *order* says where it lives: page order / PAGE.
+// values [kv_heads][value_blocks][PAGE / 2][16][2] (tokens are its inputs); in float32, [key_dim][16] and [PAGE][16] at their ends. A token's
+// *order* says where it lives: page order / PAGE.
 //
 // A row sees the orders below its `prefix`, and then its `path`: orders of the draft tree, ancestors first, itself last. What it sees stands at
 // positions 0, 1, 2, ... in that sequence, and every sum is taken by position: scores one by one, weights in lanes of position % 16, values
@@ -18,7 +19,7 @@ constexpr int64_t PAGE = 64;
 
 struct Span {  // rows of one sequence
   int64_t row, rows;
-  bf16* const* pages;
+  void* const* pages;
 };
 
 struct Batch {
@@ -31,41 +32,63 @@ struct Batch {
   const int64_t* path_from;  // [rows + 1], into `path`
   const int64_t* path;
   const int64_t* want;  // [wanted]: rows that are gathered for the head
-  const float* cosine;  // by position, [half]
+  const float* cosine;  // by position, `angle_stride` apart
   const float* sine;
+  int64_t angle_stride;
 };
 
 struct KVShape {
   int64_t kv_heads, key_dim, value_dim, offset;  // offset: of this layer in a page, in numbers
   int64_t value_blocks() const { return (value_dim + 15) / 16; }
   int64_t keys() const { return kv_heads * PAGE * key_dim; }
-  const bf16* key_page(const bf16* page, int64_t head) const { return page + offset + head * PAGE * key_dim; }
-  const bf16* value_page(const bf16* page, int64_t head) const { return page + offset + keys() + head * value_blocks() * PAGE * 16; }
 };
 
-inline void write_key(bf16* page, const KVShape& kv, int64_t head, int64_t order, const bf16* key) {
-  const int64_t slot = order % PAGE;
-  bf16* to = const_cast<bf16*>(kv.key_page(page, head)) + slot / 16 * 16 * kv.key_dim + slot % 16 * 2;
-  for (int64_t i = 0; i < kv.key_dim; i += 2) std::memcpy(to + i * 16, key + i, 4);
-}
+// Where a layer's keys and values lie in a page of numbers T. INPUTS: those that stand side by side, of a product's inputs.
+template <class T>
+struct PageOf {
+  static constexpr int64_t INPUTS = Reads<T>::INPUTS;
+  T* at;  // the layer's
+  const KVShape& kv;
 
-inline void write_value(bf16* page, const KVShape& kv, int64_t head, int64_t order, const bf16* value) {
-  const int64_t slot = order % PAGE;
-  bf16* to = const_cast<bf16*>(kv.value_page(page, head)) + slot / 2 * 32 + slot % 2;
-  for (int64_t i = 0; i < kv.value_dim; ++i) to[i / 16 * PAGE * 16 + i % 16 * 2] = value[i];
-}
+  PageOf(void* page, const KVShape& kv) : at(static_cast<T*>(page) + kv.offset), kv(kv) {}
+  T* keys(int64_t head) const { return at + head * PAGE * kv.key_dim; }
+  T* values(int64_t head) const { return at + kv.keys() + head * kv.value_blocks() * PAGE * 16; }
+  // The first number of a token's key, whose next INPUTS are 16 * INPUTS on; and of its value, which stand INPUTS apart, blocks PAGE * 16.
+  T* key(int64_t head, int64_t slot) const { return keys(head) + slot / 16 * 16 * kv.key_dim + slot % 16 * INPUTS; }
+  T* value(int64_t head, int64_t slot) const { return values(head) + slot / INPUTS * 16 * INPUTS + slot % INPUTS; }
+  static int64_t of_value(int64_t i) { return i / 16 * PAGE * 16 + i % 16 * INPUTS; }
 
-inline void move_token(bf16* const* pages, const KVShape& kv, int64_t from, int64_t to) {
-  bf16 *a = pages[from / PAGE], *b = pages[to / PAGE];
-  const int64_t s = from % PAGE, t = to % PAGE;
-  for (int64_t head = 0; head < kv.kv_heads; ++head) {
-    const bf16* k = kv.key_page(a, head) + s / 16 * 16 * kv.key_dim + s % 16 * 2;
-    bf16* l = const_cast<bf16*>(kv.key_page(b, head)) + t / 16 * 16 * kv.key_dim + t % 16 * 2;
-    for (int64_t i = 0; i < kv.key_dim; i += 2) std::memcpy(l + i * 16, k + i * 16, 4);
-    const bf16* v = kv.value_page(a, head) + s / 2 * 32 + s % 2;
-    bf16* w = const_cast<bf16*>(kv.value_page(b, head)) + t / 2 * 32 + t % 2;
-    for (int64_t i = 0; i < kv.value_blocks() * 16; ++i) w[i / 16 * PAGE * 16 + i % 16 * 2] = v[i / 16 * PAGE * 16 + i % 16 * 2];
+  void write_key(int64_t head, int64_t slot, const T* from) const {
+    T* to = key(head, slot);
+    for (int64_t i = 0; i < kv.key_dim; i += INPUTS) std::memcpy(to + i * 16, from + i, 4);
   }
+  void write_value(int64_t head, int64_t slot, const T* from) const {
+    T* to = value(head, slot);
+    for (int64_t i = 0; i < kv.value_dim; ++i) to[of_value(i)] = from[i];
+  }
+};
+
+template <class T>
+void move_token(void* const* pages, const KVShape& kv, int64_t from, int64_t to) {
+  const PageOf<T> a(pages[from / PAGE], kv), b(pages[to / PAGE], kv);
+  for (int64_t head = 0; head < kv.kv_heads; ++head) {
+    const T *k = a.key(head, from % PAGE), *v = a.value(head, from % PAGE);
+    T *l = b.key(head, to % PAGE), *w = b.value(head, to % PAGE);
+    for (int64_t i = 0; i < kv.key_dim; i += a.INPUTS) std::memcpy(l + i * 16, k + i * 16, 4);
+    for (int64_t i = 0; i < kv.value_blocks() * 16; ++i) w[a.of_value(i)] = v[a.of_value(i)];
+  }
+}
+
+// The first `count` tokens' keys [kv_heads][count][key_dim] and values.
+template <class T>
+void read_tokens(void* const* pages, const KVShape& kv, int64_t count, T* keys, T* values) {
+  for (int64_t h = 0; h < kv.kv_heads; ++h)
+    for (int64_t o = 0; o < count; ++o) {
+      const PageOf<T> page(pages[o / PAGE], kv);
+      const T *k = page.key(h, o % PAGE), *v = page.value(h, o % PAGE);
+      for (int64_t i = 0; i < kv.key_dim; ++i) keys[(h * count + o) * kv.key_dim + i] = k[i / page.INPUTS * 16 * page.INPUTS + i % page.INPUTS];
+      for (int64_t i = 0; i < kv.value_dim; ++i) values[(h * count + o) * kv.value_dim + i] = v[page.of_value(i)];
+    }
 }
 
 struct AttentionShape {
@@ -85,13 +108,16 @@ struct QueryTile {
   int64_t width() const { return end - begin; }
 };
 
+template <class T>
 class Attention {
+  using Weight = typename Reads<T>::X;
+
  public:
   static constexpr int64_t QUERIES = 48, ROWS = 16;
   static constexpr int64_t WAVE = 1 << 20;  // scores that tiles worked on together may have
 
   // query: [kv_heads][rows of the batch][group][key_dim]. Tiles go in waves, each in three phases that all threads share.
-  Attention(const AttentionShape& shape, const Batch& batch, const bf16* query, bf16* out, std::vector<float>& scores, std::vector<Entry>& weights,
+  Attention(const AttentionShape& shape, const Batch& batch, const T* query, T* out, std::vector<float>& scores, std::vector<Weight>& weights,
             std::vector<float>& sums)
       : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights),
         sums_(sums) {}
@@ -120,11 +146,11 @@ class Attention {
  private:
   const AttentionShape& shape_;
   const Batch& batch_;
-  const bf16* query_;
-  bf16* out_;
+  const T* query_;
+  T* out_;
   int64_t group_;
   std::vector<float>& scores_;
-  std::vector<Entry>& weights_;
+  std::vector<Weight>& weights_;
   std::vector<float>& sums_;
 
   int64_t seen(int64_t row) const { return batch_.prefix[row] + batch_.path_from[row + 1] - batch_.path_from[row]; }
@@ -189,14 +215,14 @@ class Attention {
   // Query times key of every order in pages [first, last) from the tile's begin: lanes are orders, so what is hidden stays in its lane.
   void score(const QueryTile& t, int64_t first, int64_t last) {
     const int64_t dim = shape_.kv.key_dim;
-    static thread_local Entries entries;
-    const Entry* q = entries.take(query_ + (t.head * batch_.rows + t.row) * group_ * dim, dim, t.queries, dim);
+    static thread_local Entries<T> entries;
+    const Weight* q = entries.take(query_ + (t.head * batch_.rows + t.row) * group_ * dim, dim, t.queries, dim);
     for (int64_t p = first; p < last; ++p) {
-      bf16* const* page = t.span->pages + t.begin / PAGE + p;
-      const bf16* keys = shape_.kv.key_page(*page, t.head);
-      const bf16* next = p + 1 < last ? shape_.kv.key_page(page[1], t.head) : nullptr;
+      void* const* page = t.span->pages + t.begin / PAGE + p;
+      const T* keys = PageOf<T>(*page, shape_.kv).keys(t.head);
+      const T* next = p + 1 < last ? PageOf<T>(page[1], shape_.kv).keys(t.head) : nullptr;
       product(q, entries.stride(), t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next,
-              next ? PAGE * dim / 32 : 0);
+              next ? PAGE * dim * int64_t(sizeof(T)) / 64 : 0);
     }
   }
 
@@ -208,7 +234,7 @@ class Attention {
       const int64_t row = t.row + i / group_, head = t.head * group_ + i % group_;
       const int64_t length = seen(row) - t.begin, skip = first_seen(row) - t.begin, prefix = batch_.prefix[row];
       float* s = scores_.data() + t.scratch + i * t.width();
-      Entry* w = weights_.data() + t.scratch + i * t.width();
+      Weight* w = weights_.data() + t.scratch + i * t.width();
       for (int64_t p = prefix; p < seen(row); ++p) s[p - t.begin] = s[order_at(row, p) - t.begin];  // orders of a path never lie before positions
       const int64_t padded = (length + 15) / 16 * 16;
       for (int64_t p = length; p < padded; ++p) s[p] = -INFINITY;
@@ -237,10 +263,6 @@ class Attention {
     }
   }
 
-  static Lanes hyperbolic_tangent(Lanes x) {  // 1 - 2 / (exp(2x) + 1)
-    return sub(all(1.0f), div(all(2.0f), add(exponential(greatest(all(-43.0f), add(x, x))), all(1.0f))));
-  }
-
   static Lanes hide(Lanes x, const float* before) {  // what was hidden stays hidden through the cap
     float v[16];
     store(v, x);
@@ -261,14 +283,14 @@ class Attention {
 
   void part(const QueryTile& t, int64_t first, int64_t queries, int64_t block, int64_t blocks, float* sums, int64_t dim) {
     const int64_t stride = blocks * 16, width = t.width();
-    const Entry* w = weights_.data() + t.scratch + first * width;
+    const Weight* w = weights_.data() + t.scratch + first * width;
     std::fill(sums, sums + queries * stride, 0.0f);
     for (int64_t at = t.begin; at < t.common; at += PAGE) {
-      bf16* const* page = t.span->pages + at / PAGE;
-      const bf16* values = shape_.kv.value_page(*page, t.head) + block * PAGE * 16;
-      const bf16* next = at + PAGE < t.common ? shape_.kv.value_page(page[1], t.head) + block * PAGE * 16 : nullptr;
-      pair_product(w + at - t.begin, width, queries, values, PAGE * 16, std::min(PAGE, t.common - at) / 2, blocks, sums, stride, true, next,
-                   next ? blocks * PAGE / 2 : 0);
+      void* const* page = t.span->pages + at / PAGE;
+      const T* values = PageOf<T>(*page, shape_.kv).values(t.head) + block * PAGE * 16;
+      const T* next = at + PAGE < t.common ? PageOf<T>(page[1], shape_.kv).values(t.head) + block * PAGE * 16 : nullptr;
+      step_product(w + at - t.begin, width, queries, values, PAGE * 16, std::min(PAGE, t.common - at) / Reads<T>::INPUTS, blocks, sums, stride,
+                   true, next, next ? blocks * PAGE * int64_t(sizeof(T)) / 4 : 0);
     }
     for (int64_t i = 0, end; i < queries; i = end) {
       end = std::min(queries, ((first + i) / group_ + 1) * group_ - first);
@@ -279,30 +301,38 @@ class Attention {
       const int64_t head = t.head * group_ + (first + i) % group_;
       const Lanes whole = all(sums_[size_t(row * shape_.heads + head)]);
       for (int64_t c = 0; c < blocks; ++c) {
-        bf16 result[16];
+        T result[16];
         store(result, div(load(sums + i * stride + c * 16), whole));
         const int64_t at = (block + c) * 16;
-        std::memcpy(out_ + (row * shape_.heads + head) * dim + at, result, size_t(std::min<int64_t>(16, dim - at)) * 2);
+        std::memcpy(out_ + (row * shape_.heads + head) * dim + at, result, size_t(std::min<int64_t>(16, dim - at)) * sizeof(T));
       }
     }
   }
 
   // What a row sees from the tile's common positions on, for some queries of that row, whose weights are given by position. Pairs of values
   // that live apart are put side by side, as they stand in a page.
-  void own(const QueryTile& t, int64_t row, int64_t queries, const Entry* weights, int64_t block, int64_t blocks, float* sums) {
-    alignas(64) bf16 joined[4][PAGE * 16];
+  void own(const QueryTile& t, int64_t row, int64_t queries, const Weight* weights, int64_t block, int64_t blocks, float* sums) {
+    constexpr int64_t INPUTS = Reads<T>::INPUTS;
+    alignas(64) T joined[4][PAGE * 16];
     const int64_t length = seen(row);
+    const auto value = [&](int64_t order) {  // of 16 dimensions, and of the order beside it where two stand side by side
+      const PageOf<T> page(t.span->pages[order / PAGE], shape_.kv);
+      return page.values(t.head) + block * PAGE * 16 + order % PAGE / INPUTS * 16 * INPUTS;
+    };
     for (int64_t from = std::max(t.common, first_seen(row) & ~int64_t(1)), to; from < length; from = to) {
       to = std::min(length, from + PAGE);
-      for (int64_t p = from; p < to; p += 2) {
-        const int64_t a = order_at(row, p), b = p + 1 < length ? order_at(row, p + 1) : -1;
-        const bf16* first = shape_.kv.value_page(t.span->pages[a / PAGE], t.head) + block * PAGE * 16 + a % PAGE / 2 * 32;
-        const bf16* second = b < 0 ? nullptr : shape_.kv.value_page(t.span->pages[b / PAGE], t.head) + block * PAGE * 16 + b % PAGE / 2 * 32;
-        for (int64_t c = 0; c < blocks; ++c)
-          join(first + c * PAGE * 16, a & 1, second ? second + c * PAGE * 16 : nullptr, b & 1, joined[c] + (p - from) * 16);
+      for (int64_t p = from; p < to; p += INPUTS) {
+        const int64_t a = order_at(row, p), b = INPUTS == 2 && p + 1 < length ? order_at(row, p + 1) : -1;
+        const T *first = value(a), *second = b < 0 ? nullptr : value(b);
+        for (int64_t c = 0; c < blocks; ++c) {
+          T* place = joined[c] + (p - from) * 16;
+          if constexpr (INPUTS == 1) std::memcpy(place, first + c * PAGE * 16, 64);
+          else join(first + c * PAGE * 16, a & 1, second ? second + c * PAGE * 16 : nullptr, b & 1, place);
+        }
       }
       // of an odd number of positions, the last pair's second weight and value are 0
-      pair_product(weights + from, t.width(), queries, joined[0], PAGE * 16, (to - from + 1) / 2, blocks, sums, blocks * 16, true);
+      step_product(weights + from, t.width(), queries, static_cast<const T*>(joined[0]), PAGE * 16, (to - from + INPUTS - 1) / INPUTS, blocks,
+                   sums, blocks * 16, true);
     }
   }
 };

@@ -19,10 +19,12 @@ from quickbeam.models.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 8
+VERSION = 9
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
-FORMATS = ("bfloat16", "int8", "int4")  # of weights; an operation names one by its index
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+# of weights; an operation names one by its index
+FORMATS = ("bfloat16", "int8", "int4", "float32")
 
 
 class Op(Structure):
@@ -63,8 +65,19 @@ class Op(Structure):
         ("format", c_int32),
         *(
             (name, c_int64)
-            for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")
+            for name in (
+                "query_stride",
+                "key_stride",
+                "key_head",
+                "value_stride",
+                "value_head",
+                "norm_stride",
+                "rotary",
+                "angles",
+                "query_scale",
+            )
         ),
+        *((name, c_int32) for name in ("activation", "centred", "interleaved", "norm_last")),
     )
 
 
@@ -94,6 +107,7 @@ class Batch(Structure):
                 "sine",
             )
         ),
+        ("angle_stride", c_int64),
     )
 
 
@@ -162,12 +176,12 @@ class Kernels:
         )
         self.move = library.qb_move
         self.move.argtypes, self.move.restype = (
-            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64),
             None,
         )
         self.read = library.qb_read
         self.read.argtypes, self.read.restype = (
-            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
             None,
         )
         self.philox = library.qb_philox
@@ -251,7 +265,7 @@ def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
 
     Raises as `kernels` does.
     """
-    if device != "cpu" or dtype != "bfloat16":
+    if device != "cpu" or dtype not in ("bfloat16", "float32"):
         return f"PyTorch's ({dtype} on {device})"
     found, reason = _choose(choice.wish())
     return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"

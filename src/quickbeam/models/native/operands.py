@@ -33,13 +33,14 @@ class KVShape(NamedTuple):
 class Packed:
     """A weight `[outputs, inputs]` in the kernels' layout, and its bias in float32.
 
-    The layout is `[blocks][inputs / 2][16][2]` bfloat16. `weights`: one, or several that are
+    The layout is `[blocks][inputs / 2][16][2]` bfloat16, or `[blocks][inputs][16]` float32 with
+    `dtype` float32. `weights`: one, or several that are
     stacked one below the other.
 
     `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
     16 outputs of the two alternate, gates first. `place`: the memory to use, a piece of a larger
     tensor with `size` numbers; None allocates it. `filled`: `place` holds the packed weight
-    already. Raises `ValueError` for an odd number of inputs.
+    already. Raises `ValueError` for an odd number of inputs in bfloat16.
     """
 
     def __init__(
@@ -51,22 +52,28 @@ class Packed:
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.inputs = weights[0].shape[1]
-        if self.inputs % 2:
+        self.inputs, self.dtype = weights[0].shape[1], dtype
+        if self.inputs % 2 and dtype is torch.bfloat16:
             raise ValueError(f"{self.inputs} inputs: must be even")
-        self.gated, self.outputs, self.format = gated, sum(len(weight) for weight in weights), 0
+        self.gated, self.outputs = gated, sum(len(weight) for weight in weights)
+        self.format = library.FORMATS.index(str(dtype).removeprefix("torch."))
         self._kernels, block = kernels, self.inputs * BLOCK
         if gated or len(weights) == 1:
             parts, rows = list(weights), len(weights[0])
         else:
             parts, rows = [torch.cat(list(weights))], self.outputs
         self.blocks = -(-rows // BLOCK) * len(parts)
-        self.data = (
-            room_for_weights(self.blocks * block, torch.bfloat16) if place is None else place
-        )
+        self.data = room_for_weights(self.blocks * block, dtype) if place is None else place
         for i, part in enumerate([] if filled else parts):
-            part = part.detach().to(torch.bfloat16).contiguous()
+            part = part.detach().to(dtype).contiguous()
+            if dtype is torch.float32:
+                whole = torch.zeros(-(-rows // BLOCK) * BLOCK, self.inputs)
+                whole[:rows] = part
+                to = self.data.view(-1, len(parts), self.inputs, BLOCK)[:, i]
+                to.copy_(whole.view(-1, BLOCK, self.inputs).transpose(1, 2))
+                continue
             kernels.pack(
                 part.data_ptr(),
                 rows,
@@ -94,7 +101,10 @@ class Packed:
         return sum(-(-n // BLOCK) * BLOCK for n in rows) * weights[0].shape[1]
 
     def rows(self) -> torch.Tensor:
-        """Return the weight as it came, `[outputs, inputs]` bfloat16. Not for gated weights."""
+        """Return the weight as it came, `[outputs, inputs]`. Not for gated weights."""
+        if self.dtype is torch.float32:
+            blocks = self.data.view(self.blocks, self.inputs, BLOCK).transpose(1, 2)
+            return blocks.reshape(-1, self.inputs)[: self.outputs].clone()
         weight = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
         self._kernels.unpack(
             self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr()

@@ -1,11 +1,13 @@
 // Products of a few rows with weights that are read once.
 //
-// Weights are packed as [outputs / 16][inputs / 2][16][2]: a lane is one output, inputs come in pairs, in order. A result is one lane's sum over
-// all pairs, first to last, whatever the number of rows: so a row's bits don't depend on its neighbours. AMX reads the same layout; its sums
-// go 32 inputs at a time, in an order of their own, again the same for every number of rows. A machine uses one of the two for a given
-// number of inputs, at every width.
+// Weights of bfloat16 are packed as [outputs / 16][inputs / 2][16][2]: a lane is one output, inputs come in pairs, in order. A result is one
+// lane's sum over all pairs, first to last, whatever the number of rows: so a row's bits don't depend on its neighbours. AMX reads the same
+// layout; its sums go 32 inputs at a time, in an order of their own, again the same for every number of rows. A machine uses one of the two for
+// a given number of inputs, at every width. Weights of float32 are packed as [outputs / 16][inputs][16], with rows of float32, and summed input
+// by input.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -19,18 +21,41 @@ namespace qb {
 // Pairs of inputs between two looks at what to fetch, by the tile's rows: with few rows it waits for memory, with many for the multipliers.
 constexpr int64_t pace(int rows) { return rows <= 2 ? 4 : 8; }
 
-// rows x blocks of 16 outputs, `pairs` pairs of inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the sums go on
-// from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
-template <int R, int B>
-static void tile(const Entry* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t pairs, float* y, int64_t y_stride, bool more,
-                 const char* ahead, int64_t lines) {
+// What belongs to a weight's numbers: those of a row as products read them, and how many inputs stand side by side.
+template <class W>
+struct Reads;
+template <>
+struct Reads<bf16> {
+  using X = Entry;
+  static constexpr int64_t INPUTS = 2;
+};
+template <>
+struct Reads<float> {
+  using X = float;
+  static constexpr int64_t INPUTS = 1;
+};
+
+// rows x blocks of 16 outputs, `steps` steps of one or two inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the
+// sums go on from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
+template <class W, int R, int B>
+static void tile(const typename Reads<W>::X* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t steps, float* y, int64_t y_stride,
+                 bool more, const char* ahead, int64_t lines) {
   Lanes s[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) s[r][b] = more ? load(y + r * y_stride + b * 16) : zero();
-  for (int64_t k = 0; k < pairs;) {
-    const int64_t end = std::min(pairs, k + pace(R));
-    for (int64_t l = lines * k / pairs; l < lines * end / pairs; ++l) QB_PREFETCH(ahead + l * 64);
+  for (int64_t k = 0; k < steps;) {
+    const int64_t end = std::min(steps, k + pace(R));
+    for (int64_t l = lines * k / steps; l < lines * end / steps; ++l) QB_PREFETCH(ahead + l * 64);
     for (; k < end; ++k) {
+      if constexpr (std::is_same_v<W, float>) {
+        Lanes v[B];
+        for (int b = 0; b < B; ++b) v[b] = load(w + b * w_stride + k * 16);
+        for (int r = 0; r < R; ++r) {
+          const Lanes q = all(x[r * x_stride + k]);
+          for (int b = 0; b < B; ++b) s[r][b] = fma(q, v[b], s[r][b]);
+        }
+        continue;
+      } else {
 #ifdef QB_DOT
       Pairs v[B];
       for (int b = 0; b < B; ++b) v[b] = load_pairs(w + b * w_stride + k * 32);
@@ -48,13 +73,15 @@ static void tile(const Entry* x, int64_t x_stride, const bf16* w, int64_t w_stri
         for (int r = 0; r < R; ++r) s[r][b] = fma(all(x[r * x_stride + 2 * k + 1]), v, s[r][b]);
       }
 #endif
+      }
     }
   }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) store(y + r * y_stride + b * 16, s[r][b]);
 }
 
-using Tile = void (*)(const Entry*, int64_t, const bf16*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
+template <class W>
+using Tile = void (*)(const typename Reads<W>::X*, int64_t, const W*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_DOT
@@ -68,33 +95,34 @@ constexpr int MOST_ROWS = 6, MOST_BLOCKS = 4;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
-template <int R>
-static Tile tile_of(int blocks) {
+template <class W, int R>
+static Tile<W> tile_of(int blocks) {
   switch (blocks) {
-    case 1: return tile<R, 1>;
-    case 2: return tile<R, WIDEST[R] >= 2 ? 2 : 1>;
-    case 3: return tile<R, WIDEST[R] >= 3 ? 3 : 1>;
-    case 4: return tile<R, WIDEST[R] >= 4 ? 4 : 1>;
-    case 5: return tile<R, WIDEST[R] >= 5 ? 5 : 1>;
-    case 6: return tile<R, WIDEST[R] >= 6 ? 6 : 1>;
-    case 7: return tile<R, WIDEST[R] >= 7 ? 7 : 1>;
-    default: return tile<R, WIDEST[R] >= 8 ? 8 : 1>;
+    case 1: return tile<W, R, 1>;
+    case 2: return tile<W, R, WIDEST[R] >= 2 ? 2 : 1>;
+    case 3: return tile<W, R, WIDEST[R] >= 3 ? 3 : 1>;
+    case 4: return tile<W, R, WIDEST[R] >= 4 ? 4 : 1>;
+    case 5: return tile<W, R, WIDEST[R] >= 5 ? 5 : 1>;
+    case 6: return tile<W, R, WIDEST[R] >= 6 ? 6 : 1>;
+    case 7: return tile<W, R, WIDEST[R] >= 7 ? 7 : 1>;
+    default: return tile<W, R, WIDEST[R] >= 8 ? 8 : 1>;
   }
 }
 
-static Tile tile_for(int rows, int blocks) {
+template <class W>
+static Tile<W> tile_for(int rows, int blocks) {
   switch (rows) {
-    case 1: return tile_of<1>(blocks);
-    case 2: return tile_of<2>(blocks);
-    case 3: return tile_of<3>(blocks);
-    case 4: return tile_of<4>(blocks);
-    case 5: return tile_of<5>(blocks);
+    case 1: return tile_of<W, 1>(blocks);
+    case 2: return tile_of<W, 2>(blocks);
+    case 3: return tile_of<W, 3>(blocks);
+    case 4: return tile_of<W, 4>(blocks);
+    case 5: return tile_of<W, 5>(blocks);
 #if defined(QB_ZMM)
-    case 6: return tile_of<6>(blocks);
-    case 7: return tile_of<7>(blocks);
-    default: return tile_of<8>(blocks);
+    case 6: return tile_of<W, 6>(blocks);
+    case 7: return tile_of<W, 7>(blocks);
+    default: return tile_of<W, 8>(blocks);
 #else
-    default: return tile_of<6>(blocks);
+    default: return tile_of<W, 6>(blocks);
 #endif
   }
 }
@@ -107,9 +135,10 @@ struct Parts {
   int64_t tallest() const { return (rows + count - 1) / count; }
 };
 
-// y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: go on from what is in y.
-static void pair_product(const Entry* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
-                         int64_t y_stride, bool more, const void* ahead = nullptr, int64_t lines = 0) {
+// y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), step by step. `more`: go on from what is in y.
+template <class W>
+static void step_product(const typename Reads<W>::X* x, int64_t x_stride, int64_t rows, const W* w, int64_t w_stride, int64_t steps,
+                         int64_t blocks, float* y, int64_t y_stride, bool more, const void* ahead = nullptr, int64_t lines = 0) {
   int64_t tallest = MOST_ROWS;
 #ifdef QB_ZMM  // as many rows as leave room for all blocks side by side
   while (tallest > MOST_ROWS / 2 && WIDEST[tallest] < blocks && WIDEST[tallest] < 4) --tallest;
@@ -120,23 +149,43 @@ static void pair_product(const Entry* x, int64_t x_stride, int64_t rows, const b
     const int64_t most = WIDEST[count];
     for (int64_t b = 0; b < blocks; b += most) {
       const int64_t some = std::min(most, blocks - b);
-      tile_for(int(count), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, pairs, y + first * y_stride + b * 16, y_stride,
-                                      more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
+      tile_for<W>(int(count), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, steps, y + first * y_stride + b * 16,
+                                         y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
     }
   }
 }
 
 // The same from zero, by AMX where the machine has it and the inputs come in 32s.
-static void product(const Entry* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
-                    int64_t y_stride, const void* ahead, int64_t lines) {
+template <class W>
+static void product(const typename Reads<W>::X* x, int64_t x_stride, int64_t rows, const W* w, int64_t w_stride, int64_t inputs, int64_t blocks,
+                    float* y, int64_t y_stride, const void* ahead, int64_t lines) {
 #ifdef QB_AMX
-  if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride, ahead, lines);
+  if constexpr (std::is_same_v<W, bf16>)
+    if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride, ahead, lines);
 #endif
-  pair_product(x, x_stride, rows, w, w_stride, inputs / 2, blocks, y, y_stride, false, ahead, lines);
+  step_product(x, x_stride, rows, w, w_stride, inputs / Reads<W>::INPUTS, blocks, y, y_stride, false, ahead, lines);
 }
 
 // Rows as products read them, kept by each thread for itself.
-class Entries {
+template <class W>
+class Entries;
+
+template <>
+class Entries<float> {
+ public:
+  static int64_t rows_at_once(int64_t) { return INT64_MAX; }
+  const float* take(const float* x, int64_t x_stride, int64_t, int64_t) {
+    stride_ = x_stride;
+    return x;
+  }
+  int64_t stride() const { return stride_; }
+
+ private:
+  int64_t stride_ = 0;
+};
+
+template <>
+class Entries<bf16> {
  public:
   static constexpr int64_t MOST = 1 << 19;  // bytes that widened rows may take, about: they stay in the cache meanwhile
 
@@ -206,11 +255,11 @@ static void walk_panels(const Parts& parts, const int* widest, const void* weigh
 
 // A whole product: panels of blocks, each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made. `each` and
 // `even` as above. `sums`: scratch of PANEL floats. While the rows of one panel are worked through, the next is fetched.
-template <class Each, class Done>
-static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, Each each, bool even, float* sums, Done done) {
+template <class W, class Each, class Done>
+static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64_t inputs, Each each, bool even, float* sums, Done done) {
   const int64_t w_stride = inputs * 16;
 #ifdef QB_AMX
-  if (inputs % 32 == 0 && rows) {
+  if constexpr (std::is_same_v<W, bf16>) if (inputs % 32 == 0 && rows) {
     const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
     each([&](int64_t first, int64_t last) {
       for (int64_t b = first; b < last; b += most) {
@@ -226,21 +275,21 @@ static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w,
     return;
   }
 #endif
-  static thread_local Entries entries;
-  const int64_t most_rows = Entries::rows_at_once(inputs);
+  static thread_local Entries<W> entries;
+  const int64_t most_rows = Entries<W>::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const int64_t n = std::min(most_rows, rows - begin);
-    const Entry* taken = entries.take(x + begin * x_stride, x_stride, n, inputs);
+    const typename Reads<W>::X* taken = entries.take(x + begin * x_stride, x_stride, n, inputs);
     const int64_t stride = entries.stride();
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
-      tile_for(int(count), int(blocks))(taken + low * stride, stride, reinterpret_cast<const bf16*>(block), w_stride, inputs / 2, to,
-                                        to_stride, false, ahead, lines);
+      tile_for<W>(int(count), int(blocks))(taken + low * stride, stride, reinterpret_cast<const W*>(block), w_stride,
+                                           inputs / Reads<W>::INPUTS, to, to_stride, false, ahead, lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
     };
-    walk_panels(Parts(n, MOST_ROWS), WIDEST, w, w_stride * sizeof(bf16), each, even, sums, tile, made);
+    walk_panels(Parts(n, MOST_ROWS), WIDEST, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
   }
 }
 

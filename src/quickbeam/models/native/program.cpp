@@ -26,6 +26,7 @@ namespace qb {
 
 enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
 struct Op {
@@ -34,16 +35,23 @@ struct Op {
   int32_t source_float, target_float;       // float32 instead of bfloat16
   int32_t wanted;                           // over the wanted rows: 1 gathers them from the source, 2 finds them gathered
   int64_t source_stride, source_offset, target_stride, target_offset;
-  const void *weight, *bias;                // bias: float32
+  const void *weight, *bias;                // a norm's weight and every bias: float32
   int64_t inputs, outputs;
   int64_t heads, kv_heads, head_dim, value_dim;
-  const void *query_norm, *key_norm;        // bfloat16 [head_dim]
+  const float *query_norm, *key_norm;       // [head_dim], or [heads][head_dim] where `norm_stride` says so
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
-  float epsilon, scaling, softcap;
+  float epsilon, scaling, softcap;          // scaling: of what ADD adds, of BEST's results, of embeddings, of attention's scores
   int32_t key, value;                       // buffers of SPLIT
   int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
+  int64_t norm_stride;                      // numbers between the norms of two heads
+  int64_t rotary, angles;                   // of HEADS: how many dimensions turn, and where their angles begin in the table's rows
+  int64_t query_scale;                      // 1 + the column of the cosines that holds a factor of the queries, 0 for none
+  int32_t activation;
+  int32_t centred;                          // a layer norm: the mean is taken away first
+  int32_t interleaved;                      // dimensions 2i and 2i + 1 turn together, not i and i + rotary / 2
+  int32_t norm_last;                        // queries and keys are normed after they are turned
 };
 
 struct Call {
@@ -102,6 +110,7 @@ class Meeting {
 struct Scratch {  // grows with use, kept by the thread that calls
   std::vector<float> scores, sums, peaks;
   std::vector<Entry> weights;
+  std::vector<float> wide_weights;  // of attention in float32
   std::vector<int64_t> best, waves;
   std::vector<QueryTile> tiles;
 };
@@ -171,7 +180,7 @@ class Worker {
   Ahead first_read(const Op& op) const {
     constexpr int64_t MOST = 1 << 17;
     const Blocks blocks = share(op);
-    const int64_t bytes = op.format == BFLOAT16 ? op.inputs * 32 : block_bytes(op.format, op.inputs);
+    const int64_t bytes = block_bytes(op.format, op.inputs);
     const char* begin = static_cast<const char*>(op.weight) + blocks.first * bytes;
     return {begin, begin + std::min(MOST, (blocks.last - blocks.first) * bytes)};
   }
@@ -180,19 +189,32 @@ class Worker {
     return op.source_float ? static_cast<const float*>(base)[at] : widen(static_cast<const bf16*>(base)[at]);
   }
 
-  void embed(const Op& op) {  // target [rows] float32 or bfloat16 = weight[token]
-    const bf16* table = static_cast<const bf16*>(op.weight);
+  void embed(const Op& op) {  // target [rows] = weight[token] * scaling; with ADD, target += weight[position]
+    const bool learned = op.epilogue == ADD;
     for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
-      const bf16* from = table + batch_.token[r] * op.inputs;
-      const int64_t to = r * op.target_stride + op.target_offset;
-      if (!op.target_float) std::memcpy(at<bf16>(op.target) + to, from, size_t(op.inputs) * 2);
-      else
-        for (int64_t i = 0; i < op.inputs; ++i) at<float>(op.target)[to + i] = widen(from[i]) * op.scaling;
+      const int64_t from = (learned ? batch_.position : batch_.token)[r] * op.inputs, to = r * op.target_stride + op.target_offset;
+      if (!op.target_float && !op.source_float) {
+        std::memcpy(at<bf16>(op.target) + to, static_cast<const bf16*>(op.weight) + from, size_t(op.inputs) * 2);
+        continue;
+      }
+      float* y = at<float>(op.target) + to;
+      for (int64_t i = 0; i < op.inputs; ++i) {
+        const float x = number(op, op.weight, from + i) * op.scaling;
+        y[i] = learned ? y[i] + x : x;
+      }
     }
   }
 
-  // x / sqrt(mean(x^2) + epsilon) * weight; squares in lanes of place % 16.
-  static void normalise(const float* x, float* y, int64_t n, float epsilon, const bf16* weight) {
+  // (x - m) / sqrt(mean((x - m)^2) + epsilon) * weight + bias, m the mean if `centred`, else 0; sums in lanes of place % 16.
+  static void normalise(const float* x, float* y, int64_t n, float epsilon, const float* weight, const float* bias, bool centred) {
+    float mean = 0;
+    if (centred) {
+      Lanes total = zero();
+      for (int64_t i = 0; i < n; i += 16) total = add(total, load_first(x + i, std::min<int64_t>(16, n - i)));
+      mean = sum(total) / float(n);
+      for (int64_t i = 0; i < n; ++i) y[i] = x[i] - mean;
+      x = y;
+    }
     Lanes squares = zero();
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) squares = fma(load(x + i), load(x + i), squares);
@@ -200,10 +222,12 @@ class Worker {
     const float factor = 1.0f / std::sqrt(sum(squares) / float(n) + epsilon);
     for (i = 0; i < n; ++i) y[i] = x[i] * factor;
     if (weight)
-      for (i = 0; i < n; ++i) y[i] *= widen(weight[i]);
+      for (i = 0; i < n; ++i) y[i] *= weight[i];
+    if (bias)
+      for (i = 0; i < n; ++i) y[i] += bias[i];
   }
 
-  void norm(const Op& op) {
+  void norm(const Op& op) {  // with ADD, scaled and added to the target
     std::vector<float> x(size_t(op.inputs));
     for (int64_t r = low(rows(op)); r < high(rows(op)); ++r) {
       const int64_t from = (op.wanted == 1 ? batch_.want[r] : r) * op.source_stride + op.source_offset;
@@ -211,13 +235,16 @@ class Worker {
       if (op.source_float) in = at<float>(op.source) + from;
       else
         for (int64_t i = 0; i < op.inputs; ++i) x[size_t(i)] = widen(at<bf16>(op.source)[from + i]);
-      normalise(in, x.data(), op.inputs, op.epsilon, static_cast<const bf16*>(op.weight));
+      normalise(in, x.data(), op.inputs, op.epsilon, static_cast<const float*>(op.weight), static_cast<const float*>(op.bias), op.centred);
       const int64_t to = r * op.target_stride + op.target_offset;
-      if (op.target_float) std::copy(x.begin(), x.end(), at<float>(op.target) + to);
+      if (op.epilogue == ADD)
+        for (int64_t i = 0; i < op.inputs; ++i) at<float>(op.target)[to + i] += x[size_t(i)] * op.scaling;
+      else if (op.target_float) std::copy(x.begin(), x.end(), at<float>(op.target) + to);
       else narrow_all(x.data(), at<bf16>(op.target) + to, op.inputs);
     }
   }
 
+  static void narrow_all(const float* x, float* y, int64_t n) { std::copy(x, x + n, y); }
   static void narrow_all(const float* x, bf16* y, int64_t n) {
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) store(y + i, load(x + i));
@@ -239,7 +266,9 @@ class Worker {
   template <class Each, class Done>
   void product(const Op& op, int64_t n, Each each, bool even, Done done) {
     const bf16* x = at<bf16>(op.source) + op.source_offset;
-    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, each, even, sums_, done);
+    if (op.format == FLOAT32)
+      panels(at<float>(op.source) + op.source_offset, op.source_stride, n, static_cast<const float*>(op.weight), op.inputs, each, even, sums_, done);
+    else if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, each, even, sums_, done);
     else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, each, even, sums_, done);
   }
 
@@ -263,7 +292,7 @@ class Worker {
         const int64_t to = (block + b) / 2 * 16, count = std::min<int64_t>(16, columns - to);
         Lanes gate = load(sums + b * 16), up = load(sums + b * 16 + 16);
         if (bias) gate = add(gate, load(bias + (block + b) * 16)), up = add(up, load(bias + (block + b) * 16 + 16));
-        put(op, row, to, count, mul(silu(gate), up));
+        put(op, row, to, count, mul(activate(op.activation, gate), up));
       }
       return;
     }
@@ -271,18 +300,42 @@ class Worker {
       const int64_t to = (block + b) * 16, count = std::min<int64_t>(16, op.outputs - to);
       Lanes y = load(sums + b * 16);
       if (bias) y = add(y, load_first(bias + to, count));
-      if (op.epilogue == ACTIVATE) y = silu(y);
+      if (op.epilogue == ACTIVATE) y = activate(op.activation, y);
       if (op.epilogue == ADD) {
         float* p = at<float>(op.target) + row * op.target_stride + op.target_offset + to;
-        store_first(p, add(load_first(p, count), y), count);
+        store_first(p, add(load_first(p, count), mul(y, all(op.scaling))), count);
         continue;
       }
+      if (op.epilogue == BEST && op.scaling != 1.0f) y = mul(y, all(op.scaling));
+      if (op.epilogue == BEST && op.softcap > 0) y = mul(hyperbolic_tangent(div(y, all(op.softcap))), all(op.softcap));
       put(op, row, to, count, y);
       if (op.epilogue == BEST) note_best(row, to, count, y);
     }
   }
 
-  static Lanes silu(Lanes x) { return div(x, add(all(1.0f), exponential(sub(zero(), x)))); }
+  static Lanes activate(int32_t kind, Lanes x) {
+    switch (kind) {
+      case GELU: {  // x * (1 + erf(x / sqrt(2))) / 2, erf by Abramowitz and Stegun's 7.1.26, off by at most 2e-7
+        const Lanes z = mul(x, all(0.70710678f)), size = greatest(z, sub(zero(), z));
+        const Lanes t = div(all(1.0f), fma(size, all(0.3275911f), all(1.0f)));
+        Lanes p = all(1.061405429f);
+        for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, all(c));
+        const Lanes rest = mul(mul(p, t), exponential(sub(zero(), mul(size, size))));  // 1 - erf(|z|)
+        const Lanes half = mul(x, all(0.5f)), wide = greatest(half, sub(zero(), half));
+        return sub(add(half, wide), mul(wide, rest));
+      }
+      case GELU_TANH: {
+        const Lanes inner = mul(mul(x, all(0.7978845608f)), fma(mul(x, x), all(0.044715f), all(1.0f)));
+        return mul(mul(x, all(0.5f)), add(all(1.0f), hyperbolic_tangent(inner)));
+      }
+      case RELU: return greatest(zero(), x);
+      case RELU_SQUARED: {
+        const Lanes y = greatest(zero(), x);
+        return mul(y, y);
+      }
+      default: return div(x, add(all(1.0f), exponential(sub(zero(), x))));
+    }
+  }
 
   void put(const Op& op, int64_t row, int64_t column, int64_t count, Lanes y) {
     const int64_t to = row * op.target_stride + op.target_offset + column;
@@ -365,38 +418,65 @@ class Worker {
 
   static KVShape kv_of(const Op& op) { return {op.kv_heads, op.head_dim, op.value_dim, op.offset}; }
 
-  // Queries, keys and values side by side in float32: norms, rotary angles (the first half of a head turns with the second), then queries
-  // to `target` [kv_heads][rows][group][head_dim], keys and values to their page.
   void heads(const Op& op) {
-    const int64_t dim = op.head_dim, half = dim / 2, all_heads = op.heads + 2 * op.kv_heads, group = op.heads / op.kv_heads;
+    if (op.target_float) heads_of<float>(op);
+    else heads_of<bf16>(op);
+  }
+
+  // Queries, keys and values side by side in float32: norms, rotary angles, then queries to `target` [kv_heads][rows][group][head_dim], keys
+  // and values to their page.
+  template <class T>
+  void heads_of(const Op& op) {
+    const int64_t dim = op.head_dim, all_heads = op.heads + 2 * op.kv_heads, group = op.heads / op.kv_heads;
     const KVShape kv = kv_of(op);
     std::vector<float> x(size_t(std::max(dim, op.value_dim)));
-    std::vector<bf16> y(x.size());
+    std::vector<T> y(x.size());
     int64_t span = 0;
     for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
-      const int64_t r = unit / all_heads, h = unit % all_heads;
+      const int64_t r = unit / all_heads, h = unit % all_heads, slot = batch_.order[r] % PAGE;
       const float* from = at<float>(op.source) + r * op.source_stride + op.source_offset + h * dim;
-      bf16* page = span_of(r, span).pages[batch_.order[r] / PAGE];
+      const PageOf<T> page(span_of(r, span).pages[batch_.order[r] / PAGE], kv);
       if (h >= op.heads + op.kv_heads) {
         narrow_all(from, y.data(), dim);
-        write_value(page, kv, h - op.heads - op.kv_heads, batch_.order[r], y.data());
+        page.write_value(h - op.heads - op.kv_heads, slot, y.data());
         continue;
       }
-      const void* weight = h < op.heads ? op.query_norm : op.key_norm;
+      const bool query = h < op.heads;
+      const float* weight = query ? op.query_norm : op.key_norm;
+      if (weight) weight += (query ? h : h - op.heads) * op.norm_stride;
       std::copy(from, from + dim, x.begin());
-      if (weight) normalise(x.data(), x.data(), dim, op.epsilon, static_cast<const bf16*>(weight));
-      const float *cosine = batch_.cosine + batch_.position[r] * half, *sine = batch_.sine + batch_.position[r] * half;
-      for (int64_t i = 0; i < half; ++i) {
-        const float a = x[size_t(i)], b = x[size_t(i + half)];
-        x[size_t(i)] = a * cosine[i] - b * sine[i];
-        x[size_t(i + half)] = b * cosine[i] + a * sine[i];
-      }
-      if (h < op.heads) {
-        narrow_all(x.data(), at<bf16>(op.target) + ((h / group * batch_.rows + r) * group + h % group) * dim, dim);
+      if (weight && !op.norm_last) normalise(x.data(), x.data(), dim, op.epsilon, weight, nullptr, op.centred);
+      turn(op, x.data(), batch_.position[r]);
+      if (weight && op.norm_last) normalise(x.data(), x.data(), dim, op.epsilon, weight, nullptr, op.centred);
+      if (query) {
+        if (op.query_scale) {
+          const float factor = batch_.cosine[batch_.position[r] * batch_.angle_stride + op.query_scale - 1];
+          for (float& value : x) value *= factor;
+        }
+        narrow_all(x.data(), at<T>(op.target) + ((h / group * batch_.rows + r) * group + h % group) * dim, dim);
       } else {
         narrow_all(x.data(), y.data(), dim);
-        write_key(page, kv, h - op.heads, batch_.order[r], y.data());
+        page.write_key(h - op.heads, slot, y.data());
       }
+    }
+  }
+
+  // Rotary angles of a position on the first `rotary` dimensions of a head.
+  void turn(const Op& op, float* x, int64_t position) const {
+    const int64_t half = op.rotary / 2, from = position * batch_.angle_stride + op.angles;
+    const float *cosine = batch_.cosine + from, *sine = batch_.sine + from;
+    if (op.interleaved) {
+      for (int64_t i = 0; i < half; ++i) {
+        const float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cosine[i] - b * sine[i];
+        x[2 * i + 1] = b * cosine[i] + a * sine[i];
+      }
+      return;
+    }
+    for (int64_t i = 0; i < half; ++i) {
+      const float a = x[i], b = x[i + half];
+      x[i] = a * cosine[i] - b * sine[i];
+      x[i + half] = b * cosine[i] + a * sine[i];
     }
   }
 
@@ -407,22 +487,29 @@ class Worker {
     int64_t span = 0;
     for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
       const int64_t r = unit / all_heads, h = unit % all_heads;
-      bf16* page = span_of(r, span).pages[batch_.order[r] / PAGE];
+      const PageOf<bf16> page(span_of(r, span).pages[batch_.order[r] / PAGE], kv);
+      const int64_t slot = batch_.order[r] % PAGE;
       if (h < op.heads) {
         const bf16* from = at<bf16>(op.source) + r * op.query_stride + h * op.head_dim;
         std::memcpy(at<bf16>(op.target) + ((h / group * batch_.rows + r) * group + h % group) * op.head_dim, from, size_t(op.head_dim) * 2);
       } else if (h < op.heads + op.kv_heads) {
-        write_key(page, kv, h - op.heads, batch_.order[r], at<bf16>(op.key) + r * op.key_stride + (h - op.heads) * op.key_head);
+        page.write_key(h - op.heads, slot, at<bf16>(op.key) + r * op.key_stride + (h - op.heads) * op.key_head);
       } else {
         const int64_t v = h - op.heads - op.kv_heads;
-        write_value(page, kv, v, batch_.order[r], at<bf16>(op.value) + r * op.value_stride + v * op.value_head);
+        page.write_value(v, slot, at<bf16>(op.value) + r * op.value_stride + v * op.value_head);
       }
     }
   }
 
   void attend(const Op& op) {
+    if (op.source_float) attend_in<float>(op, scratch_.wide_weights);
+    else attend_in<bf16>(op, scratch_.weights);
+  }
+
+  template <class T>
+  void attend_in(const Op& op, std::vector<typename Reads<T>::X>& weights) {
     const AttentionShape shape{kv_of(op), op.heads, op.window, op.scaling, op.softcap, op.sinks};
-    Attention attention(shape, batch_, at<bf16>(op.source), at<bf16>(op.target), scratch_.scores, scratch_.weights, scratch_.sums);
+    Attention<T> attention(shape, batch_, at<T>(op.source), at<T>(op.target), scratch_.scores, weights, scratch_.sums);
     const bool fresh = !planned_ || planned_->window != op.window || planned_->heads != op.heads || planned_->kv_heads != op.kv_heads;
     planned_ = &op;
     attention.run(thread_, threads_, fresh, [this] { meet(); }, scratch_.tiles, scratch_.waves);
@@ -434,7 +521,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 8; }
+int64_t qb_version() { return 9; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -531,25 +618,21 @@ void qb_unpack(const uint16_t* packed, int64_t outputs, int64_t inputs, int64_t 
     for (int64_t i = 0; i < inputs; ++i) weight[o * inputs + i] = packed[o / 16 * stride + i / 2 * 32 + o % 16 * 2 + i % 2];
 }
 
-// Tokens from one order to another, in all of `layers` layers: shapes [layers] of kv_heads, key_dim, value_dim, offset.
-void qb_move(uint16_t* const* pages, const int64_t* shapes, int64_t layers, const int64_t* from, const int64_t* to, int64_t count) {
+// Tokens from one order to another, in all of `layers` layers: shapes [layers] of kv_heads, key_dim, value_dim, offset. `wide`: of float32.
+void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const int64_t* from, const int64_t* to, int64_t count, int64_t wide) {
   for (int64_t l = 0; l < layers; ++l) {
     const qb::KVShape kv{shapes[4 * l], shapes[4 * l + 1], shapes[4 * l + 2], shapes[4 * l + 3]};
-    for (int64_t i = 0; i < count; ++i) qb::move_token(pages, kv, from[i], to[i]);
+    for (int64_t i = 0; i < count; ++i)
+      if (wide) qb::move_token<float>(pages, kv, from[i], to[i]);
+      else qb::move_token<qb::bf16>(pages, kv, from[i], to[i]);
   }
 }
 
 // Keys [kv_heads][count][key_dim] and values of the first `count` orders of one layer, as plain rows.
-void qb_read(uint16_t* const* pages, const int64_t* shape, int64_t count, uint16_t* keys, uint16_t* values) {
+void qb_read(void* const* pages, const int64_t* shape, int64_t count, void* keys, void* values, int64_t wide) {
   const qb::KVShape kv{shape[0], shape[1], shape[2], shape[3]};
-  for (int64_t h = 0; h < kv.kv_heads; ++h)
-    for (int64_t o = 0; o < count; ++o) {
-      const qb::bf16 *page = pages[o / qb::PAGE], s = qb::bf16(o % qb::PAGE);
-      const qb::bf16* k = kv.key_page(page, h) + s / 16 * 16 * kv.key_dim + s % 16 * 2;
-      const qb::bf16* v = kv.value_page(page, h) + s / 2 * 32 + s % 2;
-      for (int64_t i = 0; i < kv.key_dim; ++i) keys[(h * count + o) * kv.key_dim + i] = k[i / 2 * 32 + i % 2];
-      for (int64_t i = 0; i < kv.value_dim; ++i) values[(h * count + o) * kv.value_dim + i] = v[i / 16 * qb::PAGE * 16 + i % 16 * 2];
-    }
+  if (wide) qb::read_tokens(pages, kv, count, static_cast<float*>(keys), static_cast<float*>(values));
+  else qb::read_tokens(pages, kv, count, static_cast<qb::bf16*>(keys), static_cast<qb::bf16*>(values));
 }
 
 void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1, uint64_t* words) {

@@ -18,6 +18,10 @@ from quickbeam.models.native.operands import KVShape, PackedPart, Rows
 from quickbeam.models.native.quantised import AnyPacked
 
 
+def _float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Rows of `width` numbers, float32 or bfloat16.
@@ -91,7 +95,8 @@ class Program:
     ) -> None:
         """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16) to the target.
 
-        A float32 target gets them times `scale`; a bfloat16 one gets them as they are.
+        A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight`
+        may be float32 where the target is.
         """
         self._add(
             library.EMBED,
@@ -100,7 +105,21 @@ class Program:
             weight=weight,
             inputs=weight.shape[1],
             scaling=scale,
+            source_float=weight.dtype is torch.float32,
             target_offset=column,
+        )
+
+    def learned_positions(self, weight: torch.Tensor, target: Buffer) -> None:
+        """Add the positions' rows of `weight` (`[positions, d]`) to a float32 target."""
+        self._add(
+            library.EMBED,
+            None,
+            target,
+            weight=weight,
+            inputs=weight.shape[1],
+            scaling=1.0,
+            source_float=weight.dtype is torch.float32,
+            epilogue=library.ADD,
         )
 
     def norm(
@@ -110,27 +129,33 @@ class Program:
         weight: torch.Tensor | None,
         epsilon: float,
         *,
+        bias: torch.Tensor | None = None,
+        centred: bool = False,
         width: int | None = None,
         of: int = 0,
         column: int = 0,
         gather: bool = False,
+        add: float | None = None,
     ) -> None:
         """RMS norm of `width` columns of the source (all if None), with `weight` `[width]` or none.
 
-        `gather`: only of the wanted rows.
+        `centred`: a layer norm. `gather`: only of the wanted rows. `add`: times this, added to a
+        float32 target.
         """
-        if weight is not None:
-            weight = weight.detach().to(torch.bfloat16).contiguous()
         self._add(
             library.NORM,
             source,
             target,
-            weight=weight,
+            weight=_float32(weight),
+            bias=_float32(bias),
+            centred=centred,
             inputs=width or source.width,
             epsilon=epsilon,
             source_offset=of,
             target_offset=column,
             wanted=int(gather),
+            epilogue=library.STORE if add is None else library.ADD,
+            scaling=1.0 if add is None else add,
         )
 
     def linear(
@@ -144,14 +169,18 @@ class Program:
         column: int = 0,
         gathered: bool = False,
         best: Buffer | None = None,
+        activation: str = "silu",
+        scaling: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
         """A product with a weight, and an epilogue.
 
-        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (silu of the gate times the
-        rest), `ACTIVATE` (silu) or `BEST` (the result is stored, and the column of each row's
-        largest number goes to `best`, int64). `gathered`: the source holds only the wanted rows, in
-        their order. Raises `ValueError` if the weight is gated and the epilogue is not `GATED`, or
-        the other way round.
+        The epilogue is `STORE`, `ADD` (to a float32 target, times `scaling`), `GATED` (`activation`
+        of the gate times the rest), `ACTIVATE` or `BEST` (the result, times `scaling` and below
+        `softcap`, is stored, and the column of each row's largest number goes to `best`, int64).
+        The source is float32 for float32 weights, else bfloat16. `gathered`: the source holds only
+        the wanted rows, in their order. Raises `ValueError` if the weight is gated and the epilogue
+        is not `GATED`, or the other way round.
         """
         self._keep.append(packed)
         self._add(
@@ -168,6 +197,9 @@ class Program:
             target_offset=column,
             wanted=2 * int(gathered),
             best=-1 if best is None else best.index,
+            activation=library.ACTIVATIONS.index(activation),
+            scaling=scaling,
+            softcap=softcap or 0.0,
         )
         if packed.gated != (epilogue == library.GATED):
             raise ValueError("gated weights and the epilogue GATED go together")
@@ -199,18 +231,26 @@ class Program:
         offset: int,
         norms: Sequence[torch.Tensor] | None = None,
         epsilon: float = 0.0,
+        *,
+        centred: bool = False,
+        norm_last: bool = False,
+        rotary: int | None = None,
+        angles: int = 0,
+        interleaved: bool = False,
+        query_scale: int | None = None,
     ) -> None:
         """Take apart queries, keys and values that stand side by side in the source.
 
-        Queries and keys are normed if there are `norms`, and rotary angles are applied to them.
-        Queries go to `query`, keys and values to their pages. `offset`: of the layer in a page, in
-        numbers.
+        Queries and keys are normed if there are `norms` (of a head's width, or of all heads'), then
+        rotary angles are applied to them; with `norm_last` the other way round. Queries go to
+        `query`, keys and values to their pages; both are in the query's format. `offset`: of the
+        layer in a page, in numbers. `centred`: layer norms. `rotary`: how many dimensions turn, all
+        if None. `angles`: where the layer's angles begin in the rows of `run`'s. `interleaved`:
+        dimensions 2i and 2i + 1 turn together. `query_scale`: the column of the cosines that holds
+        a factor of the queries.
         """
-        query_norm, key_norm = (
-            (None, None)
-            if norms is None
-            else (norm.detach().to(torch.bfloat16).contiguous() for norm in norms)
-        )
+        query_norm, key_norm = (None, None) if norms is None else map(_float32, norms)
+        own = query_norm is not None and query_norm.numel() > shape.key_dim
         self._add(
             library.HEADS,
             source,
@@ -223,6 +263,13 @@ class Program:
             query_norm=query_norm,
             key_norm=key_norm,
             epsilon=epsilon,
+            norm_stride=shape.key_dim if own else 0,
+            centred=centred,
+            norm_last=norm_last,
+            rotary=shape.key_dim if rotary is None else rotary,
+            angles=angles,
+            interleaved=interleaved,
+            query_scale=0 if query_scale is None else query_scale + 1,
         )
 
     def split(
@@ -273,7 +320,7 @@ class Program:
         count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
         """
         if sinks is not None:
-            sinks = sinks.detach().float().contiguous()
+            sinks = _float32(sinks)
         self._add(
             library.ATTEND,
             query,
@@ -323,7 +370,7 @@ class Program:
         """Run all operations.
 
         `given`: a tensor for each buffer of that kind, by name. `angles`: cosine and sine by
-        position, `[positions, half]` float32 each. `blocks`: int64 numpy array for `chosen`.
+        position, `[positions, columns]` float32 each. `blocks`: int64 numpy array for `chosen`.
         """
         self.prepare(rows, given, angles, blocks)(0, len(self._ops))
 
@@ -345,6 +392,7 @@ class Program:
             self._table[self._names[name]] = tensor.data_ptr()
         if angles is not None:
             rows.batch.cosine, rows.batch.sine = angles[0].data_ptr(), angles[1].data_ptr()
+            rows.batch.angle_stride = angles[0].shape[1]
         call = library.Call(rows.batch, ctypes.addressof(self._table))
         if blocks is not None:
             call.block, call.blocks = blocks.ctypes.data, len(blocks)

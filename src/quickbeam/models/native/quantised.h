@@ -18,13 +18,18 @@
 
 namespace qb {
 
-enum Format : int32_t { BFLOAT16, INT8, INT4 };
+enum Format : int32_t { BFLOAT16, INT8, INT4, FLOAT32 };
 
 constexpr float LEAST = 7.8886090522101181e-31f;  // 2^-100: groups whose largest number is smaller count as zeros
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 inline int64_t block_bytes(int32_t format, int64_t inputs) {
-  return format == INT8 ? groups_of(inputs) * 512 + 64 : groups_of(inputs) * 320;
+  switch (format) {
+    case BFLOAT16: return inputs * 32;
+    case FLOAT32: return inputs * 64;
+    case INT8: return groups_of(inputs) * 512 + 64;
+    default: return groups_of(inputs) * 320;
+  }
 }
 
 struct Whole {  // INT8

@@ -17,7 +17,8 @@ from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, Packed, gated_bias
 
 GROUP = 32  # inputs that are quantised together
-BFLOAT16, INT8, INT4 = library.FORMATS
+BFLOAT16, INT8, INT4, FLOAT32 = library.FORMATS
+WHOLE = {BFLOAT16: torch.bfloat16, FLOAT32: torch.float32}  # formats that keep every bit
 NOT_FINITE = (
     "the weights hold numbers that are not finite (NaN or infinite) and can't be "
     "quantised: leave weights out"
@@ -136,11 +137,11 @@ class Packer(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the memory that packed weights take."""
-        return torch.bfloat16 if self.name == BFLOAT16 else torch.uint8
+        return WHOLE.get(self.name, torch.uint8)
 
     def size(self, weights: Sequence[torch.Tensor], gated: bool = False) -> int:
         """Return how many numbers of that dtype these weights take."""
-        if self.name == BFLOAT16:
+        if self.name in WHOLE:
             return Packed.size(weights, gated)
         return QuantisedPacked.size(self.kernels, weights, self.name, gated)
 
@@ -156,8 +157,16 @@ class Packer(NamedTuple):
 
         Raises as `Packed` and `QuantisedPacked` do.
         """
-        if self.name == BFLOAT16:
-            return Packed(self.kernels, weights, bias, gated=gated, place=place, filled=filled)
+        if self.name in WHOLE:
+            return Packed(
+                self.kernels,
+                weights,
+                bias,
+                gated=gated,
+                place=place,
+                filled=filled,
+                dtype=self.dtype,
+            )
         return QuantisedPacked(
             self.kernels, weights, bias, name=self.name, gated=gated, place=place, filled=filled
         )

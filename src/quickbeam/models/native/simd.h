@@ -265,4 +265,8 @@ inline Lanes exponential(const Lanes& x) {
   return mul(p, two_to(n));
 }
 
+inline Lanes hyperbolic_tangent(const Lanes& x) {  // 1 - 2 / (exp(2x) + 1)
+  return sub(all(1.0f), div(all(2.0f), add(exponential(greatest(all(-43.0f), add(x, x))), all(1.0f))));
+}
+
 }  // namespace qb

@@ -1,0 +1,152 @@
+"""Runs a `Stack` in plain PyTorch: what the kernels compute, without their order and rounding.
+
+It is the reference of tests; nothing else calls it. A text is run whole, without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.models.stack import (
+    Attention,
+    FeedForward,
+    Linear,
+    Norm,
+    Rotary,
+    Stack,
+    norm_weight,
+    query_factors,
+    rows_of,
+)
+
+Parameters = Mapping[str, torch.Tensor]
+# cosines and sines `[n, half]` of positions `[n]`
+Angles = Callable[[Rotary, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def logits(
+    stack: Stack, parameters: Parameters, angles: Angles, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits after each of `tokens` `[n]`, `[n, vocab]`, in the parameters' dtype."""
+    positions = torch.arange(len(tokens))
+    x = F.embedding(tokens, parameters[stack.embedding]) * stack.scale
+    if stack.positions is not None:
+        x = x + F.embedding(positions, parameters[stack.positions])
+    for layer in stack.layers:
+        normed = _norm(x, layer.attention_before, parameters)
+        mixed = _attend(normed, layer.attention, parameters, angles, positions)
+        mixed = _norm(mixed, layer.attention_after, parameters) * layer.residual
+        if not layer.parallel:
+            x, mixed = x + mixed, torch.zeros_like(mixed)
+        if not layer.parallel or layer.feed_forward_before is not None:
+            normed = _norm(x, layer.feed_forward_before, parameters)
+        fed = _feed(normed, layer.feed_forward, parameters)
+        x = x + mixed + _norm(fed, layer.feed_forward_after, parameters) * layer.residual
+    x = _norm(x, stack.norm, parameters)
+    return _cap(_linear(x, stack.head, parameters) * stack.head_scale, stack.softcap)
+
+
+def _cap(x: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return x if softcap is None else torch.tanh(x / softcap) * softcap
+
+
+def _linear(x: torch.Tensor, linear: Linear, parameters: Parameters) -> torch.Tensor:
+    bias = (
+        torch.cat([rows_of(b, parameters[b.name]) for b in linear.biases])
+        if linear.biases
+        else None
+    )
+    return F.linear(x, torch.cat([rows_of(w, parameters[w.name]) for w in linear.weights]), bias)
+
+
+def _norm(x: torch.Tensor, norm: Norm | None, parameters: Parameters) -> torch.Tensor:
+    """Apply a norm to the last dimension, or of several heads' weights to the last two."""
+    if norm is None:
+        return x
+    y = x.float()
+    if norm.centred:
+        y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.epsilon)
+    weight = norm_weight(norm, parameters.__getitem__)
+    if weight is not None:
+        y = y * (weight.view(x.shape[-2:]) if weight.numel() > x.shape[-1] else weight)
+    if norm.bias is not None:
+        y = y + parameters[norm.bias].float()
+    return y.to(x.dtype)
+
+
+def _turn(x: torch.Tensor, of: Attention, angles: Angles, positions: torch.Tensor) -> torch.Tensor:
+    """Apply rotary angles to heads `[n, heads, dim]`."""
+    if of.rotary is None:
+        return x
+    cosine, sine = (part[:, None].to(x.dtype) for part in angles(of.rotary, positions))
+    turned, rest = x[..., : of.turned], x[..., of.turned :]
+    if of.rotary.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        pairs = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        pairs = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+    return torch.cat([pairs, rest], -1)
+
+
+def _attend(
+    x: torch.Tensor,
+    of: Attention,
+    parameters: Parameters,
+    angles: Angles,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    n, dim, group = len(x), of.head_dim, of.heads // of.kv_heads
+    sizes = [of.heads * dim, of.kv_heads * dim, of.kv_heads * dim]
+    query, key, value = torch.split(_linear(x, of.qkv, parameters), sizes, -1)
+    if of.norms is not None and of.norm_all:
+        query, key = (
+            _norm(query, of.norms[0], parameters),
+            _norm(key, of.norms[1], parameters),
+        )
+    query, key, value = (part.view(n, -1, dim) for part in (query, key, value))
+    of_heads = of.norms if not of.norm_all else None
+    if of_heads is not None and not of.norm_last:
+        query, key = (
+            _norm(query, of_heads[0], parameters),
+            _norm(key, of_heads[1], parameters),
+        )
+    query, key = _turn(query, of, angles, positions), _turn(key, of, angles, positions)
+    if of_heads is not None and of.norm_last:
+        query, key = (
+            _norm(query, of_heads[0], parameters),
+            _norm(key, of_heads[1], parameters),
+        )
+    if of.query_scale is not None:
+        query = query * query_factors(of.query_scale, positions)[:, None, None].to(query.dtype)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = _cap(torch.einsum("qhd,khd->hqk", query, key) * of.scaling, of.softcap)
+    behind = positions[:, None] - positions[None]
+    seen = (behind >= 0) & (behind < (of.window or n + 1))
+    score = score.masked_fill(~seen, -torch.inf)
+    if of.sinks is not None:
+        sinks = parameters[of.sinks].to(score.dtype).view(-1, 1, 1).expand(-1, n, 1)
+        score = torch.cat([score, sinks], -1)
+    weight = score.softmax(-1)[..., :n]
+    mixed = torch.einsum("hqk,khd->qhd", weight, value).reshape(n, -1)
+    return _linear(mixed, of.out, parameters)
+
+
+def _feed(x: torch.Tensor, of: FeedForward, parameters: Parameters) -> torch.Tensor:
+    activation = ACTIVATIONS[of.activation]
+    up = _linear(x, of.up, parameters)
+    if of.gated:
+        gate, rest = up.chunk(2, -1)
+        return _linear(activation(gate) * rest, of.down, parameters)
+    return _linear(activation(up), of.down, parameters)

@@ -1,0 +1,152 @@
+"""The native kernels in float32: against their references, and a row's bits whatever else is in the
+pass. On every instruction set that the machine runs.
+
+pytest tests/test_native_float32.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
+from quickbeam.models.native import library, reference
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import KVShape, Packed, Rows
+from quickbeam.models.native.program import Program
+from quickbeam.models.pages import PagedStore, PagePool
+
+FLOAT = torch.float32
+
+
+def product(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    program, y = Program(kernels), torch.empty(len(x), len(weight))
+    program.linear(
+        Packed(kernels, [weight], dtype=FLOAT),
+        program.given("x", x.shape[1], True),
+        program.given("y", len(weight), True),
+    )
+    program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
+    return y
+
+
+@every_set
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
+def test_products_are_right_and_rows_do_not_depend_on_others(
+    isa: str, inputs: int, outputs: int
+) -> None:
+    kernels, rng = load(isa), random.Random(0)
+    x, weight = number(128, inputs, like=FLOAT), number(outputs, inputs, like=FLOAT, seed=1)
+    alone = torch.cat([product(kernels, row[None], weight) for row in x])
+    assert (alone - reference.linear(x, weight)).abs().max() < 3e-7 * inputs + 2e-6
+    for width in [*range(2, 20), 32, 33, 64, 128]:
+        rows = rng.choices(range(128), k=width)
+        assert torch.equal(product(kernels, x[rows], weight), alone[rows]), width
+    packed = Packed(kernels, [weight], dtype=FLOAT)
+    assert torch.equal(packed.rows(), weight)
+
+
+@every_set
+@pytest.mark.parametrize("activation", library.ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations(isa: str, activation: str, gated: bool) -> None:
+    from quickbeam.models.interpreter import ACTIVATIONS
+
+    kernels, program = load(isa), Program(load(isa))
+    x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
+    weights, y = weights[: 1 + gated], torch.empty(5, 40)
+    program.linear(
+        Packed(kernels, weights, gated=gated, dtype=FLOAT),
+        program.given("x", 24, True),
+        program.given("y", 40, True),
+        library.GATED if gated else library.ACTIVATE,
+        activation=activation,
+    )
+    program.run(plain_rows(5), {"x": x, "y": y})
+    right = ACTIVATIONS[activation](reference.linear(x, weights[0]))
+    if gated:
+        right = right * reference.linear(x, weights[1])
+    assert ((y - right).abs() <= 2e-6 * (1 + right.abs()) * (30 if gated else 3)).all()
+    assert right.abs().max() > 5
+
+
+@every_set
+@pytest.mark.parametrize("add", [None, 0.5])
+def test_layer_norms(isa: str, add: float | None) -> None:
+    program, x, y = Program(load(isa)), number(7, 45, like=FLOAT) + 3, torch.ones(7, 45)
+    weight, bias = number(45, like=FLOAT, seed=1), number(45, like=FLOAT, seed=2)
+    named = program.given("x", 45, True), program.given("y", 45, True)
+    program.norm(*named, weight, 1e-5, bias=bias, centred=True, add=add)
+    program.run(plain_rows(7), {"x": x, "y": y})
+    right = torch.nn.functional.layer_norm(x.double(), (45,), weight.double(), bias.double(), 1e-5)
+    assert (y - (right if add is None else 1 + add * right)).abs().max() < 3e-6
+
+
+def attend(
+    kernels: Kernels, store: PagedStore, qkv: torch.Tensor, rows: Rows, window: int | None
+) -> torch.Tensor:
+    """HEADS without angles, then ATTEND."""
+    shape, heads = store.shapes[0], 4
+    program, out = Program(kernels), torch.empty(len(qkv), heads * shape.value_dim)
+    query = program.buffer(heads * shape.key_dim, True)
+    program.heads(program.given("qkv", qkv.shape[1], True), query, heads, shape, 0, rotary=0)
+    target = program.given("out", heads * shape.value_dim, True)
+    program.attend(query, target, heads, shape, 0, 0.3, window)
+    angles = torch.zeros(1, 1)
+    program.run(rows, {"qkv": qkv.contiguous(), "out": out}, (angles, angles))
+    return out
+
+
+@every_set
+@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_a_trees_rows_have_the_bits_of_their_paths(
+    isa: str, length: int, window: int | None
+) -> None:
+    kernels, rng, dim, nodes = load(isa), random.Random(length), 24, 21
+    shape = KVShape(2, dim, dim)
+    pool = PagePool([shape], kernels, dtype=FLOAT)
+    qkv = number(length + nodes, 8 * dim, like=FLOAT)
+    _, paths = random_paths(rng, nodes, length)
+    tree = pool.new()
+    attend(kernels, tree, qkv[:length], chain_rows(tree, [0] * length), window)
+    tree.length = length
+    tree.reserve(length + nodes)
+    rows = Rows(
+        [0] * nodes,
+        [0] * nodes,
+        range(length, length + nodes),
+        [length] * nodes,
+        paths,
+        [(nodes, tree.table)],
+    )
+    got = attend(kernels, tree, qkv[length:], rows, window)
+    for node in (0, 1, nodes // 2, nodes - 1):
+        path, one = paths[node], pool.new()
+        for tokens in ([*range(length)], *([token] for token in path)):
+            alone = attend(kernels, one, qkv[tokens], chain_rows(one, tokens), window)
+            one.length += len(tokens)
+        assert torch.equal(got[node], alone[-1]), node
+        seen = torch.tensor([*range(length), *path])
+        every = qkv[seen].view(len(seen), 8, dim).double()
+        key, value = every[:, 4:6].repeat_interleave(2, 1), every[:, 6:].repeat_interleave(2, 1)
+        score = torch.einsum("hd,thd->ht", every[-1, :4], key) * 0.3
+        score[:, : max(0, len(seen) - (window or len(seen)))] = -torch.inf
+        right = torch.einsum("ht,thd->hd", score.softmax(-1), value).flatten()
+        assert (got[node] - right).abs().max() < 1e-5
+
+
+@best_set
+def test_moved_and_read_keys_and_values_are_the_same(isa: str) -> None:
+    kernels, dim = load(isa), 24
+    pool = PagePool([KVShape(2, dim, dim)], kernels, dtype=FLOAT)
+    qkv, store = number(100, 8 * dim, like=FLOAT), pool.new()
+    attend(kernels, store, qkv, chain_rows(store, range(100)), None)
+    store.length = 60
+    store.commit([0, 3, 33, 39])
+    key, value = store.read(0)
+    kept = [*range(60), 60, 63, 93, 99]
+    every = qkv[kept].view(64, 8, dim).transpose(0, 1)
+    assert torch.equal(key, every[4:6]) and torch.equal(value, every[6:])
