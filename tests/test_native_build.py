@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -306,3 +307,17 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) ->
     assert done.returncode == 0 and " passed" in done.stdout, (
         done.stdout[-3000:] + done.stderr[-6000:]
     )
+
+
+@pytest.mark.parametrize("isa", SETS[:1])
+def test_libraries_of_several_sets_share_nothing(isa: str) -> None:
+    """Objects that are unique in a process would be those of the set that was loaded first."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not there")
+    listed = subprocess.run(
+        [nm, "-D", build.build(isa)], capture_output=True, text=True, check=True
+    )
+    shared = {line.split()[-1] for line in listed.stdout.splitlines() if line.split()[-2] != "U"}
+    mangled = sorted(name for name in shared if "qb" in name and not name.startswith("qb_"))
+    assert not mangled and "qb_run" in shared

@@ -32,6 +32,7 @@ FLAGS = (
     "-O3",
     "-fPIC",
     "-fopenmp",
+    "-fvisibility=hidden",  # what libraries of several sets have in a process is their own
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",  # a choice between two numbers may become lanes
@@ -124,7 +125,7 @@ def cached(name: str) -> Path:
 
     That is in the wheel if it brings the library, else in the cache folder.
     """
-    from quickbeam.cache import cache_folder
+    from quickbeam.hub import cache_folder
 
     file = file_name(name)
     return SHIPPED / file if (SHIPPED / file).is_file() else cache_folder() / "kernels" / file

@@ -41,7 +41,7 @@ struct Op {
   const float *query_norm, *key_norm;       // [head_dim], or [heads][head_dim] where `norm_stride` says so
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
-  float epsilon, scaling, softcap;          // scaling: of what ADD adds, of BEST's results, of embeddings, of attention's scores
+  float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
   int32_t key, value;                       // buffers of SPLIT
   int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
@@ -251,11 +251,11 @@ class Worker {
     for (; i < n; ++i) y[i] = narrow(x[i]);
   }
 
-  void copy(const Op& op) {  // and, with ADD, added to what is there
+  void copy(const Op& op) {  // scaled and, with ADD, added to what is there
     for (int64_t r = low(rows(op)); r < high(rows(op)); ++r) {
       const int64_t from = (op.wanted == 1 ? batch_.want[r] : r) * op.source_stride + op.source_offset, to = r * op.target_stride + op.target_offset;
       for (int64_t i = 0; i < op.inputs; ++i) {
-        const float x = number(op, call_.buffer[op.source], from + i);
+        const float x = number(op, call_.buffer[op.source], from + i) * op.scaling;
         if (op.epilogue == ADD) at<float>(op.target)[to + i] += x;
         else if (op.target_float) at<float>(op.target)[to + i] = x;
         else at<bf16>(op.target)[to + i] = narrow(x);
@@ -306,8 +306,8 @@ class Worker {
         store_first(p, add(load_first(p, count), mul(y, all(op.scaling))), count);
         continue;
       }
-      if (op.epilogue == BEST && op.scaling != 1.0f) y = mul(y, all(op.scaling));
-      if (op.epilogue == BEST && op.softcap > 0) y = mul(hyperbolic_tangent(div(y, all(op.softcap))), all(op.softcap));
+      if (op.scaling != 1.0f) y = mul(y, all(op.scaling));
+      if (op.softcap > 0) y = mul(hyperbolic_tangent(div(y, all(op.softcap))), all(op.softcap));
       put(op, row, to, count, y);
       if (op.epilogue == BEST) note_best(row, to, count, y);
     }
@@ -518,6 +518,7 @@ class Worker {
 
 }  // namespace qb
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
@@ -653,3 +654,4 @@ int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -175,9 +175,10 @@ class Program:
     ) -> None:
         """A product with a weight, and an epilogue.
 
-        The epilogue is `STORE`, `ADD` (to a float32 target, times `scaling`), `GATED` (`activation`
-        of the gate times the rest), `ACTIVATE` or `BEST` (the result, times `scaling` and below
-        `softcap`, is stored, and the column of each row's largest number goes to `best`, int64).
+        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (`activation`
+        of the gate times the rest), `ACTIVATE` or `BEST` (the result is stored, and the column of
+        each row's largest number goes to `best`, int64). All but `GATED` take the result times
+        `scaling`, and bent to stay below `softcap`.
         The source is float32 for float32 weights, else bfloat16. `gathered`: the source holds only
         the wanted rows, in their order. Raises `ValueError` if the weight is gated and the epilogue
         is not `GATED`, or the other way round.
@@ -345,8 +346,9 @@ class Program:
         of: int = 0,
         column: int = 0,
         add: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """Copy `width` columns of the source (all if None) to the target.
+        """Copy `width` columns of the source (all if None), times `scale`, to the target.
 
         `add`: add them to what the target holds.
         """
@@ -358,6 +360,7 @@ class Program:
             source_offset=of,
             target_offset=column,
             epilogue=library.ADD if add else library.STORE,
+            scaling=scale,
         )
 
     def run(
