@@ -115,6 +115,7 @@ def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
 def test_a_conversation_keeps_its_common_prefix(
     toy_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     monkeypatch.setattr(RowPool, "page", 8)  # beginnings are shared in steps of as many tokens
     llm = LLM(toy_folder, dtype="float32")
     opening = user("tell me something long")

@@ -31,8 +31,8 @@ from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import loading
-from quickbeam.models.fused_llama import FusedLlama
 from quickbeam.models.loading import load_model, parse_dtype, wanted_dtype
+from quickbeam.models.native_model import why_not_native
 from quickbeam.models.outline import outline
 from quickbeam.params import SamplingParams
 
@@ -129,7 +129,7 @@ def test_angles_do_not_depend_on_what_runs_beside(
         assert torch.equal(cosine[:, :CONTEXT], expected[0]) and torch.equal(
             sine[:, :CONTEXT], expected[1]
         )
-    assert FusedLlama.fits(load(folder, torch.bfloat16))
+    assert not why_not_native(load(folder, torch.bfloat16))
 
 
 class Adapted(nn.Linear):
@@ -139,20 +139,20 @@ class Adapted(nn.Linear):
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
 def test_the_kernels_take_plain_linears_only(part: str) -> None:
     model = tiny("llama")
-    assert FusedLlama.fits(model)
+    assert not why_not_native(model)
     model.model.layers[1].set_submodule(part, Adapted(32, 32))
-    assert not FusedLlama.fits(model)
+    assert why_not_native(model)
 
 
 def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only() -> None:
     model = tiny("llama")
     model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
-    assert not FusedLlama.fits(model)
+    assert why_not_native(model)
     model = tiny("llama")
     model.__class__ = type(
         "LlamaForCausalLM", (type(model),), {"__module__": "came_with_the_model"}
     )
-    assert not FusedLlama.fits(model)
+    assert why_not_native(model)
 
 
 def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
@@ -203,7 +203,7 @@ def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> Non
     place = folder if beside else tmp_path / "adapter"
     adapted.save_pretrained(place)
     model = load(place)
-    assert FusedLlama.fits(model)
+    assert not why_not_native(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 

@@ -34,8 +34,8 @@ from quickbeam.models.loading import load_model
 from quickbeam.models.memory import HUGE, room_for_weights
 from quickbeam.models.native import build, library
 from quickbeam.models.opening import make_model
-from quickbeam.models.streamed_llama import likeliest
 from quickbeam.models.streamed_loading import open_streamed
+from quickbeam.models.streamed_stack import likeliest
 from quickbeam.models.target import Target
 from quickbeam.models.weight_stream import File, WeightStream
 from quickbeam.params import SamplingParams
@@ -567,5 +567,5 @@ def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("quickbeam.models.memory.HUGE", 4096)
     for kind in ("bfloat16", "int8"):
         model = make_model(tiny("llama", torch.bfloat16, wide=True), weights=kind)
-        assert model._fused is not None
-        assert " hg" in flags_of(model._fused._weights.data_ptr())
+        assert model._compiled is not None
+        assert " hg" in flags_of(model._compiled._weights.data_ptr())

@@ -23,8 +23,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.loading import load_model
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.streamed_llama import StreamedLlama
 from quickbeam.models.streamed_loading import Streamed, open_streamed
+from quickbeam.models.streamed_stack import StreamedStack
 from quickbeam.models.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def load_drafter(
                 f"draft_weights={weights!r}: {name} is a feature drafter, which "
                 "stays bfloat16; leave it out"
             )
-        if isinstance(target.streamed, StreamedLlama):
+        if isinstance(target.streamed, StreamedStack):
             logger.warning(
                 "a feature drafter shares the model's embedding and head: %s",
                 target.streamed.shared_in_words,
@@ -66,7 +66,7 @@ def load_drafter(
         return _feature_drafter(place, target)
     weights = weights or target.weights
     if (
-        isinstance(target.streamed, StreamedLlama)
+        isinstance(target.streamed, StreamedStack)
         and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
     ):
         check_vocabulary(

@@ -24,15 +24,18 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.fused_llama import FusedLlama
-from quickbeam.models.hf_attention import install
+from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.families import describe
+from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.streamed_llama import StreamedLlama
 from quickbeam.models.streamed_pass import Source
+from quickbeam.models.streamed_stack import StreamedStack
 from quickbeam.models.weight_file import WeightFile
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def why_not_native(model: PreTrainedModel) -> str:
@@ -40,12 +43,14 @@ def why_not_native(model: PreTrainedModel) -> str:
 
     Raises `InvalidInput` where the environment asks for kernels that can't be had.
     """
-    if model.device.type not in ("cpu", "meta") or model.dtype is not torch.bfloat16:
+    if model.device.type not in ("cpu", "meta") or model.dtype not in DTYPES:
         return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
     if library.kernels() is None:
         return library.describe().removeprefix("PyTorch's (").removesuffix(")")
-    if not FusedLlama.fits(model):
-        return f"the kernels don't run this {type(model).__name__}"
+    try:
+        describe(model)
+    except NotDescribed as error:
+        return str(error)
     return ""
 
 
@@ -76,18 +81,15 @@ class NativeModel(Model):
         config, self.weights, self.chunk = model.config.get_text_config(), weights, chunk
         vocab_size = int(model.get_output_embeddings().weight.shape[0])
         with torch.inference_mode():
-            tap = install(model)
-            shapes = [KVShape(*tap.shapes[layer]) for layer in range(len(tap.shapes))]
-            pages = PagePool(shapes, kernels)
-            super().__init__(config, torch.bfloat16, torch.device("cpu"), vocab_size, pages)
+            stack = describe(model)
+            pages = PagePool(kv_shapes(stack), kernels, dtype=model.dtype)
+            super().__init__(config, model.dtype, torch.device("cpu"), vocab_size, pages)
             if source is None:
-                self._fused = FusedLlama(model, tap.layers, pages, weights, kept)
+                self._compiled = CompiledStack(model, stack, pages, weights, kept)
             else:
-                self._fused = self.streamed = StreamedLlama(
-                    model, tap.layers, pages, weights, source
-                )
+                self._compiled = self.streamed = StreamedStack(model, stack, pages, weights, source)
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
-        self.weight_bytes, self._kernels = self._fused.weight_bytes, kernels
+        self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
@@ -98,21 +100,21 @@ class NativeModel(Model):
                 part.cache.add_tree(listed, part.tree, part.base)
             else:
                 part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
-        fused = self._fused
-        logits = fused(listed.rows(), max(listed.positions))
-        return split(batch.parts, logits, fused.hidden if fused.watched else None, fused.best)
+        run = self._compiled
+        logits = run(listed.rows(), max(listed.positions))
+        return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
 
     @property
     def embedding(self) -> nn.Module:
-        return self._fused.embedding
+        return self._compiled.embedding
 
     @property
     def head(self) -> nn.Module:
-        return self._fused.head
+        return self._compiled.head
 
     def watch(self, layers: Sequence[int]) -> None:
         check_layers(layers, self.config.num_hidden_layers)
-        self._fused.watch(layers)
+        self._compiled.watch(layers)
 
     def describe(self) -> str:
         kind = "" if self.weights == BFLOAT16 else f", {self.weights}"

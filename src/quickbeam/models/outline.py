@@ -6,7 +6,7 @@ The model's modules are on PyTorch's meta device. The tensors are read by name a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,21 +184,6 @@ def check_tensors(model: PreTrainedModel, tensors: Tensors, tied: bool) -> None:
     refuse_incomplete({"missing_keys": missing, "mismatched_keys": mismatched})
 
 
-def small_parameters(
-    model: PreTrainedModel, linears: Sequence[nn.Module]
-) -> dict[str, nn.Parameter]:
-    """Return the parameters other than weights of `linears` and embedding, by name.
-
-    These are norms and biases.
-    """
-    large = {id(module.weight) for module in [*linears, model.get_input_embeddings()]}
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in large
-    }
-
-
 def fill_small(model: PreTrainedModel, tensors: Tensors, names: Iterable[str]) -> None:
     """Read the parameters `names` into a model on the meta device, and make its rotary angles."""
     for name in names:
@@ -211,6 +196,7 @@ def fill_small(model: PreTrainedModel, tensors: Tensors, names: Iterable[str]) -
     inner: Any = model.model
     angles = type(inner.rotary_emb)(config=model.config)
     # LongRoPE's factor follows from the context, which `hold_angles` may have lowered since
-    angles.attention_scaling = inner.rotary_emb.attention_scaling
+    if hasattr(angles, "attention_scaling"):
+        angles.attention_scaling = inner.rotary_emb.attention_scaling
     inner.rotary_emb = angles
     hold_angles(model)

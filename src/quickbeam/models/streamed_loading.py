@@ -1,4 +1,4 @@
-"""Opens a folder's model for `StreamedLlama`.
+"""Opens a folder's model for `StreamedStack`.
 
 That is an outline of the model on the meta device, and a file of its packed weights. The file is
 made once and kept in the cache folder.
@@ -6,7 +6,6 @@ made once and kept in the cache folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.formats import refuse_place
-from quickbeam.models.fused_llama import FusedLlama
 from quickbeam.models.loading import hold_angles
 from quickbeam.models.native import library
 from quickbeam.models.outline import (
@@ -25,11 +23,11 @@ from quickbeam.models.outline import (
     fill_small,
     local_folder,
     outline,
-    small_parameters,
 )
 from quickbeam.models.packed_file import Plan, make
-from quickbeam.models.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit_to_stream
+from quickbeam.models.stack import Linear, Stack, Tensor, linears
 from quickbeam.models.streamed_pass import Source
+from quickbeam.models.streamed_stack import BUFFERS, StreamedStack, streamable
 from quickbeam.models.weight_file import WeightFile
 
 LAYOUT = 1  # version of the file's layout; each version has files of its own
@@ -38,10 +36,12 @@ LAYOUT = 1  # version of the file's layout; each version has files of its own
 class Streamed(NamedTuple):
     """What `Model` takes for a streamed model.
 
-    `model`: on the meta device. `source`: where its weights are read from.
+    `model`: on the meta device. `stack`: its architecture. `source`: where its weights are read
+    from.
     """
 
     model: PreTrainedModel
+    stack: Stack
     tokenizer: PreTrainedTokenizerBase
     source: Source
 
@@ -97,19 +97,18 @@ def open_streamed(
     folder, found = local_folder(model, revision), library.kernels()
     made, tokenizer = outline(folder, trust_remote_code)
     hold_angles(made)
-    refuse_unfit_to_stream(made, found, library.describe())
+    stack = streamable(made, found, library.describe())
     assert found is not None
     try:
         tensors, tied = Tensors(folder), bool(made.config.tie_word_embeddings)
         check_tensors(made, tensors, tied)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
-    groups = [
-        linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)
-    ] + [(made.lm_head,)]
-    embedding: Any = made.get_input_embeddings()
-    plan = Plan(found, StreamedLlama.shapes(made, weights), tuple(embedding.weight.shape))
-    small = small_parameters(made, [linear for linears in groups for linear in linears])
+    table = stack.embedding
+    tokens, width = made.get_parameter(table).shape
+    plan = Plan(found, StreamedStack.shapes(made, stack, weights), (tokens, width))
+    large = {part.name for linear, _ in linears(stack) for part in linear.weights} | {table}
+    small = {name: one for name, one in made.named_parameters() if name not in large}
     path = WeightFile.of(str(folder), None, f"{weights}-segments{LAYOUT}", None).path
     assert path is not None
     few = sum(2 * parameter.numel() for parameter in small.values())
@@ -125,45 +124,48 @@ def open_streamed(
             f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB "
             "to be read while computing"
         )
-    names = {id(module): name for name, module in made.named_modules()}
-    table = f"{names[id(embedding)]}.weight"
-    stored = [
-        [table if tied and one is made.lm_head else f"{names[id(one)]}.weight" for one in group]
-        for group in groups
-    ]
+    head = tensors_of(table) if tied else stack.head
+    of_layers = [linear for linear, _ in linears(stack)][:-1]
     rows = [
-        _Weight(tensors, group, shape.gated)
-        for group, shape in zip(stored, plan.weights, strict=True)
+        _Weight(tensors, linear, shape.gated)
+        for linear, shape in zip([*of_layers, head], plan.weights, strict=True)
     ]
     make(
         path,
         plan,
         rows,
-        _Weight(tensors, [table], False),
+        _Weight(tensors, tensors_of(table), False),
         report,
         f"packing {weights} weights of {model}, once",
     )
-    return Streamed(made, tokenizer, source)
+    return Streamed(made, stack, tokenizer, source)
+
+
+def tensors_of(name: str) -> Linear:
+    """Return the whole of one tensor as a weight."""
+    return Linear((Tensor(name),))
 
 
 class _Weight:
-    """Gives rows of a weight that consists of several tensors.
+    """Gives rows of a weight that consists of several tensors, or of parts of them.
 
-    The tensors are the two halves of a gated weight, or they are stacked one below the other.
+    They are the two halves of a gated weight, or they are stacked one below the other.
     """
 
-    def __init__(self, tensors: Tensors, names: Sequence[str], gated: bool) -> None:
-        self._tensors, self._names, self._gated = tensors, names, gated
-        self._counts = [tensors.shape(name)[0] for name in names]
+    def __init__(self, tensors: Tensors, linear: Linear, gated: bool) -> None:
+        self._tensors, self._parts, self._gated = tensors, linear.weights, gated
+        self._counts = [tensors.shape(part.name)[0] // part.parts for part in linear.weights]
 
     def __call__(self, first: int, last: int) -> list[torch.Tensor]:
         if self._gated:
-            return [self._tensors.rows(name, first, last) for name in self._names]
+            return [self._rows(i, first, last) for i in range(len(self._parts))]
         found, begin = list[torch.Tensor](), 0
-        for name, rows in zip(self._names, self._counts, strict=True):
+        for i, rows in enumerate(self._counts):
             if first < begin + rows and last > begin:
-                found.append(
-                    self._tensors.rows(name, max(0, first - begin), min(rows, last - begin))
-                )
+                found.append(self._rows(i, max(0, first - begin), min(rows, last - begin)))
             begin += rows
         return [torch.cat(found)]
+
+    def _rows(self, i: int, first: int, last: int) -> torch.Tensor:
+        part, before = self._parts[i], self._parts[i].part * self._counts[i]
+        return self._tensors.rows(part.name, before + first, before + last)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from quickbeam.models.linear import bias_of
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK, PackedPart, Rows, gated_bias
 from quickbeam.models.native.program import Program
@@ -49,14 +47,13 @@ class Source(NamedTuple):
 class Weight:
     """A weight in the file, the counterpart of a `Packed` one in memory.
 
-    `number`: its place in the plan. `linears`: the layers whose biases it has.
+    `number`: its place in the plan. `bias`: `[outputs]`, or None.
     """
 
-    def __init__(self, number: int, linears: Sequence[nn.Linear], shape: WeightShape) -> None:
+    def __init__(self, number: int, bias: torch.Tensor | None, shape: WeightShape) -> None:
         self.number, self.shape = number, shape
         self.inputs, self.outputs, self.gated = shape.inputs, shape.rows * shape.step, shape.gated
         self.format = library.FORMATS.index(shape.name)
-        bias = bias_of(linears)
         if bias is not None:
             bias = (
                 gated_bias(bias, shape.rows, shape.blocks)

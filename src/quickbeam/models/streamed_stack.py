@@ -1,4 +1,4 @@
-"""`FusedLlama` for models that are larger than the memory they may take.
+"""`CompiledStack` for models that are larger than the memory they may take.
 
 Some of the weights stay in memory. The others are read from disk in every pass, each part while the
 parts before it compute. Every number is the same as with all weights in memory.
@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
+from quickbeam.models.compiled import CompiledLayer, CompiledStack
+from quickbeam.models.families import describe
+from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import head_format
-from quickbeam.models.fused_llama import FusedLayer, FusedLlama
-from quickbeam.models.kv import Layer
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import peak_bytes, peak_memory
 from quickbeam.models.native import library
@@ -28,6 +29,7 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Linear, Stack, linears, rows_of
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 
@@ -35,8 +37,8 @@ BUFFERS = 4  # buffers of a segment each; fewer, but at least 2, where memory is
 PROBED = 2  # segments of the head that `shallow` passes read
 
 
-class StreamedLlama(FusedLlama):
-    """`FusedLlama` with weights from a file.
+class StreamedStack(CompiledStack):
+    """`CompiledStack` with weights from a file, in bfloat16.
 
     `model`: on the meta device. Its norms and biases are read into it here.
 
@@ -49,32 +51,23 @@ class StreamedLlama(FusedLlama):
     def __init__(
         self,
         model: PreTrainedModel,
-        layers: dict[int, Layer],
+        stack: Stack,
         pages: PagePool,
         name: str,
         source: Source,
     ) -> None:
-        base: Any = model.model
         source.fill(model)
-        self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
-        self._norm, self._epsilon, self._rotary = (
-            base.norm.weight,
-            float(base.norm.variance_epsilon),
-            base.rotary_emb,
-        )
-        self.heads = base.layers[0].self_attn.q_proj.out_features // self._shapes[0].key_dim
+        self._begin(model, stack, pages)
         self._source, self._name, self._rows = source, name, EmbeddingRows(source.path, source.plan)
         numbers = iter(range(len(source.plan.weights)))
 
-        def place(linears: Sequence[nn.Linear], gated: bool = False) -> Any:
+        def place(linear: Linear, gated: bool) -> Any:
             number = next(numbers)
-            return Weight(number, linears, source.plan.weights[number])
+            return Weight(number, self._bias_of(linear), source.plan.weights[number])
 
-        self.layers = [
-            FusedLayer(base.layers[i], layers[i], place) for i in range(len(base.layers))
-        ]
-        self.vocab = model.lm_head.out_features
-        self._output: Weight = place((model.lm_head,))
+        self.layers = [CompiledLayer(layer, place, self._parameter) for layer in stack.layers]
+        self._output: Weight = place(stack.head, False)
+        self.vocab = self._output.outputs
         self._depth = len(self.layers)  # layers that a pass runs
         self._parts: dict[int, list[tuple[int, Part]]] = {}
         for i, segment in enumerate(source.plan.segments):
@@ -83,9 +76,6 @@ class StreamedLlama(FusedLlama):
         room = source.memory - source.small
         self._buffers = max(2, min(BUFFERS, room // source.plan.piece // 4))
         self._resident = self._hold(room - self._buffers * source.plan.piece)
-        self.watched = ()
-        self.hidden, self.best = torch.empty(0), []
-        self._program, self._angles = None, (torch.empty(0, 1), torch.empty(0, 1))
         self._passes: dict[int, StreamedPass] = {}
         self._uses: list[Use] = []
         self._own: tuple[nn.Embedding, NativeLinear] | None = None
@@ -112,30 +102,24 @@ class StreamedLlama(FusedLlama):
         return held
 
     @staticmethod
-    def shapes(model: PreTrainedModel, name: str) -> list[WeightShape]:
+    def shapes(model: PreTrainedModel, stack: Stack, name: str) -> list[WeightShape]:
         """Return the shapes of a model's weights in the order of a pass. `name`: their format."""
-        base: Any = model.model
-        groups = [found for layer in base.layers for found in FusedLlama._linears(layer)]
-        shapes = [
-            WeightShape(
-                linears[0].in_features,
-                linears[0].out_features if gated else sum(one.out_features for one in linears),
-                gated,
-                name,
-            )
-            for linears, gated in groups
-        ]
-        head: Any = model.lm_head
-        return [*shapes, WeightShape(head.in_features, head.out_features, False, head_format(name))]
+        found = list[WeightShape]()
+        for linear, gated in linears(stack):
+            parts = [rows_of(one, model.get_parameter(one.name)) for one in linear.weights]
+            rows = len(parts[0]) if gated else sum(len(part) for part in parts)
+            found.append(WeightShape(parts[0].shape[1], rows, gated, name))
+        return [*found[:-1], found[-1]._replace(name=head_format(name))]
 
-    # --- parts of FusedLlama's program ---
+    # --- parts of CompiledStack's program ---
 
     @property
     def _width(self) -> int:
         return self._rows.width
 
     def _embed(self, program: Program, target: Buffer) -> None:
-        program.copy(program.given("embedded", self._rows.width), target)
+        embedded = program.given("embedded", self._rows.width)
+        program.copy(embedded, target, scale=self.stack.scale)
 
     def _linear(
         self,
@@ -156,7 +140,15 @@ class StreamedLlama(FusedLlama):
 
     def _project(self, program: Program, source: Buffer) -> None:
         logits = program.given("logits", self.vocab, True)
-        self._linear(program, self._output, source, logits, gathered=True)
+        self._linear(
+            program,
+            self._output,
+            source,
+            logits,
+            gathered=True,
+            scaling=self.stack.head_scale,
+            softcap=self.stack.softcap,
+        )
 
     # --- passes ---
 
@@ -288,7 +280,8 @@ class StreamedLlama(FusedLlama):
             embedding = nn.Embedding(
                 *self._source.plan.embedding, dtype=torch.bfloat16, device="meta"
             )
-            embedding.weight = nn.Parameter(self._rows.all(), requires_grad=False)
+            rows = self._rows.all() * self.stack.scale
+            embedding.weight = nn.Parameter(rows, requires_grad=False)
             self._own = embedding, NativeLinear(self._kernels, self._read_head())
         return self._own
 
@@ -325,18 +318,23 @@ def likeliest(logits: torch.Tensor) -> list[int]:
     return np.where(np.isfinite(rows[np.arange(len(rows)), best]), best, -1).tolist()  # type: ignore[no-any-return]
 
 
-def refuse_unfit_to_stream(model: PreTrainedModel, found: Kernels | None, reason: str) -> None:
-    """Raise `InvalidInput` for a model whose passes can't be run by the native kernels alone.
+def streamable(model: PreTrainedModel, found: Kernels | None, reason: str) -> Stack:
+    """Return a model's architecture.
 
+    Raises `InvalidInput` for a model whose passes can't be run by the native kernels alone.
     `found`: the kernels, or None for the `reason`.
     """
     if found is None:
         raise InvalidInput(
             f"memory needs the native kernels, and there are none here: {reason}; leave memory out"
         )
-    if not FusedLlama.fits(model):
+    try:
+        stack = describe(model)
+        if any(not part.plain for linear, _ in linears(stack) for part in linear.weights):
+            raise NotDescribed("its checkpoint stores weights in another order")
+    except NotDescribed as error:
         raise InvalidInput(
-            "memory is for models of Llama's layout that the native kernels run in one call, not "
-            f"for this {type(model).__name__}; "
-            "leave memory out"
-        )
+            "memory is for models that the native kernels run in one call, not "
+            f"for this {type(model).__name__} ({error}); leave memory out"
+        ) from error
+    return stack

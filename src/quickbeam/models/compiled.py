@@ -1,0 +1,431 @@
+"""A `Stack` as one program of the native kernels, on the weights of a Hugging Face model.
+
+The equations are those of the modelling code of transformers. The residual stream, products and
+rotary angles are in float32 here, where that code rounds each of them to the model's number format.
+Rotary angles come from the model's own module, so every way of scaling them that doesn't change
+with the text's length is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.models.formats import head_format
+from quickbeam.models.linear import NativeLinear
+from quickbeam.models.memory import room_for_weights
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import (
+    Layer,
+    Linear,
+    Norm,
+    Rotary,
+    Stack,
+    linears,
+    norm_weight,
+    query_factors,
+    rows_of,
+)
+from quickbeam.models.weight_file import WeightFile
+
+ANGLES = 1024  # the table of angles grows by so many positions
+
+
+def kv_shapes(stack: Stack) -> list[KVShape]:
+    """Return what each layer keeps of a token."""
+    mixers = [layer.attention for layer in stack.layers]
+    return [KVShape(mixer.kv_heads, mixer.head_dim, mixer.head_dim) for mixer in mixers]
+
+
+class CompiledNorm:
+    """A norm's numbers in float32."""
+
+    def __init__(self, norm: Norm, parameter: Callable[[str], torch.Tensor]) -> None:
+        self.weight = norm_weight(norm, parameter)
+        self.bias = None if norm.bias is None else parameter(norm.bias).detach().float().clone()
+        self.epsilon, self.centred = norm.epsilon, norm.centred
+
+    def add(self, program: Program, source: Buffer, target: Buffer, **more: Any) -> None:
+        """Add the norm to a program. `more`: as of `Program.norm`."""
+        program.norm(
+            source,
+            target,
+            self.weight,
+            self.epsilon,
+            bias=self.bias,
+            centred=self.centred,
+            **more,
+        )
+
+
+class CompiledLayer:
+    """One layer's packed weights, and its other numbers in float32. `place` packs a `Linear`."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        place: Callable[[Linear, bool], Any],
+        parameter: Callable[[str], torch.Tensor],
+    ) -> None:
+        self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
+        self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
+        self.up, self.down = place(fed.up, fed.gated), place(fed.down, False)
+
+        def norm(of: Norm | None) -> CompiledNorm | None:
+            return None if of is None else CompiledNorm(of, parameter)
+
+        self.attention_before, self.attention_after = (
+            norm(layer.attention_before),
+            norm(layer.attention_after),
+        )
+        self.fed_before, self.fed_after = (
+            norm(layer.feed_forward_before),
+            norm(layer.feed_forward_after),
+        )
+        self.norms = (
+            None if mixer.norms is None else tuple(CompiledNorm(n, parameter) for n in mixer.norms)
+        )
+        self.sinks = None if mixer.sinks is None else parameter(mixer.sinks).detach().float()
+
+
+class CompiledStack:
+    """A `Stack` with the weights of `model`, which it takes over: the model's layers are emptied.
+
+    `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
+    `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
+    the file where quantised weights are found or written. The embedding stays as it is.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stack: Stack,
+        pages: PagePool,
+        name: str = BFLOAT16,
+        kept: WeightFile | None = None,
+    ) -> None:
+        self._begin(model, stack, pages)
+        self._table: nn.Module = model.get_input_embeddings()
+        name = FLOAT32 if self._float32 else name
+        # All weights are in one piece of memory. They follow one another as a pass reads them.
+        pack, head_pack = Packer(pages.kernels, name), Packer(pages.kernels, head_format(name))
+        *of_layers, _ = linears(stack)
+        sizes = [pack.size(self._rows_of(linear), gated) for linear, gated in of_layers]
+        total = sum(sizes) + head_pack.size(self._rows_of(stack.head))
+        found = None if kept is None else kept.read(total)
+        self._weights = room_for_weights(total, pack.dtype) if found is None else found
+        used = 0
+
+        def place(linear: Linear, gated: bool, pack: Packer = pack) -> AnyPacked:
+            nonlocal used
+            weights, first = self._rows_of(linear), used
+            used += pack.size(weights, gated)
+            room = self._weights[first:used]
+            return pack.pack(weights, self._bias_of(linear), gated, room, found is not None)
+
+        modules: Any = model.get_submodule(stack.inside)
+        self.layers: list[CompiledLayer] = []
+        for i, layer in enumerate(stack.layers):
+            if kept is not None and found is None:
+                kept.progress(f"quantising to {name}", i / len(stack.layers))
+            self.layers.append(CompiledLayer(layer, place, self._parameter))
+            modules[i] = nn.Identity()  # frees the weights that were packed
+        packed = place(stack.head, False, head_pack)
+        self._head, self.vocab = NativeLinear(self._kernels, packed), packed.outputs
+        if kept is not None and found is None:
+            kept.write(self._weights)
+        model.set_output_embeddings(nn.Identity())  # frees a head that is not the embedding's
+        self._depth = len(self.layers)
+
+    def _begin(self, model: PreTrainedModel, stack: Stack, pages: PagePool) -> None:
+        """Set what does not depend on where the weights are."""
+        self.stack, self._parameter = stack, model.get_parameter
+        self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
+        self._float32 = pages.dtype is torch.float32
+        self._norm = CompiledNorm(stack.norm, self._parameter)
+        self._positions = (
+            None if stack.positions is None else self._parameter(stack.positions).detach()
+        )
+        self._rotaries = [(rotary, model.get_submodule(rotary.module)) for rotary in stack.rotaries]
+        self._columns, self._angle_columns = self._angle_places()
+        self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
+        self.hidden = torch.empty(0)
+        # the likeliest token of each row of the last pass whose logits were wanted; -1 where they
+        # are not finite
+        self.best: list[int] = []
+        self._program: Program | None = None
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))
+
+    def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
+        return [rows_of(one, self._parameter(one.name)) for one in linear.weights]
+
+    def _bias_of(self, linear: Linear) -> torch.Tensor | None:
+        parts = [rows_of(one, self._parameter(one.name)) for one in linear.biases]
+        return torch.cat(parts) if parts else None
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module from token ids to what the first layer reads."""
+        return self._table
+
+    @property
+    def head(self) -> NativeLinear:
+        """The module from hidden states after the final norm to logits before scale and cap."""
+        return self._head
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Keep the hidden states after `layers` (`hf_attention.Features`) from now on."""
+        self.watched, self._program = tuple(layers), None
+
+    # --- the program ---
+
+    def _make(self) -> Program:
+        program, width, wide = Program(self._kernels), self._width, self._float32
+        mixers = [layer.attention for layer in self.stack.layers]
+        widest = max(mixer.heads * mixer.head_dim for mixer in mixers)
+        buffers = {
+            "x": program.buffer(width, True),
+            "made": program.buffer(width, True),  # what a norm reads before it is added
+            "normed": program.buffer(width, wide),
+            "beside": program.buffer(width, wide),  # what a feed-forward beside attention reads
+            "query": program.buffer(widest, wide),
+            "attended": program.buffer(widest, wide),
+            "qkv": program.buffer(max(layer.qkv.outputs for layer in self.layers), True),
+            "inner": program.buffer(max(layer.down.inputs for layer in self.layers), wide),
+        }
+        x, last = buffers["x"], len(self.layers) + 1
+        hidden = program.given("hidden", len(self.watched) * width, wide)
+        columns = {layer: i * width for i, layer in enumerate(self.watched)}
+        self._embed(program, x)
+        if self._positions is not None:
+            program.learned_positions(self._positions, x)
+        for i, layer in enumerate(self.layers[: self._depth]):
+            self._attend(program, buffers, layer, i)
+            self._feed(program, buffers, layer)
+            if i + 1 in columns:
+                program.copy(x, hidden, column=columns[i + 1])
+        if last in columns:
+            self._norm.add(program, x, hidden, column=columns[last])
+        self._norm.add(program, x, buffers["normed"], gather=True)
+        self._project(program, buffers["normed"])
+        return program
+
+    def _attend(
+        self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer, i: int
+    ) -> None:
+        """Add a layer's attention, and what reads the residual stream before it is added."""
+        of, x, qkv = layer.layer.attention, buffers["x"], buffers["qkv"]
+        shape, offset, normed = self._shapes[i], self._offsets[i], buffers["normed"]
+        _normed(program, x, normed, layer.attention_before)
+        if layer.layer.parallel and layer.fed_before is not None:
+            layer.fed_before.add(program, x, buffers["beside"])
+        self._linear(program, layer.qkv, normed, qkv)
+        if layer.norms is not None and of.norm_all:
+            first = 0
+            for norm, heads in zip(layer.norms, (of.heads, of.kv_heads), strict=True):
+                width = heads * of.head_dim
+                norm.add(program, qkv, qkv, width=width, of=first, column=first)
+                first += width
+        by_head = None if of.norm_all else layer.norms
+        program.heads(
+            qkv,
+            buffers["query"],
+            of.heads,
+            shape,
+            offset,
+            None if by_head is None else [_ones(norm.weight, of.head_dim) for norm in by_head],
+            0.0 if by_head is None else by_head[0].epsilon,
+            centred=by_head is not None and by_head[0].centred,
+            norm_last=of.norm_last,
+            rotary=0 if of.rotary is None else of.turned,
+            angles=0 if of.rotary is None else self._columns[of.rotary],
+            interleaved=of.rotary is not None and of.rotary.interleaved,
+            query_scale=None if of.query_scale is None else self._angle_columns,
+        )
+        program.attend(
+            buffers["query"],
+            buffers["attended"],
+            of.heads,
+            shape,
+            offset,
+            of.scaling,
+            of.window,
+            of.softcap,
+            layer.sinks,
+        )
+        self._add(program, buffers, layer.out, "attended", layer.attention_after, layer.layer)
+
+    def _feed(self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer) -> None:
+        """Add a layer's feed-forward."""
+        of, source = layer.layer.feed_forward, "normed"
+        if layer.layer.parallel and layer.fed_before is not None:
+            source = "beside"
+        elif not layer.layer.parallel:
+            _normed(program, buffers["x"], buffers["normed"], layer.fed_before)
+        epilogue = library.GATED if of.gated else library.ACTIVATE
+        inner = buffers["inner"]
+        self._linear(program, layer.up, buffers[source], inner, epilogue, activation=of.activation)
+        self._add(program, buffers, layer.down, "inner", layer.fed_after, layer.layer)
+
+    def _add(
+        self,
+        program: Program,
+        buffers: dict[str, Buffer],
+        weight: Any,
+        source: str,
+        after: CompiledNorm | None,
+        layer: Layer,
+    ) -> None:
+        """Add a product, normed or not, to the residual stream."""
+        if after is None:
+            self._linear(
+                program,
+                weight,
+                buffers[source],
+                buffers["x"],
+                library.ADD,
+                scaling=layer.residual,
+            )
+            return
+        self._linear(program, weight, buffers[source], buffers["made"])
+        after.add(program, buffers["made"], buffers["x"], add=layer.residual)
+
+    @property
+    def _width(self) -> int:
+        return int(self._parameter(self.stack.embedding).shape[1])
+
+    def _embed(self, program: Program, target: Buffer) -> None:
+        """Add the tokens' embeddings to the program."""
+        weight = self._parameter(self.stack.embedding).detach()
+        program.embed(weight, target, scale=self.stack.scale)
+
+    def _linear(
+        self,
+        program: Program,
+        weight: Any,
+        source: Buffer,
+        target: Buffer,
+        epilogue: int = library.STORE,
+        **more: Any,
+    ) -> None:
+        """Add a product of a layer to the program."""
+        program.linear(weight, source, target, epilogue, **more)
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        """Add the product of the head to the program."""
+        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        program.linear(
+            self._head.packed,
+            source,
+            logits,
+            library.BEST,
+            gathered=True,
+            best=best,
+            scaling=self.stack.head_scale,
+            softcap=self.stack.softcap,
+        )
+
+    # --- rotary angles ---
+
+    def _angle_places(self) -> tuple[dict[Rotary, int], int]:
+        """Return where each kind of angles begins in the table's rows, and where all end."""
+        halves = {
+            mixer.rotary: mixer.turned // 2
+            for mixer in (layer.attention for layer in self.stack.layers)
+            if mixer.rotary is not None
+        }
+        columns, first = dict[Rotary, int](), 0
+        for rotary, half in halves.items():
+            columns[rotary], first = first, first + half
+        return columns, first
+
+    def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, `[positions, columns]` each, at least up to `position`.
+
+        Behind the angles, the cosines have the queries' factor.
+        """
+        if position >= len(self._angles[0]):
+            positions = torch.arange((position // ANGLES + 1) * ANGLES)
+            parts = [angles(rotary, module, positions) for rotary, module in self._rotaries]
+            scale = self.stack.query_scale
+            factors = torch.ones(len(positions), 1)
+            if scale is not None:
+                factors = query_factors(scale, positions)[:, None]
+            cosine, sine = (torch.cat([*(part[k] for part in parts), factors], 1) for k in (0, 1))
+            self._angles = cosine.contiguous(), sine.contiguous()
+        return self._angles
+
+    # --- passes ---
+
+    def _whole(self) -> Program:
+        if self._program is None:
+            self._program = self._make()
+        return self._program
+
+    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Return empty tensors for what a pass gives."""
+        wanted, columns = rows.batch.wanted, len(self.watched) * self._width
+        dtype = torch.float32 if self._float32 else torch.bfloat16
+        return {
+            "logits": torch.empty(wanted, self.vocab),
+            "best": torch.empty(wanted, dtype=torch.int64),
+            "hidden": torch.empty(rows.rows, columns, dtype=dtype),
+        }
+
+    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
+        """Run a pass over `rows`, and return the logits `[wanted, vocab]` float32.
+
+        `last_position`: no row has a larger position. Sets `hidden` and `best`.
+        """
+        given = self._results(rows)
+        self._whole().run(rows, given, self._angles_to(last_position))
+        self.hidden, self.best = given["hidden"], given["best"].tolist()
+        return given["logits"]
+
+    def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
+        """Return a function that runs a pass of the operations of these kinds alone.
+
+        It takes the time that these operations take (`Program.subset`).
+        """
+        program = self._whole().subset(kinds)
+        return lambda rows, last_position: program.run(
+            rows, self._results(rows), self._angles_to(last_position)
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that the products of a pass read."""
+        return self._weights.nbytes
+
+
+def angles(
+    rotary: Rotary, module: nn.Module, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of `positions` `[n]`, `[n, half]` float32 each."""
+    kind = () if rotary.kind is None else (rotary.kind,)
+    both = module(torch.empty(1, dtype=torch.float32), positions[None], *kind)
+    if rotary.repeated:
+        cosine, sine = (part[0, :, ::2] for part in both)
+    else:
+        cosine, sine = (part[0, :, : part.shape[-1] // 2] for part in both)
+    return cosine, sine
+
+
+def _normed(program: Program, source: Buffer, target: Buffer, norm: CompiledNorm | None) -> None:
+    """Add a norm, or a copy where there is none."""
+    if norm is None:
+        program.copy(source, target)
+    else:
+        norm.add(program, source, target)
+
+
+def _ones(weight: torch.Tensor | None, width: int) -> torch.Tensor:
+    return torch.ones(width) if weight is None else weight

@@ -1,0 +1,99 @@
+"""Families of models as data: a function for each makes a `Stack` from a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quickbeam.models.families.cohere import cohere, cohere2
+from quickbeam.models.families.exaone4 import exaone4
+from quickbeam.models.families.gemma import gemma, gemma2, gemma3
+from quickbeam.models.families.glm import glm, glm4
+from quickbeam.models.families.gpt2 import gpt2
+from quickbeam.models.families.gpt_neox import gpt_neox
+from quickbeam.models.families.hunyuan import hunyuan
+from quickbeam.models.families.llama import granite, llama, seed_oss, smollm3
+from quickbeam.models.families.mistral import ministral3, mistral
+from quickbeam.models.families.nemotron import nemotron
+from quickbeam.models.families.olmo import olmo
+from quickbeam.models.families.phi import phi, phi3
+from quickbeam.models.families.qwen import qwen2, qwen3
+from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.families.stablelm import stablelm
+from quickbeam.models.families.starcoder2 import starcoder2
+from quickbeam.models.stack import Stack, linears, names
+
+MOVING = {"dynamic", "longrope"}  # angles that change with a text's length, where not held
+
+FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
+    "cohere": cohere,
+    "cohere2": cohere2,
+    "exaone4": exaone4,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "glm": glm,
+    "glm4": glm4,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "granite": granite,
+    "hunyuan_v1_dense": hunyuan,
+    "llama": llama,
+    "ministral3": ministral3,
+    "mistral": mistral,
+    "nemotron": nemotron,
+    "olmo2": olmo,
+    "olmo3": olmo,
+    "phi": phi,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "stablelm": stablelm,
+    "starcoder2": starcoder2,
+}
+
+
+def describe(model: PreTrainedModel) -> Stack:
+    """Return a model's architecture.
+
+    Raises `NotDescribed` for a model of no family in the table, for one whose configuration sets
+    what its family's file doesn't know, and for one with other parameters or other linear layers
+    than its family (adapters, quantised weights, code that came with the model).
+    """
+    kind, config = type(model), model.config
+    family = FAMILIES.get(config.model_type)
+    if family is None or not kind.__module__.startswith("transformers."):
+        raise NotDescribed(f"no family describes {kind.__name__}")
+    reading = Config(config, model.dtype)
+    stack = family(reading)
+    reading.refuse_unknown()
+    found = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if odd := sorted(found ^ names(stack)):
+        told = "a parameter" if odd[0] in found else "no parameter"
+        raise NotDescribed(f"this {kind.__name__} has {told} {odd[0]}")
+    for linear, _ in linears(stack):
+        for tensor in linear.weights:
+            owner = model.get_submodule(tensor.name.removesuffix(".weight"))
+            if type(owner) not in (nn.Linear, Conv1D):
+                raise NotDescribed(f"{tensor.name} is of a {type(owner).__name__}")
+            if model.dtype is torch.bfloat16 and _inputs(owner) % 2:
+                raise NotDescribed(f"{tensor.name} has an odd number of inputs")
+    for rotary in stack.rotaries:
+        held = getattr(model.get_submodule(rotary.module), "rope_type", "default")
+        if MOVING & ({*held.values()} if isinstance(held, dict) else {held}):
+            raise NotDescribed("its rotary angles change with the length of a text")
+    return stack
+
+
+def _inputs(linear: nn.Module) -> int:
+    if isinstance(linear, nn.Linear):
+        return linear.in_features
+    weight: Any = linear.weight
+    return int(weight.shape[0])

@@ -1,0 +1,230 @@
+"""Helpers that the families' files share: a configuration that notes what is read, and parts of a
+`Stack` that many families have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from quickbeam.models.stack import (
+    Attention,
+    FeedForward,
+    Layer,
+    Linear,
+    Norm,
+    Rotary,
+    Stack,
+    Tensor,
+)
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+# What a configuration may set without changing what the model computes: for training, for
+# generation, and for other programs. What every configuration has is added.
+HARMLESS = {
+    *PreTrainedConfig().to_dict(),
+    "attention_dropout",
+    "attn_pdrop",
+    "auto_map",
+    "bos_token_id",
+    "classifier_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "eod_token_id",
+    "eos_token_id",
+    "hidden_dropout",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "is_llama_config",
+    "max_position_embeddings",
+    "max_window_layers",
+    "n_positions",
+    "original_max_position_embeddings",
+    "pad_token_id",
+    "pretraining_tp",
+    "resid_pdrop",
+    "residual_dropout",
+    "sep_token_id",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers.js_config",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "vocab_size",
+}
+
+
+class NotDescribed(Exception):
+    """No family's file describes this model. The message says why."""
+
+
+class Config:
+    """A configuration that notes which attributes a family reads.
+
+    `number_format`: the model's.
+    """
+
+    def __init__(self, config: PreTrainedConfig, number_format: torch.dtype) -> None:
+        self._config, self._read, self.number_format = config, set[str](), number_format
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(self._config.attribute_map.get(name, name))
+        try:
+            return getattr(self._config, name)
+        except AttributeError as error:
+            raise NotDescribed(f"its configuration has no {name}") from error
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or `default` where it is missing or None."""
+        found = getattr(self, name) if hasattr(self._config, name) else None
+        return default if found is None else found
+
+    def must(self, name: str, *accepted: Any) -> None:
+        """Raise `NotDescribed` for an attribute with another value than `accepted` and None."""
+        if (found := self.get(name)) is not None and found not in accepted:
+            raise NotDescribed(f"{name}={found!r}")
+
+    def refuse_unknown(self) -> None:
+        """Raise `NotDescribed` naming attributes that are set and that the family didn't read."""
+        unknown = [
+            name
+            for name, value in self._config.to_dict().items()
+            if name not in self._read | HARMLESS and value not in (None, False, 0, "", [], {}, ())
+        ]
+        if unknown:
+            raise NotDescribed(f"its configuration sets {', '.join(sorted(unknown))}")
+
+
+def tensors(*modules: str, bias: bool = False, transposed: bool = False) -> Linear:
+    """Return the stacked weights, and biases, of modules."""
+    return Linear(
+        tuple(Tensor(f"{name}.weight", transposed=transposed) for name in modules),
+        tuple(Tensor(f"{name}.bias") for name in modules) if bias else (),
+    )
+
+
+def halves(module: str) -> Linear:
+    """Return the two halves of one module's weight, the first as gates."""
+    return Linear((Tensor(f"{module}.weight", 0, 2), Tensor(f"{module}.weight", 1, 2)))
+
+
+def rms(c: Config, module: str, plus_one: bool = False) -> Norm:
+    return Norm((f"{module}.weight",), c.rms_norm_eps, plus_one=plus_one)
+
+
+def layer_norm(module: str, epsilon: float, bias: bool = True) -> Norm:
+    return Norm((f"{module}.weight",), epsilon, f"{module}.bias" if bias else None, centred=True)
+
+
+def activation(name: str) -> str:
+    """Return the kernels' name of transformers' activation. Raises `NotDescribed`."""
+    if name not in ACTIVATIONS:
+        raise NotDescribed(f"the activation {name}")
+    return ACTIVATIONS[name]
+
+
+def head_dim(c: Config) -> int:
+    return int(c.get("head_dim") or c.hidden_size // c.num_attention_heads)
+
+
+def window(c: Config, i: int) -> int | None:
+    """Return the window of layer `i` by the configuration's `layer_types`."""
+    kinds, size = c.get("layer_types"), c.get("sliding_window")
+    if kinds is None or kinds[i] == "full_attention":
+        return None
+    if kinds[i] != "sliding_attention" or not size:
+        raise NotDescribed(f"a layer of kind {kinds[i]} with a window of {size}")
+    return int(size)
+
+
+def turned(c: Config, dim: int, kind: str | None = None) -> int:
+    """Return how many of a head's `dim` dimensions the rotary angles turn."""
+    for name in ("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_local_base_freq"):
+        c.get(name)  # older names of what `rope_parameters` holds
+    rope = c.rope_parameters if kind is None else c.rope_parameters[kind]
+    return int(dim * (rope.get("partial_rotary_factor") or 1))
+
+
+def attention(
+    c: Config, i: int, bias: bool = False, out_bias: bool | None = None, **changes: Any
+) -> Attention:
+    """Return the attention of layer `i`.
+
+    `bias`: of queries, keys and values, and of what follows if `out_bias` is None. `changes`: other
+    fields than those of Llama's, and `kind`: that of the layer, where angles go by it.
+    """
+    at, dim = f"model.layers.{i}.self_attn", changes.get("head_dim") or head_dim(c)
+    kind = changes.pop("kind", None)
+    told: dict[str, Any] = {
+        "qkv": tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", bias=bias),
+        "out": tensors(f"{at}.o_proj", bias=bias if out_bias is None else out_bias),
+        "heads": c.num_attention_heads,
+        "kv_heads": c.get("num_key_value_heads", c.num_attention_heads),
+        "head_dim": dim,
+        "scaling": dim**-0.5,
+        "window": window(c, i),
+        "rotary": Rotary("model.rotary_emb"),
+        "turned": turned(c, dim, kind) if changes.get("rotary", True) else 0,
+    }
+    return Attention(**(told | changes))
+
+
+def head_norms(c: Config, i: int, names: tuple[str, str], plus_one: bool = False) -> Any:
+    """Return RMS norms of queries and keys, by their names in the attention."""
+    query, key = (rms(c, f"model.layers.{i}.self_attn.{name}", plus_one) for name in names)
+    return query, key
+
+
+def gated(c: Config, i: int, bias: bool = False, act: str | None = None) -> FeedForward:
+    """Return Llama's feed-forward of layer `i`."""
+    at = f"model.layers.{i}.mlp"
+    up = tensors(f"{at}.gate_proj", f"{at}.up_proj", bias=bias)
+    return FeedForward(
+        up, tensors(f"{at}.down_proj", bias=bias), activation(act or c.hidden_act), True
+    )
+
+
+def plain(c: Config, up: str, down: str, bias: bool, transposed: bool = False) -> FeedForward:
+    """Return a feed-forward without a gate, by its modules' names."""
+    told = {"bias": bias, "transposed": transposed}
+    return FeedForward(tensors(up, **told), tensors(down, **told), activation(c.hidden_act), False)
+
+
+def before(c: Config, i: int, mixer: Attention, feed_forward: FeedForward, **more: Any) -> Layer:
+    """Return a layer with Llama's norms."""
+    at = f"model.layers.{i}"
+    return Layer(
+        mixer,
+        feed_forward,
+        rms(c, f"{at}.input_layernorm"),
+        rms(c, f"{at}.post_attention_layernorm"),
+        **more,
+    )
+
+
+def decoder(c: Config, layer: Callable[[int], Layer], **changes: Any) -> Stack:
+    """Return a stack with Llama's names. `changes`: other fields than those of Llama's."""
+    told: dict[str, Any] = {
+        "embedding": "model.embed_tokens.weight",
+        "inside": "model.layers",
+        "layers": tuple(layer(i) for i in range(c.num_hidden_layers)),
+        "head": tensors("lm_head"),
+    }
+    if "norm" not in changes:
+        told["norm"] = rms(c, "model.norm")
+    return Stack(**(told | changes))
