@@ -75,10 +75,10 @@ class World:
         source = tiny(layout, dtype, seed=3)
         network = EagleHead(WIDE)
         network.load_state_dict(head_of(WIDE, source).state_dict())
-        self.model = make_model(source, chunk=32)
+        self.model = make_model(source, chunk=32, native=way == "native")
         network._shared.update(embedding=self.model.embedding, head=self.model.head)
         self.drafter = EagleDrafter(network, self.model)
-        self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB)
+        self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB, native=way == "native")
         self.alone = functools.cache(self._alone)
         self.engines: list[Engine] = []
 

@@ -85,6 +85,9 @@ def describe(model: PreTrainedModel) -> Stack:
                 raise NotDescribed(f"{tensor.name} is of a {type(owner).__name__}")
             if model.dtype is torch.bfloat16 and _inputs(owner) % 2:
                 raise NotDescribed(f"{tensor.name} has an odd number of inputs")
+    embedding = type(model.get_input_embeddings())
+    if not embedding.__module__.startswith(("torch.nn.", "transformers.")):
+        raise NotDescribed(f"its embedding is a {embedding.__name__}")
     for rotary in stack.rotaries:
         held = getattr(model.get_submodule(rotary.module), "rope_type", "default")
         if MOVING & ({*held.values()} if isinstance(held, dict) else {held}):

@@ -192,7 +192,8 @@ class Attention {
       }
     }
     waves.push_back(int64_t(tiles.size()));
-    if (int64_t(scores_.size()) < largest) scores_.resize(size_t(largest)), weights_.resize(size_t(largest));
+    if (int64_t(scores_.size()) < largest) scores_.resize(size_t(largest));
+    if (int64_t(weights_.size()) < largest) weights_.resize(size_t(largest));
     const size_t all = size_t(batch_.rows * shape_.heads);
     if (sums_.size() < all) sums_.resize(all);
   }

@@ -1,0 +1,382 @@
+"""Every family of `quickbeam.models.families` on tiny random models: transformers' logits and
+tokens, and the same answers with drafts and without.
+
+pytest tests/test_families.py
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
+
+from answers import answer, request
+from models import SIZES, VOCAB
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine.engine import Engine
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.hybrid import Hybrid
+from quickbeam.methods.logitspec import LogitSpec
+from quickbeam.models import interpreter
+from quickbeam.models.base import Batch, Chain, Model
+from quickbeam.models.compiled import CompiledStack, angles, kv_shapes
+from quickbeam.models.families import FAMILIES, describe
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.native_model import why_not_native
+from quickbeam.models.opening import make_model
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Layer, Stack
+from quickbeam.params import SamplingParams
+
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+ONE_HEAD_A_KEY = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "cohere": CohereConfig(**SIZES, use_qk_norm=True),
+    "cohere2": Cohere2Config(**SIZES | MIXED, sliding_window=6, head_dim=8),
+    "exaone4": Exaone4Config(**SIZES | MIXED, sliding_window=6),
+    "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
+    "gemma2": Gemma2Config(
+        **SIZES | MIXED,
+        head_dim=8,
+        sliding_window=6,
+        query_pre_attn_scalar=16,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=4.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES | MIXED, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
+    ),
+    "glm": GlmConfig(**SIZES, head_dim=8),
+    "glm4": Glm4Config(**SIZES, head_dim=8),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        scale_attn_by_inverse_layer_idx=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gpt_neox": GPTNeoXConfig(**ONE_HEAD_A_KEY, rotary_pct=0.5),
+    "gpt_neox-serial": GPTNeoXConfig(**ONE_HEAD_A_KEY, rotary_pct=0.5, use_parallel_residual=False),
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+    ),
+    "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
+    "llama": LlamaConfig(**SIZES),
+    "llama-bias": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "ministral3": Ministral3Config(**SIZES, sliding_window=7, head_dim=16, rope_parameters=YARN),
+    "mistral": MistralConfig(**SIZES, sliding_window=7, head_dim=16),
+    "nemotron": NemotronConfig(**SIZES, head_dim=8),
+    "olmo2": Olmo2Config(**SIZES),
+    "olmo3": Olmo3Config(**SIZES | MIXED, sliding_window=6),
+    "phi": PhiConfig(**SIZES),
+    "phi3": Phi3Config(**SIZES, sliding_window=7, partial_rotary_factor=0.5),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
+    "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
+    "stablelm": StableLmConfig(**SIZES, partial_rotary_factor=0.5),
+    "stablelm-parallel": StableLmConfig(
+        **SIZES, use_qkv_bias=True, qk_layernorm=True, use_parallel_residual=True
+    ),
+    "starcoder2": Starcoder2Config(**SIZES | {"bos_token_id": 1}, sliding_window=6),
+}
+IDS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model whose norms and biases matter."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def off(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).abs().max() / right.abs().max())
+
+
+def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return angles(rotary, model.get_submodule(rotary.module), positions)
+
+    return interpreter.logits(stack, parameters, of, IDS)
+
+
+def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
+    kernels = library.kernels()
+    assert kernels is not None
+    pool = PagePool(kv_shapes(stack), kernels, dtype=torch.float32)
+    compiled, store, rows = CompiledStack(model, stack, pool), pool.new(), RowList()
+    store.add_chain(rows, IDS.tolist(), range(len(IDS)))
+    return compiled(rows.rows(), len(IDS) - 1)
+
+
+# --- transformers ---
+
+
+def test_every_family_is_here() -> None:
+    assert {config.model_type for config in CONFIGS.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_logits_and_tokens_are_those_of_transformers(name: str) -> None:
+    plain = made(name)
+    right = plain(input_ids=IDS[None], use_cache=False).logits[0]
+    assert off(by_interpreter(plain, describe(plain)), right) < 2e-5
+    ids = IDS.tolist()
+    for _ in range(8):
+        ids.append(
+            int(plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        )
+    model = make_model(plain)
+    assert model.exact and model.dtype is torch.float32
+    cache = model.pool.new()
+    (passed,) = model.forward(Batch([Chain(cache, IDS[:17].tolist(), 17)]))
+    cache.commit(range(17))
+    (more,) = model.forward(Batch([Chain(cache, IDS[17:].tolist(), 23)]))
+    assert off(torch.cat([passed.logits, more.logits]), right) < 2e-5
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert answer(model, NoDraft(), params, IDS.tolist()).output.token_ids == ids[len(IDS) :]
+
+
+def each_layer(change: Callable[[Layer], Layer]) -> Callable[[Stack], Stack]:
+    return lambda stack: replace(stack, layers=tuple(change(layer) for layer in stack.layers))
+
+
+def each_attention(**changes: Any) -> Callable[[Stack], Stack]:
+    return each_layer(lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+
+
+def wider(layer: Layer, by: int) -> Layer:
+    window = layer.attention.window
+    return replace(layer, attention=replace(layer.attention, window=window and window + by))
+
+
+WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
+    "a window one too wide": ("mistral", each_layer(lambda layer: wider(layer, 1))),
+    "a window one too narrow": ("gemma3", each_layer(lambda layer: wider(layer, -1))),
+    "no angles": ("llama", each_attention(rotary=None)),
+    "angles in every layer": (
+        "smollm3",
+        lambda s: replace(
+            s,
+            layers=s.layers[:1] * 1
+            + tuple(
+                replace(
+                    layer,
+                    attention=replace(
+                        layer.attention,
+                        rotary=s.layers[0].attention.rotary,
+                        turned=s.layers[0].attention.turned,
+                    ),
+                )
+                for layer in s.layers[1:]
+            ),
+        ),
+    ),
+    "halves turn, not neighbours": (
+        "cohere",
+        lambda s: each_attention(rotary=replace(s.rotaries[0], interleaved=False))(s),
+    ),
+    "norms without the 1": (
+        "gemma",
+        each_layer(
+            lambda layer: replace(
+                layer, attention_before=replace(layer.attention_before, plus_one=False)
+            )
+        ),
+    ),
+    "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
+    "norms before the angles": ("hunyuan", each_attention(norm_last=False)),
+    "norms by head": ("olmo2", lambda s: each_attention(norms=None)(s)),
+    "no softcap of scores": ("gemma2", each_attention(softcap=None)),
+    "no softcap of logits": ("gemma2", lambda s: replace(s, softcap=None)),
+    "no scale of embeddings": ("gemma", lambda s: replace(s, scale=1.0)),
+    "no scale of logits": ("cohere", lambda s: replace(s, head_scale=1.0)),
+    "no scale of residuals": ("granite", each_layer(lambda layer: replace(layer, residual=1.0))),
+    "no scale of queries": ("ministral3", each_attention(query_scale=None)),
+    "one after the other": (
+        "phi",
+        each_layer(
+            lambda layer: replace(layer, parallel=False, feed_forward_before=layer.attention_before)
+        ),
+    ),
+    "no norm after": ("glm4", each_layer(lambda layer: replace(layer, attention_after=None))),
+    "another activation": (
+        "nemotron",
+        each_layer(
+            lambda layer: replace(
+                layer, feed_forward=replace(layer.feed_forward, activation="relu")
+            )
+        ),
+    ),
+    "no positions": ("gpt2", lambda s: replace(s, positions=None)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@torch.inference_mode()
+def test_a_wrong_description_is_seen(what: str) -> None:
+    name, change = WRONG[what]
+    plain = made(name)
+    right = plain(input_ids=IDS[None], use_cache=False).logits[0]
+    stack = change(describe(plain))
+    assert off(by_interpreter(plain, stack), right) > 2e-4
+    assert off(by_kernels(plain, stack), right) > 2e-4
+
+
+# --- what is not described ---
+
+
+def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = made("llama")
+    plain.config.value_multiplier = 2.5
+    with pytest.raises(NotDescribed, match="value_multiplier"):
+        describe(plain)
+    with caplog.at_level("INFO", "quickbeam"):
+        model = make_model(plain)
+    assert not model.exact and "value_multiplier" in caplog.text
+    for harmless in (None, False, 0):
+        plain = made("llama")
+        plain.config.value_multiplier = harmless
+        assert not why_not_native(plain)
+
+
+def test_parameters_that_no_family_names_are_seen() -> None:
+    plain = made("qwen2")
+    plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(NotDescribed, match=r"layers\.1\.mlp\.extra"):
+        describe(plain)
+    plain = made("phi")
+    plain.config.qk_layernorm = True
+    with pytest.raises(NotDescribed, match="qk_layernorm"):
+        describe(plain)
+
+
+# --- drafts ---
+
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
+
+
+@functools.cache
+def policies(dtype: torch.dtype) -> dict[str, Any]:
+    drafter = LMDrafter(made("llama", dtype), VOCAB)
+    return {
+        "logitspec": LogitSpec(Ngram(), LastLogits()),
+        "dyspec": DySpec(drafter),
+        "auto": Hybrid(drafter, Ngram()),
+    }
+
+
+def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers by plain decoding without a cache: a first turn, a second one behind it,
+    and another text with the same beginning."""
+    found, prompt = [], IDS[:20].tolist() * 2
+    for more in (IDS[:5].tolist(), IDS[5:9].tolist()):
+        engine = Engine(model, share=False)
+        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
+        found.append((prompt, said))
+        prompt = [*prompt, *said, *more]
+    other = [*IDS[:20].tolist() * 2, 7, 8]
+    engine = Engine(model, share=False)
+    said = answer(model, NoDraft(), params, other, engine=engine, budget=1).output.token_ids
+    return [*found, (other, said)]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind: str) -> None:
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    weights = kind if kind.startswith("int") else "bfloat16"
+    model = make_model(made(name, dtype), weights=weights, chunk=16)
+    assert model.exact
+    found = policies(dtype)
+    for sampling in SAMPLING:
+        params = SamplingParams(max_tokens=9, ignore_eos=True, **sampling)
+        right, engine = turns(model, params), Engine(model)
+        for policy in found.values():  # alone, on a prefix that is cached from the first on
+            prompt, said = right[1]
+            state = answer(model, policy, params, prompt, engine=engine, budget=8)
+            assert state.output.token_ids == said
+        states = [  # all methods and prompts at once
+            (engine.add(request(model, policy, params, prompt, budget=8)), said)
+            for policy in found.values()
+            for prompt, said in right
+        ]
+        while any(not state.over for state, _ in states):
+            engine.step()
+        for state, said in states:
+            assert state.error is None and state.output.token_ids == said
