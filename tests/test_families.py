@@ -57,8 +57,9 @@ from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.hybrid import Hybrid
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models import interpreter
+from quickbeam.models.angles import angles
 from quickbeam.models.base import Batch, Chain, Model
-from quickbeam.models.compiled import CompiledStack, angles, kv_shapes
+from quickbeam.models.compiled import CompiledStack, kv_shapes
 from quickbeam.models.families import FAMILIES, describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library

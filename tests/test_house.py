@@ -39,7 +39,6 @@ LONG_FUNCTIONS = {
     "transformers.loop.generate",
     "models.streamed_loading.open_streamed",
     "models.loading.load_model",
-    "models.fused_llama.__init__",
     "models.native.library.__init__",
 }
 

@@ -2,8 +2,6 @@
 
 The equations are those of the modelling code of transformers. The residual stream, products and
 rotary angles are in float32 here, where that code rounds each of them to the model's number format.
-Rotary angles come from the model's own module, so every way of scaling them that doesn't change
-with the text's length is right.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from quickbeam.models.angles import AngleTable
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import room_for_weights
@@ -27,16 +26,12 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
-    Rotary,
     Stack,
     linears,
     norm_weight,
-    query_factors,
     rows_of,
 )
 from quickbeam.models.weight_file import WeightFile
-
-ANGLES = 1024  # the table of angles grows by so many positions
 
 
 def kv_shapes(stack: Stack) -> list[KVShape]:
@@ -154,15 +149,13 @@ class CompiledStack:
         self._positions = (
             None if stack.positions is None else self._parameter(stack.positions).detach()
         )
-        self._rotaries = [(rotary, model.get_submodule(rotary.module)) for rotary in stack.rotaries]
-        self._columns, self._angle_columns = self._angle_places()
+        self._angles = AngleTable(model, stack)
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
         # the likeliest token of each row of the last pass whose logits were wanted; -1 where they
         # are not finite
         self.best: list[int] = []
         self._program: Program | None = None
-        self._angles = (torch.empty(0, 1), torch.empty(0, 1))
 
     def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
         return [rows_of(one, self._parameter(one.name)) for one in linear.weights]
@@ -246,9 +239,9 @@ class CompiledStack:
             centred=by_head is not None and by_head[0].centred,
             norm_last=of.norm_last,
             rotary=0 if of.rotary is None else of.turned,
-            angles=0 if of.rotary is None else self._columns[of.rotary],
+            angles=0 if of.rotary is None else self._angles.columns[of.rotary],
             interleaved=of.rotary is not None and of.rotary.interleaved,
-            query_scale=None if of.query_scale is None else self._angle_columns,
+            query_scale=None if of.query_scale is None else self._angles.end,
         )
         program.attend(
             buffers["query"],
@@ -333,36 +326,6 @@ class CompiledStack:
             softcap=self.stack.softcap,
         )
 
-    # --- rotary angles ---
-
-    def _angle_places(self) -> tuple[dict[Rotary, int], int]:
-        """Return where each kind of angles begins in the table's rows, and where all end."""
-        halves = {
-            mixer.rotary: mixer.turned // 2
-            for mixer in (layer.attention for layer in self.stack.layers)
-            if mixer.rotary is not None
-        }
-        columns, first = dict[Rotary, int](), 0
-        for rotary, half in halves.items():
-            columns[rotary], first = first, first + half
-        return columns, first
-
-    def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, `[positions, columns]` each, at least up to `position`.
-
-        Behind the angles, the cosines have the queries' factor.
-        """
-        if position >= len(self._angles[0]):
-            positions = torch.arange((position // ANGLES + 1) * ANGLES)
-            parts = [angles(rotary, module, positions) for rotary, module in self._rotaries]
-            scale = self.stack.query_scale
-            factors = torch.ones(len(positions), 1)
-            if scale is not None:
-                factors = query_factors(scale, positions)[:, None]
-            cosine, sine = (torch.cat([*(part[k] for part in parts), factors], 1) for k in (0, 1))
-            self._angles = cosine.contiguous(), sine.contiguous()
-        return self._angles
-
     # --- passes ---
 
     def _whole(self) -> Program:
@@ -386,7 +349,7 @@ class CompiledStack:
         `last_position`: no row has a larger position. Sets `hidden` and `best`.
         """
         given = self._results(rows)
-        self._whole().run(rows, given, self._angles_to(last_position))
+        self._whole().run(rows, given, self._angles.up_to(last_position))
         self.hidden, self.best = given["hidden"], given["best"].tolist()
         return given["logits"]
 
@@ -397,26 +360,13 @@ class CompiledStack:
         """
         program = self._whole().subset(kinds)
         return lambda rows, last_position: program.run(
-            rows, self._results(rows), self._angles_to(last_position)
+            rows, self._results(rows), self._angles.up_to(last_position)
         )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the products of a pass read."""
         return self._weights.nbytes
-
-
-def angles(
-    rotary: Rotary, module: nn.Module, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of `positions` `[n]`, `[n, half]` float32 each."""
-    kind = () if rotary.kind is None else (rotary.kind,)
-    both = module(torch.empty(1, dtype=torch.float32), positions[None], *kind)
-    if rotary.repeated:
-        cosine, sine = (part[0, :, ::2] for part in both)
-    else:
-        cosine, sine = (part[0, :, : part.shape[-1] // 2] for part in both)
-    return cosine, sine
 
 
 def _normed(program: Program, source: Buffer, target: Buffer, norm: CompiledNorm | None) -> None:

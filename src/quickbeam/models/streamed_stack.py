@@ -174,7 +174,7 @@ class StreamedStack(CompiledStack):
 
     def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
         given = self._results(rows)
-        self._pass().run(rows, given, self._angles_to(last_position))
+        self._pass().run(rows, given, self._angles.up_to(last_position))
         self.hidden, self.best = given["hidden"], likeliest(given["logits"])
         return given["logits"]
 
@@ -190,7 +190,7 @@ class StreamedStack(CompiledStack):
         made = StreamedPass(program, uses, self._source, self._resident, self._buffers)
 
         def run(rows: Rows, last_position: int) -> None:
-            made.run(rows, self._results(rows), self._angles_to(last_position))
+            made.run(rows, self._results(rows), self._angles.up_to(last_position))
 
         return run
 
