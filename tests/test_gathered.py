@@ -31,7 +31,7 @@ DEVICES = [
 
 
 def gathered(name: str, device: str = "cpu", **options) -> Model:
-    return make_model(tiny(name, seed=4).to(device), **options)
+    return make_model(tiny(name, seed=4).to(device), native=False, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,8 +64,8 @@ def describe(model: PreTrainedModel) -> Stack:
     """Return a model's architecture.
 
     Raises `NotDescribed` for a model of no family in the table, for one whose configuration sets
-    what its family's file doesn't know, and for one with other parameters or other linear layers
-    than its family (adapters, quantised weights, code that came with the model).
+    what its family's file doesn't know, and for one with other parameters, forwards or linear
+    layers than its family (adapters, quantised weights, code that came with the model).
     """
     kind, config = type(model), model.config
     family = FAMILIES.get(config.model_type)
@@ -78,6 +78,9 @@ def describe(model: PreTrainedModel) -> Stack:
     if odd := sorted(found ^ names(stack)):
         told = "a parameter" if odd[0] in found else "no parameter"
         raise NotDescribed(f"this {kind.__name__} has {told} {odd[0]}")
+    for name, module in model.named_modules():
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            raise NotDescribed(f"{name} has a forward of its own")
     for linear, _ in linears(stack):
         for tensor in linear.weights:
             owner = model.get_submodule(tensor.name.removesuffix(".weight"))
