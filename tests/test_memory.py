@@ -407,7 +407,7 @@ def test_what_cannot_be_read_while_computing_is_refused(
         with pytest.raises(InvalidInput, match=words):
             LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
     gpt = saved("gpt2", tmp_path / "gpt2", toy_folder)
-    with pytest.raises(InvalidInput, match="Llama's layout"):
+    with pytest.raises(InvalidInput, match="native kernels run in one call"):
         LLM(gpt, "ar", memory=TIGHT)
     (Path(gpt) / "adapter_config.json").write_text("{}")
     with pytest.raises(InvalidInput, match="adapter"):
