@@ -76,7 +76,7 @@ def test_stream_is_the_answer_in_pieces(llm: LLM, method: str) -> None:
 
 
 def test_a_closed_stream_keeps_what_it_gave(llm: LLM) -> None:
-    stream = llm.stream("hello", SHORT, method="ar")
+    stream = llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True), method="ar")
     first = next(stream)
     stream.close()
     assert stream.completion.finish_reason == "interrupted"
