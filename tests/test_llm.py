@@ -32,6 +32,7 @@ from quickbeam.presets import PRESETS
 
 PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 WITH_DRAFTER = [
     name
@@ -76,7 +77,7 @@ def test_stream_is_the_answer_in_pieces(llm: LLM, method: str) -> None:
 
 
 def test_a_closed_stream_keeps_what_it_gave(llm: LLM) -> None:
-    stream = llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True), method="ar")
+    stream = llm.stream("hello", LONG, method="ar")
     first = next(stream)
     stream.close()
     assert stream.completion.finish_reason == "interrupted"
@@ -390,8 +391,8 @@ def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
 def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = llm.generate("abc abc", SHORT, method="pld", budget=8).text
-    bad, good = (llm.stream("abc abc", SHORT, method="pld", budget=8) for _ in range(2))
+    expected = llm.generate("abc abc", LONG, method="pld", budget=8).text
+    bad, good = (llm.stream("abc abc", LONG, method="pld", budget=8) for _ in range(2))
     said, forward = next(bad), llm.model.forward
 
     def failing(batch: Batch) -> list[Passed]:
@@ -415,7 +416,7 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
         and expected.startswith(bad.completion.text)
     )
     assert (
-        bad.completion.text == said and llm.generate("abc abc", SHORT, method="ar").text == expected
+        bad.completion.text == said and llm.generate("abc abc", LONG, method="ar").text == expected
     )
 
 
