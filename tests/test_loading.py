@@ -269,7 +269,8 @@ def test_a_drafter_is_trusted_where_that_is_asked_for(
         raise InvalidInput("enough")
 
     monkeypatch.setattr(drafters, "load_model", stand_in)
-    target: Any = type("Target", (), {"dtype": torch.float32, "device": CPU, "streamed": None})
+    known = {"dtype": torch.float32, "device": CPU, "streamed": None, "weights": "bfloat16"}
+    target: Any = type("Target", (), known)
     for options in ({}, {"trust_remote_code": True}):
         with pytest.raises(InvalidInput, match="enough"):
             drafters.load_drafter(str(tmp_path), target, None, **options)
