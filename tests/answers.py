@@ -10,7 +10,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
-from quickbeam.methods.base import TreePolicy
+from quickbeam.methods.base import Method
 from quickbeam.models.base import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
@@ -25,7 +25,7 @@ class Letters:
 
 def request(
     model: Model,
-    policy: TreePolicy,
+    policy: Method,
     params: SamplingParams,
     prompt: Sequence[int],
     *,
@@ -44,7 +44,7 @@ def request(
 
 def answer(
     model: Model,
-    policy: TreePolicy,
+    policy: Method,
     params: SamplingParams,
     prompt: Sequence[int],
     *,

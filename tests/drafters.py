@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
 from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs, DraftRequest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.methods import DRAFTED
-from quickbeam.methods.base import Grown, TreePolicy
+from quickbeam.methods import DRAFTER, METHODS, make_method
+from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.noise import Noise
 from quickbeam.tree import TokenTree
 from toy import ToyModel, path_tokens
 
+# by name: what makes a method that only a drafter's answers decide, each kind of tree once
+DRAFTED = {
+    name: partial(make_method, name)
+    for name, preset in METHODS.items()
+    if preset.sources == (DRAFTER,) and name not in ("frspec", "dynaspec")
+}
 ProbsOf = Callable[[Sequence[int]], torch.Tensor]
 
 
@@ -59,8 +68,19 @@ class KnownDrafter(Drafter):
         )
 
 
+def grown(growth: Growth, answer: Callable[[list[DraftRequest]], list[DraftProbs]]) -> Grown:
+    """A growth run to its end, with `answer` as the drafter's."""
+    answers: DraftProbs | None = None
+    while True:
+        try:
+            request = growth.send(answers)
+        except StopIteration as end:
+            return end.value
+        (answers,) = answer([request])
+
+
 def grow(
-    policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")
+    policy: Method, context: Context, budget: int, max_depth: int, call: float = float("-inf")
 ) -> Grown:
     """A growth run to its end. Sources that have not read the text yet do so. Requests that promise
     no more than `call` are refused."""
@@ -77,7 +97,7 @@ def grow(
 
 
 def tree_of(
-    policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")
+    policy: Method, context: Context, budget: int, max_depth: int, call: float = float("-inf")
 ) -> TokenTree:
     """The tree of `grow`."""
     return grow(policy, context, budget, max_depth, call).tree
@@ -119,7 +139,7 @@ def zipf_drafter(vocab: int = 500, seed: int = 0) -> KnownDrafter:
     return KnownDrafter(probs)
 
 
-def policies(probs: ProbsOf) -> dict[str, TreePolicy]:
+def policies(probs: ProbsOf) -> dict[str, Method]:
     return {name: make(KnownDrafter(probs)) for name, make in DRAFTED.items()}
 
 
@@ -143,3 +163,11 @@ def child_ranks(tree: TokenTree) -> list[tuple[tuple[int, int], ...]]:
     return [
         tuple((tree.token[n], place[n]) for n in tree.path(node)[1:]) for node in range(len(tree))
     ]
+
+
+def perturbed_plain(
+    q: torch.Tensor, noise: Noise, position: int, temperature: float
+) -> torch.Tensor:
+    """The whole distribution `[vocab]` that the noise of a place makes of `q` `[vocab]`."""
+    every = noise.of(np.arange(len(q)), np.full(len(q), position))
+    return (q.double().log() + temperature * torch.from_numpy(every)).softmax(0)

@@ -23,9 +23,9 @@ from quickbeam.bench.report import by_category, summaries
 from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, difference, run, warm_up
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import METHODS
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
 
 # Methods
 
@@ -74,7 +74,7 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("pld:many", "or auto"),
         *(
             (name, f"method '{name}' drafts with a model")
-            for name, preset in PRESETS.items()
+            for name, preset in METHODS.items()
             if "drafter" in preset.sources and not preset.without
         ),
     ],

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
+from drafters import DRAFTED
 from features import context_of, grown, rounds
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -27,7 +28,6 @@ from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
@@ -321,8 +321,7 @@ def accepted(toy: Toy, learned: dict[str, Any]) -> float:
     """The mean accepted tokens of the answer that it was trained on, which stays what it is."""
     prompt, params = learned["prompt"], learned["params"]
     plain = answer(toy.target, NoDraft(), params, prompt)
-    name = "dyspec" if "dyspec" in DRAFTED else "greedy"
-    drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=6)
+    drafted = answer(toy.target, DRAFTED["dyspec"](toy.drafter), params, prompt, budget=6)
     assert drafted.output.token_ids == plain.output.token_ids
     return drafted.statistics.mean_accepted_tokens
 

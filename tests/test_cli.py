@@ -28,8 +28,8 @@ from quickbeam.cli.common import progress_lines, statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar import Grammar
+from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_ctrl_c_keeps_what_was_produced(run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", "hi", "--method", "lgitspec"], ["unknown method 'lgitspec'", *PRESETS]),
+        (["generate", "hi", "--method", "lgitspec"], ["unknown method 'lgitspec'", *METHODS]),
         (["generate", "hi", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
         (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
         (["generate", "hi", "--dtype", "int8"], ["--dtype", "bfloat16", "float32"]),

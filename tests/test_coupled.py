@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from cases import few
-from drafters import KnownDrafter, context_of, grow
+from drafters import DRAFTED, KnownDrafter, context_of, grow, perturbed_plain
 from quickbeam import LLM
 from quickbeam.drafters.base import Context, DraftProbs
+from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.errors import QuickbeamError
-from quickbeam.methods import DRAFTED
-from quickbeam.methods.hybrid import Hybrid
-from quickbeam.methods.perturbed import perturbed_plain, proposals, ruled_out_below
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.children import proposals, ruled_out_below
 from quickbeam.noise import CHUNK, LIKELY, Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, most_probable
@@ -192,7 +192,7 @@ def probs_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
     return lambda context: model.draft(context)
 
 
-@pytest.mark.parametrize("name", [*DRAFTED, "hybrid"])
+@pytest.mark.parametrize("name", [*DRAFTED, "auto"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
     name: str, temperature: float
@@ -202,13 +202,17 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
     for seed in range(12):
         model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
         drafter = KnownDrafter(probs_of_text(model))
-        policy = Hybrid(drafter, ngram := Ngram()) if name == "hybrid" else DRAFTED[name](drafter)
+        policy = (
+            Auto(drafter, ngram := Ngram(), LastLogits())
+            if name == "auto"
+            else DRAFTED[name](drafter)
+        )
 
         def drafted(context: list[int]) -> TokenTree:
             nonlocal steps
             steps += 1
             where = Context(list(context), torch.zeros(V), temperature, noise=noise)  # noqa: B023 (called in this round only)
-            if name == "hybrid":
+            if name == "auto":
                 where.states[Ngram.name] = ngram.begin(context)
             return grow(policy, where, 8, 6).tree  # noqa: B023
 
@@ -269,7 +273,7 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
 
 
 def test_chances_of_children_come_true() -> None:
-    """The model of `methods/perturbed.py`: a target whose logits are the drafter's and a Gumbel
+    """The model of `methods/children.py`: a target whose logits are the drafter's and a Gumbel
     error of scale 1."""
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)

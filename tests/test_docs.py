@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from docs import PAGES, ROOT, Block, Command, blocks, commands, of_program, save_drafter
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
-from quickbeam.presets import PRESETS
+from quickbeam.methods import METHODS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import serving
@@ -234,7 +234,7 @@ def test_the_table_of_methods_is_that_of_the_presets() -> None:
         .split("\n## ")[0]
     )
     assert re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE) == [
-        (name, preset.summary) for name, preset in PRESETS.items()
+        (name, preset.summary) for name, preset in METHODS.items()
     ]
 
 

@@ -26,15 +26,14 @@ from quickbeam.engine.scheduler import shares
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.methods import make_policy
+from quickbeam.methods import METHODS, make_method
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Draft, Model, Passed
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
 
 # the others: test_lm_drafter.py
-CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]
+CERTAIN = [name for name, preset in METHODS.items() if "drafter" not in preset.sources]
 DRAFTED = [name for name in CERTAIN if name != "ar"]
 
 
@@ -51,7 +50,7 @@ def model() -> Model:
 
 
 def policy_of(method: str):
-    return make_policy(PRESETS[method].sources, PRESETS[method].tree)
+    return make_method(method)
 
 
 def run(
@@ -332,7 +331,7 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
     on, and nothing of the rest is lost."""
     model = make_model(tiny("qwen3", seed=5), chunk=8)
     params, engine = SamplingParams(max_tokens=30, ignore_eos=True), Engine(model, most=2)
-    policy = make_policy(("ngram",), "chain")
+    policy = make_method("pld")
     prompts = [prompt_of(4, 20), prompt_of(5, 20), prompt_of(6, 20)]
     expected = [answer(model, NoDraft(), params, prompt).output.token_ids for prompt in prompts]
     before = model.pool.used

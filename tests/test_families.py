@@ -52,9 +52,9 @@ from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.hybrid import Hybrid
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models import interpreter
 from quickbeam.models.angles import angles
@@ -338,7 +338,7 @@ def policies(dtype: torch.dtype) -> dict[str, Any]:
     return {
         "logitspec": LogitSpec(Ngram(), LastLogits()),
         "dyspec": DySpec(drafter),
-        "auto": Hybrid(drafter, Ngram()),
+        "auto": Auto(drafter, Ngram(), LastLogits()),
     }
 
 

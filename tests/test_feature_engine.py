@@ -18,6 +18,7 @@ import torch
 
 from answers import answer
 from cases import spread
+from drafters import DRAFTED
 from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
@@ -31,7 +32,6 @@ from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import RowPool
@@ -102,7 +102,7 @@ def test_calls_that_seem_slow_since_a_busy_moment_are_made_again(
     the estimate left as it is, few calls would ever be made again."""
     pair, params = Pair("attention"), SamplingParams(max_tokens=400, ignore_eos=True)
     budget, cost = Budget(CostModel({1: 1.0, 64: 1.01})), CostModel({1: 1.0})
-    engine, policy = Engine(pair.target, budget=budget), DRAFTED["greedy"](pair.drafter)
+    engine, policy = Engine(pair.target, budget=budget), DRAFTED["dyspec"](pair.drafter)
     for _ in range(cost.CALLS):
         budget.cost.observe_call(pair.drafter, 1, 0.9)
     budget.cost.observe = lambda *_: None  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
     target, drafter = pair.target, pair.drafter
     monkeypatch.setattr(eagle, "CHUNK", 6)
     engine, run = Engine(target), drafter._run
-    fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+    fresh = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
     whole = fresh.output.token_ids
     engine.forget()
     for when, late, shared in itertools.product(range(1, 9), (False, True), (False, True)):
@@ -151,12 +151,12 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(drafter, "_run", interrupted)
-            answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+            answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
         assert not engine.busy
         if not shared:
             engine.forget()
             assert target.pool.used == drafter.pool.used == 0
-        again = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+        again = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
         assert (again.output.token_ids, again.statistics.steps) == (whole, fresh.statistics.steps)
         engine.forget()
 
@@ -170,7 +170,7 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
         list(range(20)),
     )
     target, drafter, engine = pair.target, pair.drafter, Engine(pair.target)
-    fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+    fresh = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
     held, adopt = (target.pool.used, drafter.pool.used), EagleState.adopt
     assert min(held) > 0
 
@@ -180,9 +180,9 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EagleState, "adopt", interrupted)
-        answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+        answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
     assert not engine.busy and (target.pool.used, drafter.pool.used) == held
-    again = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+    again = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
     assert again.statistics.cached_tokens == 18
     assert (again.output.token_ids, again.statistics.steps) == (
         fresh.output.token_ids,
@@ -202,7 +202,7 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
     )
     fresh = answer(
         target,
-        DRAFTED["greedy"](drafter),
+        DRAFTED["dyspec"](drafter),
         params,
         prompt,
         budget=7,
@@ -214,13 +214,13 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
     def second(engine: Engine) -> Any:
         """An answer after another one to the same prompt, of which the drafter reads nothing, or
         all when it is first asked."""
-        answer(target, DRAFTED["greedy"](drafter), short, prompt, budget=7, engine=engine)
+        answer(target, DRAFTED["dyspec"](drafter), short, prompt, budget=7, engine=engine)
         assert engine.prefixes is not None
         chunks = engine.prefixes.find(prompt, drafter)
         assert all(
             (chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks
         )
-        return answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+        return answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
 
     found = second(engine := Engine(target))
     assert found.statistics.cached_tokens == 36

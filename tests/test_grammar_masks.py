@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from cases import few
-from drafters import KnownDrafter
+from drafters import DRAFTED, KnownDrafter, grown
 from grammars import LETTERS, allowed, compiler, letters, masks
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
+from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.accept import Randomness, accept
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
-from quickbeam.methods import DRAFTED
-from quickbeam.methods.base import Grown, Growth, grown
-from quickbeam.methods.best_first import Search
+from quickbeam.methods.acceptance import AcceptanceModel, drafted
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.constrained import constrained, lay_runs
-from quickbeam.methods.drafted import DraftedPolicy
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.hybrid import Hybrid
+from quickbeam.methods.search import Search
 from quickbeam.models.base import Passed
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
@@ -316,7 +316,7 @@ def cached(
     return lambda context: known(tuple(context))
 
 
-@pytest.mark.parametrize("name", few(list(DRAFTED), ["greedy", "specinfer"]))
+@pytest.mark.parametrize("name", few(list(DRAFTED), ["dyspec", "specinfer"]))
 def test_drawn_trees_keep_the_exact_distribution(name: str) -> None:
     assert residual_p(name) > 1e-3
 
@@ -329,7 +329,7 @@ def test_a_drafters_distribution_before_the_mask_is_found_out() -> None:
 
 
 def draft(
-    policy: DraftedPolicy,
+    policy: Method,
     pattern: str,
     text: str,
     budget: int,
@@ -343,7 +343,7 @@ def draft(
     )
     return grown(
         constrained(policy.grow(context, budget, depth), found, budget, depth),
-        policy.drafter.answer,
+        policy.sources[0].answer,
     )
 
 
@@ -375,12 +375,12 @@ def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left() -> Non
     assert tree.probability[1:] == pytest.approx([0.25 / 0.35, 0.1 / 0.35])
 
 
-@pytest.mark.parametrize("name", [*DRAFTED, "hybrid"])
+@pytest.mark.parametrize("name", [*DRAFTED, "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pattern", [FORKS, WORDS, "ab(c|d)eab+"])
 def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern: str) -> None:
     chance = random.Random(0)
-    policy = Hybrid(known(), Ngram()) if name == "hybrid" else DRAFTED[name](known())
+    policy = Auto(known(), Ngram(), LastLogits()) if name == "auto" else DRAFTED[name](known())
     for _ in range(5):
         text = list[int]()
         for _ in range(chance.randrange(8)):
@@ -401,7 +401,7 @@ def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern:
 def test_what_repeats_stops_where_it_is_banned() -> None:
     """The text goes on `abcd abcd`, the grammar wants an e after `abc`; forced letters are the
     grammar's, whoever knows them."""
-    policy = Hybrid(known(), Ngram())
+    policy = Auto(known(), Ngram(), LastLogits())
     tree = draft(policy, "(abcd|eab[ce]e[ab])*", "abcdeab", 5).tree
     path = [0]
     while tree.children[path[-1]]:
@@ -412,10 +412,9 @@ def test_what_repeats_stops_where_it_is_banned() -> None:
 
 def test_nothing_is_learned_of_forced_tokens() -> None:
     policy = DySpec(known())
-    before = list(policy.likeliest._accepted), list(policy.likeliest._expected)
     end = draft(policy, "abcdabcd", "", 6)
     end.learn(end.tree, range(len(end.tree)))
-    assert (policy.likeliest._accepted, policy.likeliest._expected) == before
+    assert policy.model.rate(drafted(0, 1.0)) == 1.0
 
 
 def test_runs_are_laid_where_there_is_room() -> None:
@@ -458,15 +457,14 @@ def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
 def test_reading_a_run_counts_for_what_is_hoped_of_it() -> None:
     found = masks("ab[cd]e*", V - 1)
     context = Context([0], torch.zeros(V), grammar=found)
-    search = Search(DySpec(known()), context, 4)
+    search = Search(known(), context, 4, 3, AcceptanceModel())
 
     def growth() -> Growth:
         due = [search.root]
         while due:
-            yield from search.expand(due, gain=0.9)
-            due = [
-                one for one in search.best if one.number not in search.expanded and one.depth < 3
-            ]
+            yield from search.ask(due, gain=0.9)
+            search.rank()
+            due = [one for one in search.best if one.place is None and one.depth < 3]
         return Grown(search.tree())
 
     outer, probs, calls = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from scipy.stats import chi2_contingency
 from answers import answer
 from cases import examples, spread
 from drafters import (
+    DRAFTED,
     KnownDrafter,
     child_ranks,
     context_of,
@@ -31,18 +32,14 @@ from drafters import (
 from models import VOCAB, tiny
 from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTED, best_first, make_policy, wide
-from quickbeam.methods.acceptance import Measured
-from quickbeam.methods.base import TreePolicy
-from quickbeam.methods.draws import Draws
-from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.dyspec_threshold import Threshold
+from quickbeam.methods import DRAFTER, METHODS, children, make_method, search
+from quickbeam.methods.base import Method
+from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
-from quickbeam.methods.specinfer import Branches
+from quickbeam.methods.specinfer import SpecInfer
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
@@ -51,7 +48,7 @@ Change = Callable[[TokenTree], TokenTree]
 
 
 def p_value(
-    policy: TreePolicy,
+    policy: Method,
     model: ToyModel,
     temperature: float,
     count: int,
@@ -75,14 +72,8 @@ def p_value(
 # --- sampling keeps the distribution --------------------------------------------------------------
 
 
-# The second chunk: draws are made as from wide distributions.
-@pytest.mark.parametrize(
-    ("name", "temperature", "chunk"), spread(list(DRAFTED), [0.6, 1.0], [wide.CHUNK, 2])
-)
-def test_sampled_output_has_the_targets_probs(
-    name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wide, "CHUNK", chunk)
+@pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
+def test_sampled_output_has_the_targets_distribution(name: str, temperature: float) -> None:
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
     policy = policies(toy_distributions(model, temperature)[1])[name]
     assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
@@ -107,7 +98,7 @@ def keep_best(size: int) -> Change:
     return prune
 
 
-@pytest.mark.parametrize("name", ["greedy-printed", "threshold", "specinfer", "sequoia"])
+@pytest.mark.parametrize("name", ["dyspec-printed", "dyspec-threshold", "specinfer", "sequoia"])
 def test_pruning_draws_by_value_is_found_out(name: str) -> None:
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     probs = toy_distributions(model)[1]
@@ -128,29 +119,30 @@ class Opposed(ToyModel):
         return probs.flip(0), probs
 
 
-class Keen(Measured):
-    """Puts more weight on a slot's peak than is right, so that a wrong one shows."""
+class Peeking(children.Drawn):
+    """Tells the next token's own probability instead of its slot's."""
 
-    def slot(self, place: int, peak: float) -> float:
-        return peak**4
-
-
-@pytest.mark.parametrize(
-    ("name", "worth", "count"), [("greedy", "peak", 2500), ("threshold", "worth", 600)]
-)
-def test_choosing_a_slot_by_its_own_token_is_found_out(
-    name: str, worth: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worth that certain children have, for nodes that count as draws."""
-    model = Opposed(vocab=4)
-    policy = (
-        DySpec(KnownDrafter(model.draft), Keen())
-        if name == "greedy"
-        else policies(model.draft)[name]
+    _next: tuple[int, float] | None = None
+    left = property(  # type: ignore[assignment]
+        lambda self: self._next[1] if self._next else 0.0, lambda self, value: None
     )
-    assert p_value(policy, model, 1.0, count=count, budget=6) > 1e-3
-    monkeypatch.setattr(Draws, worth, lambda self, i: (self.draw(i) or (0, 0.0))[1])
-    assert p_value(policy, model, 1.0, count=count, budget=6) < 1e-6
+
+    def __init__(self, *about: object) -> None:
+        super().__init__(*about)
+        self._next = super().draw()
+
+    def draw(self) -> tuple[int, float] | None:
+        now, self._next = self._next, super().draw()
+        return now
+
+
+def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worth that deterministic children have, for nodes that count as draws."""
+    model = Opposed(vocab=4)
+    policy = policies(model.draft)["dyspec-threshold"]
+    assert p_value(policy, model, 1.0, count=600, budget=6) > 1e-3
+    monkeypatch.setattr(children, "Drawn", Peeking)
+    assert p_value(policy, model, 1.0, count=600, budget=6) < 1e-6
 
 
 def test_reranked_candidates_are_no_draws() -> None:
@@ -175,7 +167,7 @@ def test_reranked_candidates_are_no_draws() -> None:
 def test_greedy_output_is_plain_decodings(name: str) -> None:
     model, params = make_model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
     prompt = [3, 1, 4, 1, 5]
-    plain = answer(model, make_policy((), "none"), params, prompt).output.token_ids
+    plain = answer(model, make_method("ar"), params, prompt).output.token_ids
 
     def probs(context: Sequence[int]) -> torch.Tensor:
         """Right about two times in three, as far as the answer goes."""
@@ -187,7 +179,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
         return logits.softmax(0)
 
     drafter = KnownDrafter(probs)
-    drafted = answer(model, make_policy(("drafter",), name, drafter), params, prompt, budget=12)
+    drafted = answer(model, make_method(name, drafter), params, prompt, budget=12)
     assert drafted.output.token_ids == plain
     assert drafted.statistics.mean_accepted_tokens > 1.3
     assert drafted.statistics.sources["drafter"].accepted > 10
@@ -209,14 +201,13 @@ def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def makers(drafter: KnownDrafter) -> Iterator[TreePolicy]:
-    yield from (make(drafter) for make in DRAFTED.values())
-    yield from (
-        Branches(drafter, 5),
-        Threshold(drafter, 0.01),
-        Eagle2(drafter, 2, 3),
-        Sequoia(drafter, (0.2, 0.5, 0.1)),
-    )
+def makers(drafter: KnownDrafter) -> dict[str, Method]:
+    return {name: make(drafter) for name, make in DRAFTED.items()} | {
+        "five branches": SpecInfer(drafter, 5),
+        "low threshold": Threshold(drafter, 0.01),
+        "narrow": Eagle2(drafter, 2, 3),
+        "measured": Sequoia(drafter, (0.2, 0.5, 0.1)),
+    }
 
 
 @examples(100, derandomize=True)
@@ -233,7 +224,7 @@ def test_every_tree_keeps_the_contract(
 ) -> None:
     model = ToyModel(vocab, seed, zeros=zeros)
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
-    for policy in makers(drafter):
+    for name, policy in makers(drafter).items():
         drafter.calls = []
         context = context_of([seed % vocab], temperature)
         tree = tree_of(policy, context, budget, max_depth)
@@ -250,7 +241,7 @@ def test_every_tree_keeps_the_contract(
             assert (tree.probs[node] is not None) == drawn_node
             assert not drawn_node or torch.equal(tree.probs[node], probs)
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
-        if not (isinstance(policy, DySpec) and isinstance(policy.chances, Measured)):
+        if name != "dyspec":
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
 
 
@@ -275,20 +266,18 @@ def test_no_probs_is_asked_that_cannot_be_used(
 
         drafter.answer = watched
         tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
-        if name != "eagle2" and (
-            temperature or name not in ("greedy", "greedy-printed", "threshold")
-        ):
+        if name != "eagle2" and (temperature or not name.startswith("dyspec")):
             assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
             # a probs may turn out to promise less than others
-            assert name == "greedy" or len(set(sizes)) == len(sizes)
+            assert len(set(sizes)) == len(sizes)
 
 
 def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(best_first, "HOPE", 1.0)
+    monkeypatch.setattr(search, "HOPE", 1.0)
     model = ToyModel(8, 3, zeros=0.0)
-    policy = policies(model.draft)["greedy"]
+    policy = policies(model.draft)["dyspec"]
     whole = tree_of(policy, context_of([0], 0.0), 40, 9)
     assert whole.value == sorted(whole.value, reverse=True)
     for budget in range(1, 40):
@@ -302,7 +291,7 @@ def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(
 def test_nested_policies_give_the_beginning_of_a_larger_tree(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(best_first, "HOPE", 1.0)  # nearly the beginning, where less is searched for
+    monkeypatch.setattr(search, "HOPE", 1.0)  # nearly the beginning, where less is searched for
     begin_alike = []
     for seed in range(12):
         policy = policies(ToyModel(20, seed, zeros=0.0).draft)[name]
@@ -312,10 +301,10 @@ def test_nested_policies_give_the_beginning_of_a_larger_tree(
             for budget in range(1, 30)
         ]
     assert all(begin_alike) == policy.nested
-    assert Threshold(policy.drafter, 0.1).nested
+    assert Threshold(KnownDrafter(ToyModel().draft), 0.1).nested
 
 
-@pytest.mark.parametrize("name", ["greedy", "greedy-printed", "drafted-chain", "specinfer"])
+@pytest.mark.parametrize("name", ["dyspec", "dyspec-printed", "chain", "specinfer"])
 def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name: str) -> None:
     policy, generator = (
         policies(ToyModel(3, 1, zeros=0.0).draft)[name],
@@ -338,33 +327,25 @@ def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["dyspec", "dyspec-printed", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"],
+    "method", [name for name, preset in METHODS.items() if preset.sources == (DRAFTER,)]
 )
-def test_presets_draft_with_a_model(method: str) -> None:
-    chosen = PRESETS[method]
-    drafter = KnownDrafter(ToyModel().draft)
-    policy = make_policy(chosen.sources, chosen.tree, drafter)
+def test_methods_draft_with_a_model(method: str) -> None:
+    budget, drafter = METHODS[method].budget, KnownDrafter(ToyModel().draft)
+    policy = make_method(method, drafter)
     assert list(policy.sources) == [drafter]
-    assert 1 < len(tree_of(policy, context_of([0], 0.0), chosen.budget, 32)) <= chosen.budget
+    assert 1 < len(tree_of(policy, context_of([0], 0.0), budget, 32)) <= budget
     with pytest.raises(InvalidInput, match="drafts with a model: name one with --drafter"):
-        make_policy(chosen.sources, chosen.tree)
+        make_method(method)
 
 
-def test_what_policies_refuse() -> None:
+def test_what_methods_refuse() -> None:
     drafter = KnownDrafter(ToyModel().draft)
-    for sources, tree, message in [
-        (("ngram",), "greedy", "tree 'greedy' can't use source 'ngram'; give it drafter"),
-        (("drafter",), "chain", "tree 'chain' can't use source 'drafter'; give it ngram"),
-        ((), "greedy", "tree 'greedy' needs a source; give it drafter"),
-    ]:
-        with pytest.raises(InvalidInput) as error:
-            make_policy(sources, tree, drafter)
-        assert str(error.value) == message
+    with pytest.raises(InvalidInput, match="unknown method 'oak'; known: ar, pld, logitspec, "):
+        make_method("oak")
     for make in (
         lambda: Threshold(drafter, 0.0),
         lambda: Threshold(drafter, 1.5),
-        lambda: Branches(drafter, 0),
+        lambda: SpecInfer(drafter, 0),
         lambda: Eagle2(drafter, 0),
         lambda: Eagle2(drafter, 3, 0),
         lambda: Sequoia(drafter, ()),

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from cases import examples
 from drafters import KnownDrafter, ProbsOf, child_ranks, context_of, paths, tree_of, zipf_drafter
 from quickbeam.drafters.base import DraftProbs
-from quickbeam.methods import best_first
-from quickbeam.methods.acceptance import Printed
-from quickbeam.methods.draws import Draws, drawn, ranked
-from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.dyspec_threshold import Threshold
-from quickbeam.methods.perturbed import proposals
+from quickbeam.methods import children, search
+from quickbeam.methods.acceptance import as_printed
+from quickbeam.methods.children import Drawn, Ranked, proposals
+from quickbeam.methods.dyspec import DySpec, Threshold
 from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
@@ -35,23 +33,26 @@ seeds = st.integers(0, 10**6)
 
 
 def test_draws_are_without_replacement() -> None:
-    """All orders of four tokens of very unequal weight, most of which take several rounds."""
-    weights = [0.96, 0.025, 0.01, 0.005]
-    distributions = torch.tensor([weights, [0.0, 0.5, 0.0, 0.5], [0.0] * 4])
+    """All orders of four tokens of very unequal weight, in columns of their own."""
+    weights, names = [0.96, 0.025, 0.01, 0.005], [7, 3, 0, 9]
+    distributions = DraftProbs(
+        torch.tensor([weights, [0.0, 0.5, 0.0, 0.5], [0.0] * 4]), torch.tensor(names), 10
+    )
     generator = torch.Generator().manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(4000):
-        first, second, nothing = drawn(DraftProbs(distributions), generator)
-        order = tuple(first.draw(i)[0] for i in range(4))
-        counts[order] += 1
-        left = 1.0
-        for i, token in enumerate(order):
-            assert first.draw(i) == (token, pytest.approx(weights[token]))
-            assert first.worth(i) == pytest.approx(left, abs=1e-6)
-            assert i == 3 or first.chance(i) == pytest.approx(weights[token] / left, rel=1e-3)
-            left -= weights[token]
-        assert first.draw(4) is None and nothing.draw(0) is None
-        assert sorted(second.draw(i)[0] for i in range(2)) == [1, 3] and second.draw(2) is None
+        first, second, nothing = (Drawn(distributions, i, generator) for i in range(3))
+        order, left = [], 1.0
+        for _ in range(4):
+            assert first.left == pytest.approx(left, abs=1e-6)
+            token, probability = first.draw()
+            order.append(names.index(token))
+            assert probability == pytest.approx(weights[order[-1]])
+            left -= probability
+        counts[tuple(order)] += 1
+        assert first.draw() is None and nothing.draw() is None
+        assert sorted(second.draw()[0] for _ in range(2)) == [3, 9] and second.draw() is None
+        assert torch.equal(first.probs, distributions.dense(0))
     exact = {}
     for order in permutations(range(4)):
         exact[order], left = 1.0, 1.0
@@ -61,37 +62,14 @@ def test_draws_are_without_replacement() -> None:
     assert chi_square(counts, exact) > 1e-3
 
 
-def test_draws_take_a_round_for_several_distributions_and_repeat_with_the_seed() -> None:
-    distributions = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    one, two = (
-        drawn(DraftProbs(distributions), torch.Generator().manual_seed(5)) for _ in range(2)
-    )
-    assert [[d.draw(i) for i in range(50)] for d in one] == [
-        [d.draw(i) for i in range(50)] for d in two
-    ]
-    assert all(
-        sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None
-        for d in one
-    )
-    assert all(
-        d.probs is probs or torch.equal(d.probs, probs)
-        for d, probs in zip(one, distributions, strict=True)
-    )
-
-
-def test_ranked_children_are_certain_and_have_probability() -> None:
-    (draws,) = ranked(
-        proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
-    )
-    assert [draws.draw(i) for i in range(5)] == [
-        (2, pytest.approx(0.6)),
-        (3, pytest.approx(0.3)),
-        (0, pytest.approx(0.1)),
-        None,
-        None,
-    ]
-    assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
-    assert draws.probs is None
+def test_ranked_children_are_deterministic_and_have_probability() -> None:
+    rows = proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
+    ranked, seen = Ranked(*rows), []
+    while ranked.left:
+        seen.append((ranked.left, *ranked.draw()))
+    assert [token for _, token, _ in seen] == [2, 3, 0] and ranked.draw() is None
+    assert [left for left, *_ in seen] == [p for *_, p in seen] == pytest.approx([0.6, 0.3, 0.1])
+    assert ranked.probs is None
 
 
 # --- DySpec, Alg. 1 -------------------------------------------------------------------------------
@@ -133,7 +111,7 @@ def algorithm_1(
 def test_greedy_trees_have_the_probs_of_algorithm_1(seed: int, max_depth: int) -> None:
     model = ToyModel(vocab=4, seed=seed)
     policy, generator = (
-        DySpec(KnownDrafter(model.draft), Printed()),
+        DySpec(KnownDrafter(model.draft), as_printed),
         torch.Generator().manual_seed(seed),
     )
     any_token = algorithm_1(
@@ -158,30 +136,24 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
     model = ToyModel(vocab=6, seed=seed)
 
-    def draw_from(distributions: DraftProbs, *_: object) -> list[Draws]:
-        """Draws that depend on nothing but the probs."""
-        seeded = (
-            torch.Generator().manual_seed(hash(tuple(probs.tolist())) % 2**62)
-            for probs in distributions.values
-        )
-        return [
-            drawn(DraftProbs(probs[None]), generator)[0]
-            for probs, generator in zip(distributions.values, seeded, strict=True)
-        ]
+    def draw_from(distributions: DraftProbs, row: int, *_: object) -> Drawn:
+        """Draws that depend on nothing but the distribution."""
+        seed = hash(tuple(distributions.values[row].tolist())) % 2**62
+        return Drawn(distributions, row, torch.Generator().manual_seed(seed))
 
     orders: dict[Path, list[int]] = {}
 
     def next_token(node: Path, residual: list[float]) -> list[int]:
         if node not in orders:
-            (draws,) = draw_from(DraftProbs(model.draft([0, *node])[None]))
-            orders[node] = [draws.draw(i)[0] for i in range(sum(r > 0 for r in residual))]
+            draws = draw_from(DraftProbs(model.draft([0, *node])[None]), 0)
+            orders[node] = [draws.draw()[0] for _ in range(sum(r > 0 for r in residual))]
         return [next(token for token in orders[node] if residual[token] > 0)]
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quickbeam.methods.drafted.drawn", draw_from)
+        patch.setattr(children, "Drawn", draw_from)
         tree = tree_of(
-            DySpec(KnownDrafter(model.draft), Printed()), context_of([0], 1.0), size + 1, max_depth
+            DySpec(KnownDrafter(model.draft), as_printed), context_of([0], 1.0), size + 1, max_depth
         )
     assert paths(tree) == expected
 
@@ -207,9 +179,9 @@ def likeliest_paths(
     seed: int, size: int, max_depth: int, fraction: float, hope: float
 ) -> tuple[Path, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best_first, "FRACTION", fraction)
-        patch.setattr(best_first, "HOPE", hope)
-        policy = DySpec(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), Printed())
+        patch.setattr(search, "FRACTION", fraction)
+        patch.setattr(search, "HOPE", hope)
+        policy = DySpec(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), as_printed)
         return paths(tree_of(policy, context_of([0], 0.0), size + 1, max_depth))
 
 

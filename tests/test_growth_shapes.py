@@ -1,11 +1,10 @@
-"""EAGLE-2's and Sequoia's trees against brute force, and how a tree lies in memory.
+"""EAGLE-2's and Sequoia's trees against brute force.
 
 pytest tests/test_growth_shapes.py
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from cases import examples
 from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.methods.eagle2 import Eagle2
-from quickbeam.methods.order import depth_first, heavy_path, mask_blocks
 from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
 from quickbeam.tree import TokenTree
 from toy import ToyModel
@@ -167,66 +165,3 @@ def test_sequoia_counts_every_child_of_a_node_that_was_reached() -> None:
     assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx(
         [0, 1, 0, 0, 0, 0, 0, 0]
     )
-
-
-# --- layout ---------------------------------------------------------------------------------------
-
-
-def random_tree(nodes: int, seed: int) -> TokenTree:
-    """Uniform random recursive: any earlier node may be a node's parent."""
-    rng, tree = random.Random(seed), TokenTree(0)
-    for node in range(1, nodes):
-        tree.add(rng.randrange(node), node, "random")
-    return tree
-
-
-@examples(60, derandomize=True)
-@given(seeds, st.integers(1, 80))
-def test_orders_are_permutations_with_parents_first(seed: int, nodes: int) -> None:
-    tree = random_tree(nodes, seed)
-    sizes = [sum(node in tree.path(other) for other in range(nodes)) for node in range(nodes)]
-    for order in (depth_first(tree), heavy_path(tree)):
-        assert sorted(order) == list(range(nodes))
-        place = {node: i for i, node in enumerate(order)}
-        assert all(place[tree.parent[node]] < place[node] for node in range(1, nodes))
-        for node in range(nodes):  # a subtree lies together
-            assert {order[place[node] + i] for i in range(sizes[node])} == {
-                other for other in range(nodes) if node in tree.path(other)
-            }
-    heavy = heavy_path(tree)
-    for i, node in enumerate(heavy[:-1]):
-        children = tree.children[node].values()
-        assert not children or sizes[heavy[i + 1]] == max(sizes[child] for child in children)
-    assert depth_first(tree)[1:2] == ([1] if nodes > 1 else [])
-
-
-@examples(30, derandomize=True)
-@given(seeds, st.integers(1, 40), st.integers(1, 9))
-def test_blocks_are_those_that_hold_an_entry(seed: int, nodes: int, size: int) -> None:
-    tree = random_tree(nodes, seed)
-    for order in (None, heavy_path(tree)):
-        place = {node: i for i, node in enumerate(order or range(nodes))}
-        blocks = {
-            (place[node] // size, place[above] // size)
-            for node in range(nodes)
-            for above in tree.path(node)
-        }
-        assert mask_blocks(tree, order, size) == len(blocks)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "before", "after"),
-    [(256, 36, 22.5), (512, 135.5, 52.8), (1024, 490, 119), (2048, 1654, 279)],
-)
-def test_depth_first_order_saves_the_blocks_that_the_paper_says(
-    nodes: int, before: float, after: float
-) -> None:
-    """DySpec, App. C, table of random trees."""
-    trees = [random_tree(nodes, seed) for seed in range(3)]
-    assert sum(map(mask_blocks, trees)) / 3 == pytest.approx(before, rel=0.05)
-    first, heavy = (
-        sum(mask_blocks(tree, order(tree)) for tree in trees) / 3
-        for order in (depth_first, heavy_path)
-    )
-    assert first == pytest.approx(after, rel=0.1)
-    assert heavy < first

@@ -1,4 +1,4 @@
-"""The largest logits of a row: the kernels' scan and the sort are held to a plain loop."""
+"""The largest numbers of a row: the kernels and PyTorch's operators are held to a plain loop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from drafters import DRAFTED, context_of, tree_of, zipf_drafter
 from kernels import every_set, load
 from quickbeam.drafters import largest as module
-from quickbeam.drafters.largest import largest, largest_by_sorting
+from quickbeam.drafters.largest import largest, largest_plain
+from quickbeam.tree import TokenTree
 
 
-def plain(row: list[float], count: int) -> list[int]:
-    """Tokens by logit, the largest first and of equal ones the smallest token."""
-    kept = [token for token, value in enumerate(row) if value > -math.inf]
+def plain(row: list[float], count: int, floor: float = -math.inf) -> list[int]:
+    """Columns by number, the largest first and of equal ones the first."""
+    kept = [token for token, value in enumerate(row) if value > floor]
     return sorted(kept, key=lambda token: (-row[token], token))[:count]
 
 
@@ -36,26 +38,55 @@ def test_the_kernels_find_the_largest(isa: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "settled", lambda: load(isa))
     for row in rows():
         for count in (1, 2, 16, 60, 6000):
-            tokens, values = largest(torch.from_numpy(row), count)
+            ((tokens, values),) = largest(torch.from_numpy(row)[None], count)
             assert tokens == plain(row.tolist(), count) and values == row[tokens].tolist()
 
 
-def test_sorting_finds_the_same() -> None:
-    for row in rows():
-        for count in (1, 2, 16, 60, len(row)):
-            tokens, values = largest_by_sorting(row, min(count, len(row)))
-            assert tokens == plain(row.tolist(), count) and values == row[tokens].tolist()
+@every_set
+def test_floors_and_names_belong_to_rows_and_columns(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributions = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    floors = [0.0, 0.002, 0.01, 0.5, 0.004]
+    names = 3 * torch.arange(700) + 1
+    monkeypatch.setattr(module, "settled", lambda: load(isa))
+    for ways in (
+        largest(distributions, 40, floors, names),
+        largest_plain(distributions, 40, floors, names),
+    ):
+        for row, floor, (tokens, values) in zip(distributions, floors, ways, strict=True):
+            columns = plain(row.tolist(), 40, floor)
+            assert tokens == names[columns].tolist() and values == row[columns].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_formats_take_pytorchs_operators(dtype: torch.dtype) -> None:
+def test_pytorchs_operators_find_the_same_numbers() -> None:
     for row in rows():
-        logits = torch.from_numpy(row).to(dtype)
-        tokens, values = largest(logits, 16)
-        assert values == logits[tokens].tolist() and len(set(tokens)) == len(tokens)
-        assert values == [logits.tolist()[token] for token in plain(logits.tolist(), 16)]
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            logits = torch.from_numpy(row).to(dtype)[None]
+            for count in (1, 16, len(row)):
+                ((tokens, values),) = largest_plain(logits, min(count, len(row)), [-math.inf])
+                expected = plain(logits[0].tolist(), count)
+                assert values == [logits[0].tolist()[token] for token in expected]
+                assert values == logits[0, tokens].tolist() and len(set(tokens)) == len(tokens)
 
 
 def test_every_other_number_of_a_row() -> None:
     row = torch.randn(400, generator=torch.Generator().manual_seed(1))
-    assert largest(row[::2], 8)[0] == plain(row[::2].tolist(), 8)
+    assert largest(row[None, ::2], 8)[0][0] == plain(row[::2].tolist(), 8)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_trees_are_those_of_the_plain_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grown() -> list[TokenTree]:
+        policy = DRAFTED[name](zipf_drafter(vocab=1000))
+        return [
+            tree_of(policy, context_of([i], 0.0), budget, 12)
+            for i in range(4)
+            for budget in (5, 40)
+        ]
+
+    fast = grown()
+    monkeypatch.setattr("quickbeam.methods.children.largest", largest_plain)
+    for one, other in zip(fast, grown(), strict=True):
+        assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value)
+        assert len(one) > 1

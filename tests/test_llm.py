@@ -24,11 +24,11 @@ from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
+from quickbeam.methods import METHODS
 from quickbeam.methods.sequoia import GENERIC, Sequoia
 from quickbeam.models.base import Batch, Passed
 from quickbeam.models.gathered import RowPool
 from quickbeam.options import Setting
-from quickbeam.presets import PRESETS
 
 PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -36,7 +36,7 @@ LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 WITH_DRAFTER = [
     name
-    for name, preset in PRESETS.items()
+    for name, preset in METHODS.items()
     if "drafter" in preset.sources and preset.vocab == "full"
 ]
 A_FEW = few(WITH_DRAFTER, ["dyspec", "chain", "sequoia", "eagle2"])
@@ -355,7 +355,7 @@ def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(
 
 def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:
     llm = LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder)
-    nodes = PRESETS["chain"].budget
+    nodes = METHODS["chain"].budget
     answer = llm.generate("abc abc", SamplingParams(max_tokens=4 * nodes + 1, ignore_eos=True))
     assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
 

@@ -22,29 +22,28 @@ from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, LMState, check_vocabulary
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import make_policy
-from quickbeam.methods.base import Grown, Growth, NoDraft, TreePolicy
-from quickbeam.methods.perturbed import proposals
+from quickbeam.methods import METHODS, make_method
+from quickbeam.methods.base import Grown, Growth, Method, NoDraft
+from quickbeam.methods.children import proposals
 from quickbeam.models.base import Batch, Draft, Model, Passed
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
 from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
 
 NAMES = ("llama", "mistral-window", "gpt2")
-METHODS = few(
-    (name for name, preset in PRESETS.items() if LMDrafter.name in preset.sources),
+DRAFTING = few(
+    (name for name, preset in METHODS.items() if LMDrafter.name in preset.sources),
     {
-        (preset.sources, preset.tree): name
-        for name, preset in reversed(PRESETS.items())
+        (preset.sources, preset.maker): name
+        for name, preset in reversed(METHODS.items())
         if LMDrafter.name in preset.sources
     }.values(),
 )  # one of each kind of tree always
 
 
-class DrafterChain(TreePolicy):
+class DrafterChain(Method):
     """A chain of the drafter's most probable tokens, or of its draws: the plainest use of its
     distributions."""
 
@@ -382,11 +381,11 @@ def target() -> Model:
     return make_model(tiny("llama", seed=3))
 
 
-def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
-    return make_policy(PRESETS[method].sources, PRESETS[method].tree, drafter)
+def policy_of(method: str, drafter: LMDrafter) -> Method:
+    return make_method(method, drafter)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DRAFTING)
 @examples(5)
 @given(data=st.data())
 def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
@@ -420,7 +419,7 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DRAFTING)
 def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: str) -> None:
     drafter = pairs["gpt2"][0]
 
@@ -458,7 +457,7 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DRAFTING)
 def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(
     target: Model, method: str, temperature: float
 ) -> None:

@@ -33,9 +33,9 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.hybrid import Hybrid
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Batch, Draft
@@ -90,7 +90,7 @@ class World:
             "logitspec": LogitSpec(Ngram(), LastLogits()),
             "dyspec": DySpec(self.drafter),
             "small": DySpec(self.small),
-            "hybrid": Hybrid(self.drafter, Ngram()),
+            "auto": Auto(self.drafter, Ngram(), LastLogits()),
         }
 
     def _alone(self, prompt: tuple[int, ...], tokens: int, **sampling) -> list[int]:
@@ -404,15 +404,13 @@ def test_a_known_beginning_is_not_computed_again(world, way):
     size = here.model.granularity
     prompt = tuple(3 + (i * i) % 90 for i in range(2 * size + 10))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
-    first = answer(here.model, here.policies()["hybrid"], params, prompt, engine=engine)
-    again = answer(
-        here.model, here.policies()["hybrid"], params, (*prompt[:-3], 5, 6), engine=engine
-    )
+    first = answer(here.model, here.policies()["auto"], params, prompt, engine=engine)
+    again = answer(here.model, here.policies()["auto"], params, (*prompt[:-3], 5, 6), engine=engine)
     assert first.statistics.cached_tokens == 0
     assert again.statistics.cached_tokens == 2 * size
     assert again.output.token_ids == here.alone((*prompt[:-3], 5, 6), 6)
     engine.forget()
-    fresh = answer(here.model, here.policies()["hybrid"], params, prompt, engine=engine)
+    fresh = answer(here.model, here.policies()["auto"], params, prompt, engine=engine)
     assert fresh.statistics.cached_tokens == 0
     engine.close()
 
@@ -651,7 +649,7 @@ def test_memory_stays_flat(world):
     for number in range(10_000):
         prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
         params = SamplingParams(max_tokens=3, ignore_eos=True)
-        name = ("ar", "pld", "hybrid")[number % 3]
+        name = ("ar", "pld", "auto")[number % 3]
         open_ones.append(
             engine.add(
                 request(here.model, policies[name], params, prompt, budget=None, setting=name)
@@ -751,7 +749,7 @@ def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
     here = world("llama", "native")
     engine, kept, waited = here.engine(pages=7, share=False), 0, 0
     params = SamplingParams(max_tokens=120, ignore_eos=True)
-    names, policies = ("hybrid", "logitspec", "logitspec", "dyspec", "hybrid"), here.policies()
+    names, policies = ("auto", "logitspec", "logitspec", "dyspec", "auto"), here.policies()
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(100)) for i in range(5)]
     ones = [
         engine.add(request(here.model, policies[name], params, prompt, budget=nodes, setting=name))

@@ -7,7 +7,7 @@ import pytest
 
 from drafters import context_of, grow, tree_of, zipf_drafter
 from quickbeam.drafters.base import MarginalCost
-from quickbeam.methods.acceptance import Printed
+from quickbeam.methods.acceptance import as_printed
 from quickbeam.methods.dyspec import DySpec
 from toy import path_tokens
 
@@ -18,7 +18,7 @@ def flat(node: float, nodes: int = 64, explore: bool = False) -> MarginalCost:
 
 @pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])
 def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
-    policy, drafter = DySpec(zipf_drafter(), Printed()), zipf_drafter()
+    policy, drafter = DySpec(zipf_drafter(), as_printed), zipf_drafter()
     context = context_of([3], 0.0)
     context.marginal_cost = flat(node)
     tree = tree_of(policy, context, 64, 20, call=0.0)
@@ -47,7 +47,7 @@ def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
     rows, sizes = [], []
     for prices in (MarginalCost.of_passes([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03]), flat(0.03)):
         drafter = zipf_drafter()
-        policy = DySpec(drafter, Printed())
+        policy = DySpec(drafter, as_printed)
         for i in range(40):
             context = context_of([i], 0.0)
             context.marginal_cost = prices
@@ -59,11 +59,11 @@ def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
 
 def test_what_promises_too_little_is_not_asked_for() -> None:
     drafter = zipf_drafter()
-    policy = DySpec(drafter, Printed())
+    policy = DySpec(drafter, as_printed)
     context, calls = context_of([0], 0.0), []
     context.marginal_cost = flat(0.02)
     for call in (0.0, 0.05, 0.2, 0.5, 0.7):
-        policy.promises = type(policy.promises)()
+        policy.calibration = type(policy.calibration)()
         before = drafter.rounds
         tree = tree_of(policy, context, 64, 20, call)
         calls.append(drafter.rounds - before)
@@ -77,33 +77,33 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
 
 @pytest.mark.parametrize("promised", [0.0, 0.5])
 def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
-    policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
+    policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
     for _ in range(60_000):
-        policy.promises.observe(0, promised, 1.0, 2)
-    assert 0 < policy.promises.truth <= 1
+        policy.calibration.observe(0, promised, 1.0, 2)
+    assert 0 < policy.calibration.accepted_per_expected <= 1
     context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
 
 
 def test_a_calls_nodes_count_as_far_as_they_were_seen() -> None:
-    policy = DySpec(zipf_drafter(), Printed())
-    assert policy.promises.finds == 2
+    policy = DySpec(zipf_drafter(), as_printed)
+    assert policy.calibration.added_per_asked == 2
     for _ in range(300):
-        policy.promises.observe(1, 1.0, 1.0, 1)
-    assert policy.promises.finds == pytest.approx(1, abs=0.05)
+        policy.calibration.observe(1, 1.0, 1.0, 1)
+    assert policy.calibration.added_per_asked == pytest.approx(1, abs=0.05)
     for _ in range(300):
-        policy.promises.observe(1, 1.0, 1.0, 9)  # each was worth its price
-    assert policy.promises.finds == 2
+        policy.calibration.observe(1, 1.0, 1.0, 9)  # each was worth its price
+    assert policy.calibration.added_per_asked == 2
 
 
 def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
     """Nodes that others had more use for promise nothing: all that was tried came true."""
-    policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
+    policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
     context.marginal_cost = flat(0.001)
     tree, learn, truth = grow(policy, context, 64, 20)
-    assert truth == policy.promises.truth and len(tree) > 20
+    assert truth == policy.calibration.accepted_per_expected and len(tree) > 20
     told = []
-    policy.promises.observe = lambda *said: told.append(said)  # type: ignore[method-assign]
+    policy.calibration.observe = lambda *observed: told.append(observed)  # type: ignore[method-assign]
     learn(tree.first(3), [0, 1])
     learn(tree, [0, 1])
     assert [accepted for accepted, *_ in told] == [1, 1] and told[0][2] == told[1][2]

@@ -36,7 +36,7 @@ from answers import answer
 from cases import few
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
-from quickbeam.methods import make_policy
+from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
@@ -101,7 +101,7 @@ def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
     ours = make_model(copy.deepcopy(model))
     rows = [
         answer(
-            ours, make_policy((), "none"), params, [token for token in row if token != PAD]
+            ours, make_method("ar"), params, [token for token in row if token != PAD]
         ).output.token_ids
         for row in ROWS.tolist()
     ]

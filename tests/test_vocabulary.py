@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from answers import answer
 from cases import spread
+from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -28,10 +29,9 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
+from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS, plain_vocab
 from quickbeam.tree import TokenTree
 
 SHORT = tuple(word for word in VOCABS if word != "full")
@@ -123,7 +123,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> No
     for vocab in SHORT:
         shortlist = make_shortlist(pair.drafter, pair.target, vocab, 20)
         drafted = answer(
-            pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], shortlist=shortlist
+            pair.target, DRAFTED["dyspec"](pair.drafter), params, [4, 8, 15], shortlist=shortlist
         )
         assert drafted.output.token_ids == plain.output.token_ids
         assert (
@@ -159,7 +159,7 @@ def test_what_was_scored_and_what_was_wanted_is_counted(
 
     monkeypatch.setattr(drafter, "answer", remembered)
     sequence = answer(
-        pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6, shortlist=shortlist
+        pair.target, DRAFTED["dyspec"](drafter), params, [4, 8, 15], budget=6, shortlist=shortlist
     )
     head = sequence.statistics.head
     assert head is not None and head.calls == len(asked) == sequence.statistics.drafter_calls
@@ -202,7 +202,7 @@ def test_what_only_a_router_finds_is_counted_apart(pairs: dict[str, Pair]) -> No
         shortlist = make_shortlist(pair.drafter, pair.target, vocab, 22)
         sequence = answer(
             pair.target,
-            DRAFTED["greedy"](pair.drafter),
+            DRAFTED["dyspec"](pair.drafter),
             params,
             [4, 8, 15],
             budget=6,
@@ -279,7 +279,7 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
     # an engine refuses it before any work
     for one, params in ((lm, SamplingParams()), (own, SamplingParams(temperature=1.0))):
         with pytest.raises(InvalidInput, match="--vocab full"):
-            answer(target, DRAFTED["greedy"](one), params, [1], shortlist=shortlist)
+            answer(target, DRAFTED["dyspec"](one), params, [1], shortlist=shortlist)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
         assert "quickbeam train --only shortlist" in told(
@@ -326,7 +326,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
         llm._listed = listed
         assert llm._setting("auto", None, None).vocab == expected
     assert (
-        llm._setting("dynaspec", None, None).vocab == "frequency+context"
+        llm._setting("dynaspec", None, None).vocab == "router"
         and llm._setting("auto", "router", 9).vocab == "router"
     )
 

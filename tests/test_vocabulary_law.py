@@ -16,13 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from answers import request
 from cases import few
+from drafters import DRAFTED
 from quickbeam.drafters import eagle
 from quickbeam.drafters.base import HeadUse
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
-from quickbeam.methods import DRAFTED
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from test_vocabulary import artefact
@@ -31,21 +31,21 @@ from toy import chi_square, exact_probs
 TOKENS, PROMPT = 4, [0]
 TOGETHER = 20  # answers, of which each draws as if it was alone (test_many.py)
 CASES = [(name, "full") for name in DRAFTED] + [
-    ("greedy", "frequency"),
-    ("greedy", "frequency+context"),
-    ("greedy", "context"),
-    ("greedy", "clusters"),
-    ("greedy", "router"),
+    ("dyspec", "frequency"),
+    ("dyspec", "frequency+context"),
+    ("dyspec", "context"),
+    ("dyspec", "clusters"),
+    ("dyspec", "router"),
     ("specinfer", "router"),
     ("eagle2", "frequency"),
 ]
 ALWAYS = [
     ("sequoia", "full", 1.0),
-    ("greedy", "frequency", 1.0),
-    ("greedy", "frequency+context", 1.0),
-    ("greedy", "context", 0.6),
-    ("greedy", "clusters", 1.0),
-    ("greedy", "router", 0.6),
+    ("dyspec", "frequency", 1.0),
+    ("dyspec", "frequency+context", 1.0),
+    ("dyspec", "context", 0.6),
+    ("dyspec", "clusters", 1.0),
+    ("dyspec", "router", 0.6),
     ("eagle2", "frequency", 0.6),
 ]
 

@@ -26,8 +26,8 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.spec import Grammar
-from quickbeam.methods import DRAFTER, make_policy
-from quickbeam.methods.base import TreePolicy
+from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
+from quickbeam.methods.base import Method
 from quickbeam.models.formats import check_weights, refuse_place
 from quickbeam.models.loading import pick_device, wanted_dtype
 from quickbeam.models.memory import free_memory
@@ -35,18 +35,18 @@ from quickbeam.models.native import choice, library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.models.streamed_loading import refuse_memory
-from quickbeam.options import Options, Setting, check_options, temperature_class
-from quickbeam.params import COUPLED, SamplingParams
-from quickbeam.presets import (
+from quickbeam.options import (
     BESIDE,
     FREQUENCY,
     FULL,
-    PRESETS,
     SHORTENED,
+    Options,
+    Setting,
+    check_options,
     check_vocab,
-    preset,
-    stand_in,
+    temperature_class,
 )
+from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, bad_word_ids
 from quickbeam.sizes import parse_bytes
 
@@ -61,7 +61,7 @@ class LLM:
 
     - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the embedded default, which
       is fetched on first use.
-    - `method`: a preset of `presets.py`. A call may name another one.
+    - `method`: a name of `methods/__init__.py`. A call may name another one.
     - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
     - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
     - `budget`: nodes of a draft tree, the root included, at most 512. None takes the preset's, 0
@@ -69,7 +69,7 @@ class LLM:
     - `drafter`: a smaller model with the same vocabulary, or a feature drafter of this model, named
       as `model` is. None takes the one that comes with an embedded model. The drafter is loaded
       when a method first needs it.
-    - `vocab`: which part of the vocabulary the drafter scores, one of `presets.VOCABS`. None takes
+    - `vocab`: which part of the vocabulary the drafter scores, one of `options.VOCABS`. None takes
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
       `drafters/vocabulary.py`. A call may give its own.
@@ -186,7 +186,7 @@ class LLM:
         self.thread = EngineThread(engine)
         self._grammars = Compiler(tokenizer, self.model.vocab_size, ends)
         # policies keep what they learned in earlier answers
-        self._policies: dict[Setting, TreePolicy] = {}
+        self._policies: dict[Setting, Method] = {}
         self._shortlists: Shortlists | None = None
         self._drafter_name = drafter
         self._drafter: Drafter | None = None
@@ -230,7 +230,7 @@ class LLM:
         """The names of the methods that can be used. Without a drafter, those that need none."""
         return [
             name
-            for name, one in PRESETS.items()
+            for name, one in METHODS.items()
             if self._drafter_name or one.without or DRAFTER not in one.sources
         ]
 
@@ -479,7 +479,6 @@ class LLM:
             params or SamplingParams(),
             stand_in(method or self.method, self._drafter_name is not None),
         )
-        chosen = preset(name)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         self.model.check_prompt(ids)
@@ -488,7 +487,7 @@ class LLM:
         setting = setting._replace(
             temperature_class=temperature_class(params), constrained=params.grammar is not None
         )
-        policy = make_policy(chosen.sources, chosen.tree, drafter)
+        policy = make_method(name, drafter)
         if params.seed is None or params.greedy or params.coupling == COUPLED:
             policy = self._policies.setdefault(setting, policy)
         output = Output(self.tokenizer, params, self.eos_ids)

@@ -1,4 +1,5 @@
-"""The options that a single call may set, and the setting that an answer is made with."""
+"""The options that a single call may set, the setting that an answer is made with, and the names of
+the parts of a vocabulary that a drafter may score."""
 
 from __future__ import annotations
 
@@ -8,6 +9,13 @@ from typing import Any, NamedTuple, TypedDict
 
 from quickbeam.errors import InvalidInput
 from quickbeam.params import COUPLED, SamplingParams
+
+FULL, FREQUENCY, CLUSTERS, ROUTER, BESIDE = "full", "frequency", "clusters", "router", "+context"
+# the parts of the vocabulary that a drafter may score (`drafters/vocabulary.py`)
+VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", CLUSTERS, ROUTER)
+# `frequency+context` where the drafter comes with a list of frequent tokens, else the full
+# vocabulary
+SHORTENED = "shortened"
 
 
 class Options(TypedDict, total=False):
@@ -53,3 +61,30 @@ def temperature_class(params: SamplingParams) -> int:
     """Return the class of temperatures that `Setting.temperature_class` holds."""
     found = min(math.ceil(params.temperature / 0.4), 4)
     return found if params.coupling == COUPLED else -found
+
+
+def plain_vocab(vocab: str) -> str:
+    """Return the one of `VOCABS` that `vocab` means.
+
+    `+context` may follow any of their names. An unknown word comes back as it is.
+    """
+    base = vocab.removesuffix(BESIDE)
+    if base in (vocab, FREQUENCY) or base not in VOCABS:
+        return vocab
+    return ROUTER if base == CLUSTERS else base  # the others score the context anyway
+
+
+def check_vocab(vocab: str, size: int | None = None) -> None:
+    """Raise `InvalidInput` for a name that means none of `VOCABS` and is not `SHORTENED`.
+
+    Also raises it for a shortlist `size` where the full vocabulary is scored.
+    """
+    if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
+        raise InvalidInput(
+            f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"
+        )
+    if plain_vocab(vocab) == FULL and size is not None:
+        raise InvalidInput(
+            f"a shortlist of {size} tokens, where the drafter scores its full "
+            "vocabulary: take --vocab router or another"
+        )

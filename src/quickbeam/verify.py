@@ -81,58 +81,49 @@ def verify_residual(
     """
     path = [0]
     while True:
-        p = probs(path[-1])
-        if all(tree.probs[child] is None for child in tree.children[path[-1]].values()):
+        p, children = probs(path[-1]), tree.children[path[-1]]
+        if all(tree.probs[child] is None for child in children.values()):
             token = draw(p, generator)
-            if (accepted := tree.child(path[-1], token)) is None:
-                return Verdict(path, token)
-            path.append(accepted)
-            continue
-        child, residual = _first_accepted(tree, path[-1], p, generator)
-        if child is None:
-            # R is all zeros only where R = Q up to rounding and rounding rejected the child. Then p
-            # itself serves as well.
-            return Verdict(path, draw(residual if residual.any() else p, generator))
-        path.append(child)
+            accepted = children.get(token)
+        else:
+            accepted, residual = _first_accepted(tree, path[-1], p, generator)
+            if accepted is None:
+                # R is all zeros only where R = Q up to rounding and rounding rejected the child.
+                # Then p itself serves as well.
+                token = draw(residual if residual.any() else p, generator)
+        if accepted is None:
+            return Verdict(path, token)
+        path.append(accepted)
 
 
 def _first_accepted(
     tree: TokenTree, node: int, p: torch.Tensor, generator: torch.Generator
 ) -> tuple[int | None, torch.Tensor]:
-    """Return the first accepted child of `node`; without one, return None and the rest of R
-    `[vocab]`.
-
-    That rest is not normalised, and the tokens of all children are 0 in it. It has no meaning where
-    a child is accepted.
-
-    The tokens of earlier siblings always have R = 0. A rejected deterministic proposal is removed
-    from R, and a drawn child is rejected only where R[y] < Q[y]. So rejecting a deterministic
-    proposal only subtracts its token's share from the mass of R. R itself is updated only when a
-    drawn child is rejected, and at the end.
-    """
-    children = tree.children[node]
-    if not children:
-        return None, p
-    tokens = torch.tensor(list(children), device=p.device)
-    # R = residual / mass, where the tokens of earlier siblings count as 0
-    residual, mass = p, float(p.sum(dtype=torch.float64))
-    left = residual[tokens].tolist()
-    for i, (token, child) in enumerate(children.items()):
-        probs = tree.probs[child]
-        q = None if probs is None else _normalised(probs.to(p).index_fill(0, tokens[:i], 0.0))
-        chance = 1.0 if q is None else float(q[token])
-        # Only rounding can draw a token of probability 0. Treat it as a deterministic proposal.
-        if not chance > 0:
-            q, chance = None, 1.0
-        if uniform(generator) * chance * mass < left[i]:
+    """Return the first accepted child of `node`, or None, and R `[vocab]` as it is then."""
+    residual, earlier = _normalised(p.double()), list[int]()
+    for token, child in tree.children[node].items():
+        q = _proposal(tree.probs[child], token, earlier, residual)
+        if uniform(generator) * float(q[token]) < float(residual[token]):
             return child, residual
-        if q is None:
-            mass -= left[i]
-        else:
-            residual = _normalised(residual.index_fill(0, tokens[:i], 0.0))
-            residual = _normalised((residual - q).clamp_(min=0.0))
-            mass, left = 1.0, residual[tokens].tolist()
-    return None, residual.index_fill(0, tokens, 0.0)
+        residual = _normalised((residual - q).clamp_(min=0.0))
+        earlier.append(token)
+    return None, residual
+
+
+def _proposal(
+    probs: torch.Tensor | None, token: int, earlier: list[int], like: torch.Tensor
+) -> torch.Tensor:
+    """Return the distribution that a child was proposed from, after `earlier` siblings.
+
+    It has the shape, dtype and device of `like`. Only rounding can draw a token of probability 0,
+    which is treated as a deterministic proposal.
+    """
+    if probs is not None:
+        struck = torch.tensor(earlier, dtype=torch.long, device=like.device)
+        q = _normalised(probs.to(like).index_fill(0, struck, 0.0))
+        if q[token] > 0:
+            return q
+    return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1.0)
 
 
 def _normalised(weights: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Union
 
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
+from quickbeam.methods import METHODS, stand_in
+from quickbeam.options import check_vocab, plain_vocab
 from quickbeam.params import COUPLED, SamplingParams
-from quickbeam.presets import PRESETS, check_vocab, plain_vocab, stand_in
 
 if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes seconds to import
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes secon
 Runner = Union["LLMRunner", "Peer"]  # a loaded method
 Messages = Sequence[dict[str, str]]
 PEERS = ("hf", "hf-pld")  # transformers' generate as it comes, and its prompt lookup
-KNOWN = ", ".join([*PRESETS, *PEERS])
+KNOWN = ", ".join([*METHODS, *PEERS])
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def _item(entry: str, default: MethodItem) -> MethodItem:
     head, *switches = entry.split("+")
     head, at, size = head.partition("@")
     method, colon, nodes = head.partition(":")
-    if method not in PRESETS and method not in PEERS:
+    if method not in METHODS and method not in PEERS:
         raise InvalidInput(f"unknown method {method!r}; known: {KNOWN}")
-    sources = PRESETS[method].sources if method in PRESETS else ()
+    sources = METHODS[method].sources if method in METHODS else ()
     vocab = plain_vocab("+".join(switches)) or None
     drafts, budget = "drafter" in sources, None if nodes == "auto" else nodes
     for wrong, why in (
@@ -105,7 +106,7 @@ def _item(entry: str, default: MethodItem) -> MethodItem:
         int(size) if at else None,
     )
     if drafts:
-        check_vocab(own.vocab or PRESETS[method].vocab, own.shortlist)
+        check_vocab(own.vocab or METHODS[method].vocab, own.shortlist)
     return replace(own, shortlist=own.shortlist or (default.shortlist if drafts else None))
 
 

@@ -16,8 +16,8 @@ from quickbeam.cli.common import check_output, loading_progress, progress_bar, s
 from quickbeam.cli.fields import WORDS, changed, command, numbers
 from quickbeam.cli.loading import Target, check_models
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 # what transformers' generate takes of an answer's parameters

@@ -14,7 +14,8 @@ from quickbeam import hub
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import Grammar
-from quickbeam.presets import PRESETS, VOCABS, check_vocab, preset, stand_in
+from quickbeam.methods import METHODS, preset, stand_in
+from quickbeam.options import VOCABS, check_vocab
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM
@@ -83,7 +84,7 @@ class Loading(Target):
     """How a model is loaded to answer with a method."""
 
     method: str = field(
-        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(PRESETS)}."}
+        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(METHODS)}."}
     )
 
     def check(self) -> None:
@@ -93,7 +94,7 @@ class Loading(Target):
         given = {name: getattr(self, name) for name in ("drafter", "vocab", "shortlist")}
         useless = [f"--{name} {value}" for name, value in given.items() if value is not None]
         if useless and "drafter" not in own.sources:
-            users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
+            users = ", ".join(name for name, entry in METHODS.items() if "drafter" in entry.sources)
             raise InvalidInput(
                 f"{useless[0]}: method {self.method!r} drafts without a model; add --method "
                 f"with one of {users}"

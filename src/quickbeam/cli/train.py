@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from quickbeam.train.trainer import Report
 
-METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec,dynaspec+router"
+METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec+frequency+context,dynaspec"
 
 
 @dataclass(frozen=True)

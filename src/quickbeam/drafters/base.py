@@ -39,7 +39,7 @@ class Context:
       noise.
     - `states`: what each source keeps of this sequence, by the source's name.
     - `marginal_cost`: the marginal costs of nodes, where they are measured (see
-      `TreePolicy.priced`).
+      `Method.priced`).
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
@@ -65,7 +65,7 @@ class Context:
         """The temperature of the drafters' distributions.
 
         It is the request's where children are drawn. Otherwise it is 1: the noise, if there is any,
-        applies the request's temperature (`methods/perturbed.py`).
+        applies the request's temperature (`methods/children.py`).
         """
         return self.temperature if self.draws else 1.0
 

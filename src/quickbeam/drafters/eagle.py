@@ -125,7 +125,7 @@ class EagleDrafter(Drafter):
             if state.shortlist is not None:
                 began = perf_counter()
                 state.shortlist.extend(state.unseen)
-                state.shortlist.extend(largest(request.context.logits, OFFERED)[0])
+                state.shortlist.extend(largest(request.context.logits[None], OFFERED)[0][0])
                 state.unseen.clear()
                 state.counted.seconds += perf_counter() - began
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}

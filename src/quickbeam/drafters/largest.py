@@ -6,77 +6,52 @@ import math
 from collections.abc import Sequence
 from ctypes import c_float, c_int64
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from quickbeam.models.native.library import Kernels, settled
+from quickbeam.models.native.library import settled
 
-GAPS = (6.0, 10.0, 16.0)  # distances below the largest logit, tried in this order
-MANY = 2048  # with more tokens than this near the largest logit, sorting only these is no gain
-
-
-def largest(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
-    """Return the tokens of the `count` largest of the logits `[vocab]`, and these logits.
-
-    The largest comes first, and of equal ones the smallest token. Tokens whose logit is NaN or
-    -inf are left out. On a CPU the row is read once, by the native kernels where they run;
-    otherwise only the tokens near the largest logit are sorted.
-    """
-    count = min(count, logits.shape[0])
-    if logits.device.type != "cpu" or logits.dtype is not torch.float32:
-        top = logits.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
-        return _finite(top.indices.tolist(), top.values.tolist())
-    if (found := settled()) is None:
-        return largest_by_sorting(logits.numpy(), count)
-    logits = logits.contiguous()
-    return _ranked(found, logits.data_ptr(), logits.shape[0], None, count, -math.inf)
+Row = tuple[list[int], list[float]]  # tokens, and their numbers
 
 
-def ranked(
-    kernels: Kernels,
+def largest(
     rows: torch.Tensor,
     count: int,
-    floors: Sequence[float],
+    floors: Sequence[float] | None = None,
     tokens: torch.Tensor | None = None,
-) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens of the `count` largest numbers of each row, and these numbers.
+) -> list[Row]:
+    """Return the tokens of the `count` largest numbers of each row `[m, s]`, and these numbers.
 
-    `rows`: `[m, s]` float32 on a CPU. Only numbers above the row's floor count, rounded to float32.
-    The largest comes first, and of equal ones the first column. NaN is left out. `tokens`: the
-    token of each column `[s]` int64; None means that column i is token i.
+    The largest comes first. NaN is left out. `floors`: for each row, what a number must exceed to
+    count, rounded to float32; -inf by default. `tokens`: the token of each column `[s]` int64; None
+    means that column i is token i.
+
+    float32 on a CPU is read once by the native kernels, where they run. Of equal numbers they take
+    the first column.
     """
+    count = min(count, rows.shape[-1])
+    floors = floors or [-math.inf] * len(rows)
+    kernels = settled()
+    if kernels is None or rows.device.type != "cpu" or rows.dtype is not torch.float32:
+        return largest_plain(rows, count, floors, tokens)
     rows, tokens = rows.contiguous(), None if tokens is None else tokens.contiguous()
     at, size, names = rows.data_ptr(), rows.shape[1], None if tokens is None else tokens.data_ptr()
-    return [
-        _ranked(kernels, at + 4 * size * i, size, names, count, floor)
-        for i, floor in enumerate(floors)
-    ]
+    found, values = (c_int64 * count)(), (c_float * count)()
+    ranked = list[Row]()
+    for floor in floors:
+        kept = kernels.ranked(at, size, names, count, floor, found, values)
+        ranked.append((found[:kept], values[:kept]))
+        at += 4 * size
+    return ranked
 
 
-def _ranked(
-    kernels: Kernels, row: int, size: int, names: int | None, count: int, floor: float
-) -> tuple[list[int], list[float]]:
-    """Do what `ranked` does for a row of `size` numbers, at the addresses `row` and `names`."""
-    # C's arrays: behind a pass of the target caches are cold, and tensors would take twice as long
-    tokens, values = (c_int64 * count)(), (c_float * count)()
-    kept = kernels.ranked(row, size, names, count, floor, tokens, values)
-    return tokens[:kept], values[:kept]
-
-
-def largest_by_sorting(row: npt.NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:
-    """Return what `largest` does, where the native kernels don't run."""
-    row = np.where(np.isnan(row), np.float32(-math.inf), row)
-    near = np.arange(len(row))
-    for gap in GAPS:
-        close = (row > row.max(initial=-math.inf) - gap).nonzero()[0]
-        if count <= len(close) <= MANY:
-            near = close
-            break
-    order = near[(-row[near]).argsort(kind="stable")[:count]]
-    return _finite(order.tolist(), row[order].tolist())
-
-
-def _finite(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    kept = sum(value > -math.inf for value in values)
-    return tokens[:kept], values[:kept]
+def largest_plain(
+    rows: torch.Tensor, count: int, floors: Sequence[float], tokens: torch.Tensor | None = None
+) -> list[Row]:
+    """Return what `largest` does, by PyTorch's operators: the reference."""
+    top = rows.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
+    names = top.indices if tokens is None else tokens[top.indices]
+    ranked = list[Row]()
+    for name, values, floor in zip(names.tolist(), top.values.tolist(), floors, strict=True):
+        kept = sum(value > floor for value in values)
+        ranked.append((name[:kept], values[:kept]))
+    return ranked

@@ -27,7 +27,7 @@ class LastLogits(Source):
         """Return `(rank, token)` of the `k` largest of `context.logits`, best first.
 
         The root is left out. If there are fewer than `k` logits, all are ranked. Where the noise of
-        the next place is known, it perturbs the logits first (`methods/perturbed.py`).
+        the next place is known, it perturbs the logits first (`methods/children.py`).
 
         Rank 0 is the argmax. Greedy decoding makes the argmax the root, so ranks begin at 1. With
         sampling the root may have any rank, and this rank is missing. Under a grammar only tokens
@@ -39,17 +39,11 @@ class LastLogits(Source):
         root, logits = context.ids[-1], context.logits
         if context.grammar is not None:
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
-        # the guessed place has its own noise, as the places of a drafter's children do
-        if context.noise is not None:
+        if context.noise is None:
+            ((tokens, _),) = largest(logits[None], k)
+        else:  # the guessed place has its own noise, as the places of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            places, wanted = (
-                Places([len(context.ids)], [0.0], [0.0]),
-                Wanted(context.temperature, k),
-            )
+            places = Places([len(context.ids)], [0.0], [0.0])
+            wanted = Wanted(context.temperature, k)
             ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
-            return [(rank, token) for rank, token in enumerate(tokens) if token != root]
-        return [(rank, token) for rank, token in enumerate(largest(logits, k)[0]) if token != root]
-
-    def candidates(self, context: Context, k: int) -> list[int]:
-        """Return the tokens of `ranked`: at most `k` ids, in order of rank."""
-        return [token for _, token in self.ranked(context, k)]
+        return [(rank, token) for rank, token in enumerate(tokens) if token != root]

@@ -18,7 +18,7 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.linear import NativeLinear
-from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
+from quickbeam.options import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 
 SHARES = {
     FREQUENCY: 4,

@@ -179,7 +179,7 @@ class Budget:
         """Return the tokens of a step for trees of `_widths` nodes.
 
         They begin with a guess: a chain whose tokens are accepted at a rate that grows with the
-        situation (`TreePolicy.situation`), and a little for every doubling of the nodes. Beyond the
+        situation (`Method.situation`), and a little for every doubling of the nodes. Beyond the
         largest observed tree each further node adds nine tenths of what the node before it added.
         """
         accepted = self._accepted.get((setting, situation))

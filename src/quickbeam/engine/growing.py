@@ -33,7 +33,7 @@ class TreeDraft:
     """One sequence's tree while it grows.
 
     - `nodes`: the most nodes it may have, the root included.
-    - `situation`: the class of `TreePolicy.situation` by which the budget chose `nodes`, else None.
+    - `situation`: the class of `Method.situation` by which the budget chose `nodes`, else None.
     - `request`: its next request to the drafter, None once it is grown.
     - `grown`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.

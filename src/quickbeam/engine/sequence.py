@@ -17,7 +17,7 @@ from quickbeam.engine.accept import Randomness
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
-from quickbeam.methods.base import TreePolicy
+from quickbeam.methods.base import Method
 from quickbeam.models.kv import SequenceCache
 from quickbeam.noise import PLAIN, Loops, Noise
 from quickbeam.params import COUPLED, SamplingParams
@@ -57,7 +57,7 @@ class Request:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        policy: TreePolicy,
+        policy: Method,
         output: Output,
         sampler: Sampler,
         budget: int | None = 1,

@@ -1,86 +1,167 @@
-"""Tree policies, made from the names that presets and the command line use."""
+"""The table of methods: for each, what grows its trees, its sources and its budget.
+
+Importing it takes no torch: a method's module is imported when the method is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from quickbeam.drafters.base import Drafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.acceptance import Printed
-from quickbeam.methods.base import NoDraft, TreePolicy
-from quickbeam.methods.drafted import DraftedPolicy
-from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.dyspec_threshold import Threshold
-from quickbeam.methods.eagle2 import Eagle2
-from quickbeam.methods.hybrid import Hybrid
-from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.methods.sequoia import Sequoia
-from quickbeam.methods.specinfer import Branches
+from quickbeam.options import FREQUENCY, FULL, ROUTER, SHORTENED
 
-DRAFTER = "drafter"  # the source that needs a drafter
-SOURCES = ("ngram", "last_logits")  # the sources that need none
-DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
-    "greedy": DySpec,
-    "greedy-printed": lambda drafter: DySpec(drafter, Printed()),
-    "threshold": Threshold,
-    "drafted-chain": lambda drafter: Branches(drafter, 1),
-    "specinfer": lambda drafter: Branches(drafter, 3),
-    "sequoia": Sequoia,
-    "eagle2": Eagle2,
-}
-TREES: dict[str, tuple[str, ...]] = {  # the sources that each tree can use
-    "none": (),
-    "chain": ("ngram",),
-    "logitspec": ("ngram", "last_logits"),
-    **dict.fromkeys(DRAFTED, (DRAFTER,)),
-    "merged": ("ngram", DRAFTER),
-}
+if TYPE_CHECKING:
+    from quickbeam.drafters.base import Drafter
+    from quickbeam.methods.base import Method
+
+DRAFTER, NGRAM, LAST_LOGITS = "drafter", "ngram", "last_logits"  # the sources of candidates
 
 
-def make_policy(
-    preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None
-) -> TreePolicy:
-    """Return a new tree policy of the name `tree`, over new sources of the given names.
+@dataclass(frozen=True)
+class Preset:
+    """What `--method` names.
 
-    Its `sources` are what a sequence begins with. `drafter` is the source that the name "drafter"
-    stands for.
-
-    Raises `InvalidInput` for an unknown tree or source, for a source that the tree can't use, for a
-    tree that is left without a source, and if a drafter is needed and not given.
+    - `maker`: module and name of what makes the `Method` from its sources.
+    - `sources`: names of the sources that propose tokens.
+    - `budget`: the most nodes of a draft tree, the root included; 0 leaves it to the measured cost
+      model.
+    - `summary`: one line about the method.
+    - `vocab`: what the drafter scores, one of `VOCABS` or `SHORTENED`.
+    - `without`: the method that is used instead where there is no drafter.
     """
-    if tree not in TREES:
-        raise InvalidInput(f"unknown tree {tree!r}; known: {', '.join(TREES)}")
-    usable, known = TREES[tree], (*SOURCES, DRAFTER)
-    for name in preset_sources:
-        if name not in known:
-            raise InvalidInput(f"unknown source {name!r}; known: {', '.join(known)}")
-        if name not in usable:
-            raise InvalidInput(
-                f"tree {tree!r} can't use source {name!r}; give it "
-                f"{' or '.join(usable) or 'no sources'}"
-            )
-    if usable and not preset_sources:
-        raise InvalidInput(f"tree {tree!r} needs a source; give it {' or '.join(usable)}")
 
-    ngram = Ngram() if "ngram" in preset_sources else None
-    if DRAFTER in usable:
-        if DRAFTER not in preset_sources:
-            raise InvalidInput(f"tree {tree!r} needs the source {DRAFTER!r}")
-        if drafter is None:
-            raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
-        return (
-            DRAFTED[tree](drafter)
-            if tree in DRAFTED
-            else Hybrid(drafter, ngram)
-            if ngram
-            else DySpec(drafter)
+    maker: str
+    sources: tuple[str, ...]
+    budget: int
+    summary: str
+    vocab: str = FULL
+    without: str | None = None
+
+
+METHODS: dict[str, Preset] = {
+    "ar": Preset("base.NoDraft", (), 1, "plain decoding, one token a step: the reference"),
+    "pld": Preset(
+        "prompt_lookup.PromptLookup",
+        (NGRAM,),
+        0,
+        "prompt lookup: the continuation of the longest n-gram seen before",
+    ),
+    "logitspec": Preset(
+        "logitspec.LogitSpec",
+        (NGRAM, LAST_LOGITS),
+        0,
+        "LogitSpec: the last logits guess the token after next, n-grams continue both",
+    ),
+    "dyspec": Preset(
+        "dyspec.DySpec",
+        (DRAFTER,),
+        16,
+        "DySpec: a tree grown from a drafter, always where a token is most likely to be reached",
+    ),
+    "dyspec-printed": Preset(
+        "dyspec.printed",
+        (DRAFTER,),
+        16,
+        "DySpec as printed: assumes that acceptance probability equals draft probability",
+    ),
+    "dyspec-threshold": Preset(
+        "dyspec.Threshold",
+        (DRAFTER,),
+        16,
+        "DySpec with one call of the drafter a layer: all places above a threshold",
+    ),
+    # 5 drafted tokens, as is usual. Each costs a call of the drafter, and at an acceptance rate of
+    # 0.6 the fifth is reached only 1 time in 10.
+    "chain": Preset(
+        "specinfer.chain",
+        (DRAFTER,),
+        6,
+        "speculative decoding as first published: one chain of 5 tokens from a drafter",
+    ),
+    "specinfer": Preset(
+        "specinfer.SpecInfer", (DRAFTER,), 16, "SpecInfer: three branches from a drafter"
+    ),
+    "sequoia": Preset(
+        "sequoia.Sequoia",
+        (DRAFTER,),
+        16,
+        "Sequoia: the best tree of a fixed shape, filled from a drafter",
+    ),
+    "eagle2": Preset(
+        "eagle2.Eagle2",
+        (DRAFTER,),
+        16,
+        "EAGLE-2: the drafter's likeliest tokens layer by layer, then "
+        "the likeliest paths of all layers",
+    ),
+    "frspec": Preset(
+        "dyspec.DySpec",
+        (DRAFTER,),
+        16,
+        "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens",
+        FREQUENCY,
+    ),
+    "dynaspec": Preset(
+        "dynaspec.dynaspec",
+        (DRAFTER,),
+        16,
+        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens, the context's, and "
+        "clusters that a router picks",
+        ROUTER,
+    ),
+    "auto": Preset(
+        "auto.Auto",
+        (DRAFTER, NGRAM, LAST_LOGITS),
+        0,
+        "one tree of n-grams, last logits and drafted tokens, each added only if it pays; "
+        "LogitSpec where there is no drafter",
+        SHORTENED,
+        without="logitspec",
+    ),
+}
+
+
+def preset(method: str) -> Preset:
+    """Return the preset of a method. Raises `InvalidInput` for an unknown name and lists the known
+    ones."""
+    if method not in METHODS:
+        raise InvalidInput(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    return METHODS[method]
+
+
+def stand_in(method: str, drafter: bool) -> str:
+    """Return the name of the method to use: `method`, or without a `drafter` the one that stands
+    in.
+
+    Without a drafter, raises `InvalidInput` for an unknown method, and for one that needs a
+    drafter.
+    """
+    if drafter:
+        return method
+    chosen = preset(method)
+    if chosen.without is None and DRAFTER in chosen.sources:
+        raise InvalidInput(
+            f"method {method!r} drafts with a model: name a smaller model with the same "
+            "vocabulary, or a feature drafter, with --drafter (in Python: drafter=…)"
         )
-    last_logits = LastLogits() if "last_logits" in preset_sources else None
-    if tree == "chain" and ngram is not None:
-        return PromptLookup(ngram)
-    if tree == "logitspec":
-        return LogitSpec(ngram, last_logits)
-    return NoDraft()
+    return chosen.without or method
+
+
+def make_method(name: str, drafter: Drafter | None = None) -> Method:
+    """Return a new method of this name over new sources; `drafter` is the source "drafter".
+
+    Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
+    """
+    from quickbeam.drafters.last_logits import LastLogits
+    from quickbeam.drafters.ngram import Ngram
+
+    chosen = preset(name)
+    if DRAFTER in chosen.sources and drafter is None:
+        raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
+    sources = {DRAFTER: drafter, NGRAM: Ngram(), LAST_LOGITS: LastLogits()}
+    module, maker = chosen.maker.split(".")
+    make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
+    method: Method = make(*(sources[source] for source in chosen.sources))
+    return method

@@ -1,119 +1,173 @@
-"""Estimated acceptance rates of children.
+"""How likely a proposal is accepted, by what is known of it before it is verified.
 
-How often a child is accepted differs from the probability that the drafter gives it.
+How often a token is accepted differs from the probability that its source gives it. Each kind of
+proposal has a formula for a first guess, and classes in which observed acceptance corrects it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
+from typing import NamedTuple
+
+EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the classes of a drafter's probabilities
+RANKS = 4  # ranks among siblings that are told apart; the last stands for all further ones
+# Drafters are underconfident in their first choice. On our own questions, first children of
+# probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
+# at 1. Later children were accepted about as often as their probability says.
+LIFT = 1.4
+# Acceptance rates of tokens that another source than the drafter proposes. `repeated`: after 1, 2
+# and 3, 4 to 7, 8 to 15, 16 and more repeated tokens. `guessed`: of ranks 1, 2 and 3, 4 to 7, …
+RATES = {
+    "repeated": (0.25, 0.45, 0.65, 0.8, 0.9),
+    "guessed": (0.04, 0.025, 0.015, 0.01, 0.005),
+}
+# By how much their odds are multiplied if the token is the drafter's first choice. They are divided
+# if that is another token.
+AGREED = 4.0
+GUESSED = (0.04, 0.025, 0.015, 0.01, 0.005)  # last logits of rank 1, 2 and 3, 4 to 7, 8 to 15, …
+
+# What the drafter's answer says of a token that another source proposed: it was not asked; the
+# token is its first choice; another token is.
+UNASKED, FIRST_CHOICE, OTHER_CHOICE = range(3)
 
 
-class Chances(ABC):
-    """Estimates how likely a child is accepted, and what a slot is worth before its token is drawn.
+class Evidence(NamedTuple):
+    """What is known of a proposal: its class, and its acceptance rate before any correction."""
 
-    `place` is the rank of a child among its siblings, from 0. `probability` is the child's. For a
-    drawn child it is the probability under the distribution that it was drawn from (without earlier
-    siblings, renormalised). For a deterministic proposal it is what `methods/perturbed.py` gives.
-    `LIFT`: no estimate for a deterministic proposal exceeds this multiple of its probability.
+    group: tuple[str, int, int] | None  # None: never corrected
+    usual: float
+
+    def given(self, first_choice: bool) -> Evidence:
+        """Return the evidence of a token from elsewhere (`repeated`, `guessed`), given that it is
+        the drafter's first choice, or that another one is."""
+        assert self.group is not None
+        kind, size, _ = self.group
+        choice = FIRST_CHOICE if first_choice else OTHER_CHOICE
+        odds = RATES[kind][size] / (1 - RATES[kind][size])
+        odds *= AGREED if first_choice else 1 / AGREED
+        return Evidence((kind, size, choice), odds / (1 + odds))
+
+
+def as_printed(rank: int, probability: float) -> Evidence:
+    """Return DySpec's assumption: a child is accepted with the probability that its drafter gives
+    it."""
+    return Evidence(None, probability)
+
+
+def drafted(rank: int, probability: float) -> Evidence:
+    """Return the evidence of a deterministic proposal of a drafter.
+
+    `rank` counts its siblings, from 0. `probability`: see `methods/children.py`.
     """
-
-    LIFT = 1.0
-
-    @abstractmethod
-    def child(self, place: int, probability: float) -> float:
-        """Return the probability that a child is accepted, given that its parent is accepted.
-
-        For a drawn child it is also given that its earlier siblings are rejected.
-        """
-
-    @abstractmethod
-    def slot(self, place: int, peak: float) -> float:
-        """Return the worth of a slot before its token is known: expected accepted tokens, in any
-        unit.
-
-        `peak` is the largest probability of the distribution that the token will be drawn from.
-        """
-
-    def observe(self, place: int, probability: float, accepted: bool) -> None:  # noqa: B027 (most have nothing to do)
-        """Record whether a child that verification reached was accepted."""
+    usual = probability if rank else 1 - (1 - probability) ** LIFT
+    return Evidence(("drafted", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
-class Printed(Chances):
-    """The paper's assumption (DySpec, 2410.11744, Alg. 1).
+def drawn(rank: int, probability: float) -> Evidence:
+    """Return the evidence of a drawn child, given that its earlier siblings are rejected.
 
-    A child is accepted with the probability that it was drawn with. A slot is worth the probability
-    that it is reached.
+    `probability` is that under the distribution it was drawn from, without earlier siblings,
+    renormalised. A drawn token is accepted with min(1, target / draft probability). So rare tokens
+    of a flat distribution are accepted about as often as its likely ones. Where the first child was
+    rejected, the rest of the target's distribution lies where the drafter gives little. So the
+    second child is accepted about half as often as a first one of the same probability, and the
+    third a third as often. The formula was fitted on our own questions at temperatures 0.6 and 1.
     """
-
-    def child(self, place: int, probability: float) -> float:
-        return probability
-
-    def slot(self, place: int, peak: float) -> float:
-        return 1.0
+    usual = (0.28 + 0.35 * probability + 0.3 * probability**4) / (rank + 1)
+    return Evidence(("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
-class Measured(Chances):
-    """Acceptance rates of drawn children, by rank and probability, corrected by past acceptance.
+def repeated(length: int) -> Evidence:
+    """Return the evidence of a token that continues the text as it went on before.
 
-    A drawn token is accepted with min(1, target / draft probability). So rare tokens of a flat
-    distribution are accepted about as often as its likely ones. Where the first child was rejected,
-    the rest of the target's distribution lies where the drafter gives little. So the second child
-    is accepted about half as often as a first one of the same probability, and the third a third as
-    often.
-
-    `usual` is a formula for this, fitted on our own questions at temperatures 0.6 and 1. Each cell
-    (a range of probabilities between `EDGES`, and a rank) is corrected by observed acceptance.
-    Before a token is drawn, the largest probability of the distribution stands for the token's.
+    `length`: for how many tokens the text has been repeating itself.
     """
+    return _elsewhere("repeated", length)
 
-    EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the ranges of probabilities
-    PLACES = 4  # ranks that are told apart; the last stands for all further ones
-    TRUST = 8.0  # how many accepted children the formula counts for in each cell
-    MEMORY = 512  # observations of a cell after which one has lost most of its weight
+
+def guessed(rank: int) -> Evidence:
+    """Return the evidence of a guess from the last logits, of this rank among them, from 1."""
+    return _elsewhere("guessed", rank)
+
+
+def _elsewhere(kind: str, number: int) -> Evidence:
+    size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
+    return Evidence((kind, size, UNASKED), RATES[kind][size])
+
+
+class AcceptanceModel:
+    """Acceptance rates of proposals, corrected by what was accepted."""
+
+    TRUST = 8.0  # how many accepted tokens the first guess counts for in each class
+    MEMORY = 512  # observations of a class after which one has lost most of its weight
 
     def __init__(self) -> None:
-        cells = (len(self.EDGES) + 1) * self.PLACES
-        self._accepted, self._expected = [self.TRUST] * cells, [self.TRUST] * cells
+        # by class: accepted tokens, and those that the formulas expected
+        self._sums: dict[tuple[str, int, int] | None, tuple[float, float]] = {}
 
-    @staticmethod
-    def usual(place: int, probability: float) -> float:
-        """Return the acceptance rate by the formula, before any correction."""
-        return (0.28 + 0.35 * probability + 0.3 * probability**4) / (place + 1)
+    def rate(self, evidence: Evidence) -> float:
+        """Return the probability that a proposal is accepted, given that its parent is."""
+        group, usual = evidence
+        if group not in self._sums:
+            return usual
+        accepted, expected = self._sums[group]
+        return min(0.99, usual * accepted / expected)
 
-    def child(self, place: int, probability: float) -> float:
-        cell = self._cell(place, probability)
-        return min(
-            0.99, self.usual(place, probability) * self._accepted[cell] / self._expected[cell]
-        )
-
-    def slot(self, place: int, peak: float) -> float:
-        return self.child(place, peak)
-
-    def observe(self, place: int, probability: float, accepted: bool) -> None:
-        cell, keep = self._cell(place, probability), 1 - 1 / self.MEMORY
-        self._accepted[cell] = keep * self._accepted[cell] + accepted
-        self._expected[cell] = keep * self._expected[cell] + self.usual(place, probability)
-
-    def _cell(self, place: int, probability: float) -> int:
-        return min(place, self.PLACES - 1) * (len(self.EDGES) + 1) + bisect_right(
-            self.EDGES, probability
-        )
+    def observe(self, evidence: Evidence, accepted: bool) -> None:
+        """Record whether a proposal that verification reached was accepted."""
+        group, usual = evidence
+        if group is not None:
+            before, expected = self._sums.get(group, (self.TRUST, self.TRUST))
+            keep = 1 - 1 / self.MEMORY
+            self._sums[group] = keep * before + accepted, keep * expected + usual
 
 
-class Likeliest(Measured):
-    """Acceptance rates of deterministic proposals, by rank and probability.
+class Calibration:
+    """How many tokens are accepted for each one that trees expect. Drafters are not calibrated.
 
-    Both come from the drafter's distribution and the noise of the place (`methods/perturbed.py`).
-
-    Drafters are underconfident in their first choice. On our own questions, first children of
-    probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
-    at 1. Later children were accepted about as often as their probability says. Observed acceptance
-    corrects the formula as in `Measured`.
+    A tree expects the sum of its nodes' estimated probabilities. Both are fading sums, and so are
+    the nodes that calls added, and the summed probability of being reached of the nodes that the
+    drafter was asked about.
     """
 
-    LIFT = 1.4
+    MEMORY = 64  # trees after which an observation has lost most of its weight
+    TRUST = 4.0  # how many trees the first guess counts for
+    ADDED = 2  # about how many nodes a tree gains by asking about one node: at first, and at most
+    # Tokens that are added to both sums and never fade. The quotient stays a positive number even
+    # if nothing was expected or accepted for long.
+    LEAST = 1e-3
 
-    @staticmethod
-    def usual(place: int, probability: float) -> float:
-        return probability if place else 1 - (1 - probability) ** Likeliest.LIFT
+    def __init__(self) -> None:
+        self._accepted, self._expected, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
+        self._added = self.ADDED * self.TRUST
+
+    @property
+    def accepted_per_expected(self) -> float:
+        """Accepted tokens for each expected one."""
+        return (self._accepted + self.LEAST) / (self._expected + self.LEAST)
+
+    @property
+    def accepted_per_asked(self) -> float:
+        """Accepted tokens for each node that is reached and was asked about."""
+        return self._accepted / self._asked
+
+    @property
+    def added_per_asked(self) -> float:
+        """Nodes that the tree gains for each node that is reached and was asked about.
+
+        Where nodes are slow, few are worth adding. Of more than `ADDED` the further ones count for
+        nothing: each was added because it is worth its cost.
+        """
+        return min(self.ADDED, self._added / self._asked)
+
+    def observe(self, accepted: int, expected: float, asked: float, added: int) -> None:
+        """Record a verified tree.
+
+        `accepted` tokens were accepted of `expected` ones, on `added` nodes. `asked` is the summed
+        probability of being reached of the nodes that the drafter was asked about.
+        """
+        keep = 1 - 1 / self.MEMORY
+        self._accepted = keep * self._accepted + accepted
+        self._expected = keep * self._expected + expected
+        self._asked = keep * self._asked + asked
+        self._added = keep * self._added + added

@@ -6,10 +6,10 @@ Sometimes the grammar fixes the text that comes next, though that text could be 
 several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
 text and no others.
 
-Policies need to know little about this. The `DraftProbs` they are sent have banned tokens removed,
+Methods need to know little about this. The `DraftProbs` they are sent have banned tokens removed,
 and
 forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
-is the grammar. No policy counts them when it learns how often its own children are accepted.
+is the grammar. No method counts them when it learns how often its own children are accepted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.grammar.masks import Masks, Place
-from quickbeam.methods.base import Grown, Growth, TreePolicy
+from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.tree import TokenTree
 
-# how many situations policies tell apart (`TreePolicy.situation`); the further ones are for forced
+# how many situations methods tell apart (`Method.situation`); the further ones are for forced
 # runs
 USUAL = 5
 
@@ -50,8 +50,8 @@ def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Gr
     return grown
 
 
-def situation(policy: TreePolicy, context: Context) -> int:
-    """Return the policy's situation, or a further one if forced tokens follow the root.
+def situation(method: Method, context: Context) -> int:
+    """Return the method's situation, or a further one if forced tokens follow the root.
 
     The further ones tell apart runs of 1, of 2 or 3, of 4 to 7, and of 8 or more forced tokens.
     """
@@ -59,7 +59,7 @@ def situation(policy: TreePolicy, context: Context) -> int:
     while length < 8 and (token := context.forced(path)) is not None:
         path.append(token)
         length += 1
-    return USUAL - 1 + length.bit_length() if length else policy.situation(context)
+    return USUAL - 1 + length.bit_length() if length else method.situation(context)
 
 
 def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None:

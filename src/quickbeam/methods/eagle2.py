@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.best_first import Search
-from quickbeam.methods.drafted import DraftedPolicy
+from quickbeam.methods.acceptance import AcceptanceModel, as_printed
+from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.search import Search
 
 
-class Eagle2(DraftedPolicy):
+class Eagle2(Method):
     """Expand layer by layer, then rerank.
 
     Expansion: the candidates after each node of a layer are its likeliest tokens. The `width`
@@ -26,20 +26,22 @@ class Eagle2(DraftedPolicy):
     Raises `InvalidInput` for a width or a depth below 1.
     """
 
-    draws = False
-
     def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
         if width < 1 or depth < 1:
             raise InvalidInput(f"width={width}, depth={depth}: must be at least 1 each")
-        super().__init__(drafter)
-        self.width, self.depth = width, depth
+        self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        search = Search(self, context, budget - 1)
+        search = Search(
+            self.drafter, context, budget - 1, max_depth, AcceptanceModel(), estimate=as_printed
+        )
         layer = [search.root] if budget > 1 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:
                 break
-            yield from search.expand(layer, self.width)
+            # expansion
+            yield from search.ask(layer, self.width)
+            search.rank()
             layer = [one for one in search.best if one.depth == depth][: self.width]
+        # reranking
         return Grown(search.tree())

@@ -5,15 +5,14 @@ Each branch begins with a guess of the token after the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram, NgramIndex
-from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import Undrafted
-from quickbeam.methods.prompt_lookup import graft, promise
+from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.prompt_lookup import graft, repetition_class
 from quickbeam.tree import TokenTree
 
 CHAIN = 20  # the most tokens of the chain
@@ -28,7 +27,7 @@ def branch_length(rank: int) -> int:
     return 4 if rank <= 8 else 3 if rank <= 32 else 1
 
 
-class LogitSpec(Undrafted):
+class LogitSpec(Method):
     """The rule of LogitSpec (2507.01449, as in its code), with its drafts merged into a trie.
 
     - The chain: up to 20 tokens that followed the longest match ending in the root.
@@ -45,54 +44,48 @@ class LogitSpec(Undrafted):
     not depend on the budget: a smaller tree is the beginning of a larger one. Nodes that two drafts
     share are added once, and the nodes saved go to further guesses.
 
-    Either source may be `None`: without n-grams there are only guesses, without logits only the
-    chain and its companions. Nodes carry no value. Raises `InvalidInput` if both are `None`.
+    Nodes carry no value.
     """
 
-    def __init__(self, ngram: Ngram | None, last_logits: LastLogits | None) -> None:
-        self.ngram = ngram
-        self.last_logits = last_logits
-        self.sources = tuple(source for source in (ngram, last_logits) if source is not None)
-        if not self.sources:
-            raise InvalidInput("tree 'logitspec' has no source; give it ngram, last_logits or both")
+    def __init__(self, ngram: Ngram, last_logits: LastLogits) -> None:
+        self.last_logits, self.sources = last_logits, (ngram, last_logits)
 
     def situation(self, context: Context) -> int:
-        return promise(context)
+        return repetition_class(context)
 
-    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        return without_calls(self._tree(context, budget, max_depth))
+
+    def _tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
         if budget < 2 or max_depth < 1:
             return tree
-        index: NgramIndex | None = context.states[Ngram.name] if self.ngram else None
-        tail = context.ids[-index.max_n :] if index else []
+        index: NgramIndex = context.states[Ngram.name]
+        tail = context.ids[-index.max_n :]
 
-        matches = index.matches(tail, 1 + OTHERS) if index else []
+        def add(node: int, tokens: Iterable[int], source: str) -> int:
+            return graft(tree, node, tokens, source, budget, max_depth)
+
+        # the beginning of the chain, and its companions
         chain: Iterator[int] = iter(())
         tip = 0
-        if index and matches:
+        if matches := index.matches(tail, 1 + OTHERS):
             chain = iter(context.within((), index.continuation(matches[0], CHAIN)))
-            tip = graft(
-                tree, 0, islice(chain, LEAD * matches[0].length), Ngram.name, budget, max_depth
-            )
+            tip = add(0, islice(chain, LEAD * matches[0].length), Ngram.name)
             for match in matches[1:]:
-                other = context.within((), index.continuation(match, OTHER * match.length))
-                graft(tree, 0, other, Ngram.name, budget, max_depth)
+                other = index.continuation(match, OTHER * match.length)
+                add(0, context.within((), other), Ngram.name)
 
-        # Each guess adds a node, unless it is the root or the chain begins with it. So two guesses
-        # more than there are free nodes are enough.
-        guesses = (
-            self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
-        )
-        for rank, guess in guesses:
+        # a branch for each guess. Each adds a node, unless it is the root or the chain begins with
+        # it. So two guesses more than there are free nodes are enough.
+        for rank, guess in self.last_logits.ranked(context, min(GUESSES, budget + 1)):
             if len(tree) >= budget:
                 break
             size = len(tree)
-            node = graft(tree, 0, [guess], LastLogits.name, budget, max_depth)
-            if index and (known := index.match([*tail, guess])):
-                rest = context.within(
-                    (guess,), index.continuation(known, branch_length(rank) - 1, [guess])
-                )
-                graft(tree, node, rest, Ngram.name, budget, max_depth)
-            tip = graft(tree, tip, islice(chain, len(tree) - size), Ngram.name, budget, max_depth)
-        graft(tree, tip, chain, Ngram.name, budget, max_depth)
+            node = add(0, [guess], LastLogits.name)
+            if known := index.match([*tail, guess]):
+                rest = index.continuation(known, branch_length(rank) - 1, [guess])
+                add(node, context.within((guess,), rest), Ngram.name)
+            tip = add(tip, islice(chain, len(tree) - size), Ngram.name)
+        add(tip, chain, Ngram.name)
         return tree

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.ngram import Ngram, NgramIndex
-from quickbeam.methods.base import Undrafted
+from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.tree import TokenTree
 
 
@@ -28,8 +28,8 @@ def graft(
     return node
 
 
-def promise(context: Context) -> int:
-    """Return how long the text has been repeating itself at its end, as a `TreePolicy.situation`.
+def repetition_class(context: Context) -> int:
+    """Return how long the text has been repeating itself at its end, as a `Method.situation`.
 
     0 stands for no repetition, 1 to 4 for at least 1, 2, 4 and 8 tokens.
     """
@@ -38,7 +38,7 @@ def promise(context: Context) -> int:
     return min(index.extent(match).bit_length(), 4) if index and match else 0
 
 
-class PromptLookup(Undrafted):
+class PromptLookup(Method):
     """Drafts what followed the newest earlier occurrence of the longest n-gram that ends in the
     root.
 
@@ -51,21 +51,13 @@ class PromptLookup(Undrafted):
         self.length = length
 
     def situation(self, context: Context) -> int:
-        return promise(context)
+        return repetition_class(context)
 
-    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
-        if budget < 2:
-            return tree
         match = index.match(context.ids[-index.max_n :])
         wanted = min(self.length, budget - 1, max_depth)
         if match and wanted > 0:
-            graft(
-                tree,
-                0,
-                context.within((), index.continuation(match, wanted)),
-                Ngram.name,
-                budget,
-                max_depth,
-            )
-        return tree
+            tokens = context.within((), index.continuation(match, wanted))
+            graft(tree, 0, tokens, Ngram.name, budget, max_depth)
+        return without_calls(tree)

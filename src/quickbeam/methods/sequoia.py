@@ -12,8 +12,8 @@ import numpy as np
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.drafted import DraftedPolicy
+from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
@@ -83,7 +83,7 @@ class Shapes:
         return children
 
 
-class Sequoia(DraftedPolicy):
+class Sequoia(Method):
     """Fill the best shape of the budget, layer by layer, whatever the drafter's distributions say.
 
     There is one call of the drafter a layer. `acceptance` is the probability that a reached node's
@@ -106,7 +106,7 @@ class Sequoia(DraftedPolicy):
                 f"acceptance={list(acceptance)}: must be at least one probability, "
                 "of the first child, the second and so on"
             )
-        super().__init__(drafter)
+        self.drafter, self.sources = drafter, (drafter,)
         self.acceptance = tuple(acceptance or GENERIC)
         self._learns = acceptance is None
         self._accepted = [self.TRUST * chance for chance in self.acceptance]
@@ -124,15 +124,17 @@ class Sequoia(DraftedPolicy):
         tree, place = TokenTree(context.ids[-1]), {0: 0}
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
-            found = yield from self.ask(
+            answer = yield from ask(
+                self.drafter,
                 context,
                 tree,
                 [place[spot] for spot in parents],
                 max(len(shape[spot]) for spot in parents),
             )
-            for spot, draws in zip(parents, found, strict=True):
-                for i, child in enumerate(shape[spot]):
-                    if (node := self.add(tree, place[spot], draws, i)) is None:
+            for spot, children in zip(parents, answer, strict=True):
+                for child in shape[spot]:
+                    node = add_child(tree, place[spot], children, self.drafter)
+                    if node is None:
                         break
                     place[child] = node
             layer = [child for spot in parents for child in shape[spot]]

@@ -4,42 +4,45 @@ from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.drafted import DraftedPolicy
+from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
 
 
-class Branches(DraftedPolicy):
-    """`count` branches that part at the root and grow by a token each with every call of the
-    drafter.
+class SpecInfer(Method):
+    """`branches` that part at the root and grow by a token each with every call of the drafter.
 
     They grow until the budget is used up. One branch is plain speculative decoding (2211.17192,
     2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and Sequoia compare
     with. First tokens are drawn without replacement, so that no two branches are the same. Nodes
     come layer by layer.
 
-    Raises `InvalidInput` for a count below 1.
+    Raises `InvalidInput` for less than 1 branch.
     """
 
-    def __init__(self, drafter: Drafter, count: int) -> None:
-        if count < 1:
-            raise InvalidInput(f"count={count}: must be at least 1 branch")
-        super().__init__(drafter)
-        self.count = count
+    def __init__(self, drafter: Drafter, branches: int = 3) -> None:
+        if branches < 1:
+            raise InvalidInput(f"branches={branches}: must be at least 1 branch")
+        self.drafter, self.sources, self.branches = drafter, (drafter,), branches
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
-        tips, width = [0], self.count
+        tips, width = [0], self.branches
         for _ in range(max_depth):
             free = budget - len(tree)
             tips, width = tips[:free], min(width, free)
             if not tips:
                 break
-            found = yield from self.ask(context, tree, tips, width)
+            answer = yield from ask(self.drafter, context, tree, tips, width)
             nodes = [
-                self.add(tree, tip, draws, i)
-                for tip, draws in zip(tips, found, strict=True)
-                for i in range(width)
+                add_child(tree, tip, children, self.drafter)
+                for tip, children in zip(tips, answer, strict=True)
+                for _ in range(width)
             ]
             tips, width = [node for node in nodes if node is not None], 1
         return Grown(tree)
+
+
+def chain(drafter: Drafter) -> SpecInfer:
+    """Return plain speculative decoding: one branch."""
+    return SpecInfer(drafter, 1)

@@ -16,7 +16,7 @@ from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
-from quickbeam.methods.base import Undrafted
+from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.shards import Conversation
@@ -151,18 +151,18 @@ class _Speakers(Sampler):
         return self._speakers[self._talk.answering].probs(logits)
 
 
-class _Template(Undrafted):
+class _Template(Method):
     """Drafts the known tokens as a chain. Its source keeps the hidden states."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
         self.sources = (_Recorder(talk),)
 
-    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         for token in self._talk.known[: min(budget - 1, max_depth)]:
             tree.add(len(tree) - 1, token, _Recorder.name)
-        return tree
+        return without_calls(tree)
 
 
 class _Recorder(Drafter):

@@ -1,4 +1,4 @@
-// The largest of a row of numbers (drafters/largest.py, methods/wide.py).
+// The largest of a row of numbers (drafters/largest.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
-"""What drawn children are worth: the paper's word, and what was accepted.
+"""How likely proposals are accepted: the first guess, and what was accepted.
 
-pytest tests/test_chances.py
+pytest tests/test_acceptance.py
 """
 
 from __future__ import annotations
@@ -13,46 +13,78 @@ import torch
 
 from cases import few
 from drafters import KnownDrafter, context_of, grow, toy_distributions
-from quickbeam.methods.acceptance import Chances, Likeliest, Measured, Printed
+from quickbeam.methods.acceptance import (
+    LIFT,
+    AcceptanceModel,
+    Evidence,
+    as_printed,
+    drafted,
+    drawn,
+    guessed,
+    repeated,
+)
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 from toy import ToyModel, path_tokens, random_tree, reached
 
 
-def test_before_anything_was_accepted_the_formula_counts() -> None:
-    chances = Measured()
-    for place in range(6):
-        for probability in (0.001, 0.05, 0.3, 0.77, 1.0):
-            assert chances.child(place, probability) == pytest.approx(
-                Measured.usual(place, probability)
-            )
-            assert chances.slot(place, probability) == chances.child(place, probability)
-    assert Printed().child(3, 0.2) == 0.2 and Printed().slot(3, 0.2) == 1.0
+def test_before_anything_was_accepted_the_formulas_count() -> None:
+    model = AcceptanceModel()
+    for rank in range(6):
+        for p in (0.001, 0.05, 0.3, 0.77, 1.0):
+            assert model.rate(as_printed(rank, p)) == p
+            assert model.rate(drawn(rank, p)) == drawn(rank, p).usual > drawn(rank + 1, p).usual
+            assert p <= model.rate(drafted(rank, p)) <= LIFT * p + 1e-9
+            assert (model.rate(drafted(rank, p)) == p) == (rank > 0 or p == 1)
+    lengths = (1, 2, 3, 4, 8, 16, 99)
+    assert [model.rate(repeated(length)) for length in lengths] == [
+        0.25,
+        0.45,
+        0.45,
+        0.65,
+        0.8,
+        0.9,
+        0.9,
+    ]
+    for one in (repeated(3), guessed(2)):
+        assert one.given(True).usual > one.usual > one.given(False).usual > 0
 
 
-@pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
-def test_what_is_accepted_is_learned_where_it_was_seen(truth: float) -> None:
-    chances, rng = Measured(), random.Random(3)
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
+def test_what_is_accepted_is_learned_where_it_was_seen(rate: float) -> None:
+    model, rng = AcceptanceModel(), random.Random(3)
     for _ in range(4000):
-        chances.observe(1, rng.uniform(0.3, 0.6), rng.random() < truth)
-    assert mean(chances.child(1, x) for x in (0.31, 0.45, 0.59)) == pytest.approx(truth, abs=0.06)
-    assert chances.child(0, 0.45) == Measured.usual(0, 0.45) and chances.child(
-        1, 0.2
-    ) == Measured.usual(1, 0.2)
+        accepted = rng.random() < rate
+        model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
+        model.observe(repeated(5), accepted)
+        model.observe(as_printed(0, 0.5), accepted)
+    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == pytest.approx(
+        rate, abs=0.06
+    )
+    assert model.rate(repeated(4)) == pytest.approx(rate, abs=0.06)
+    for other in (drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), repeated(3), as_printed(0, 0.5)):
+        assert model.rate(other) == other.usual
+    assert model.rate(repeated(4).given(True)) == repeated(4).given(True).usual
 
 
-def test_policies_tell_what_had_its_turn() -> None:
+def observed(policy: DySpec) -> list[tuple[float, bool]]:
+    """What the method's model is told from now on: draft probabilities, and what came of them."""
+    told = list[tuple[float, bool]]()
+
+    def observe(evidence: Evidence, accepted: bool) -> None:
+        told.append((evidence.usual, accepted))
+
+    policy.model.observe = observe  # type: ignore[method-assign]
+    return told
+
+
+def test_of_draws_what_had_its_turn_is_learned() -> None:
     """Children up to the accepted one, of the nodes on the path, with the probabilities that they
     were drawn with."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
-    told: list[tuple[int, float, bool]] = []
-
-    class Told(Printed):
-        def observe(self, place: int, probability: float, accepted: bool) -> None:
-            told.append((place, probability, accepted))
-
-    policy, generator = DySpec(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
+    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    told, generator = observed(policy), torch.Generator().manual_seed(0)
     for _ in range(40):
         tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
         path, _ = verify_residual(
@@ -65,28 +97,20 @@ def test_policies_tell_what_had_its_turn() -> None:
         expected = []
         for node, following in zip(path, [*path[1:], None], strict=True):
             left = 1.0
-            for place, (token, child) in enumerate(tree.children[node].items()):
+            for token, child in tree.children[node].items():
                 probability = float(model.draft([0, *path_tokens(tree, node)])[token])
-                expected.append(
-                    (place, pytest.approx(probability / left, rel=1e-3), child == following)
-                )
+                expected.append((pytest.approx(probability / left, rel=1e-3), child == following))
                 left -= probability
                 if child == following:
                     break
         assert told == expected
 
 
-def test_certain_children_are_told_apart_by_their_rank() -> None:
-    """All children of the nodes on the path, those after the accepted one too: the target could
-    have said any of them."""
+def test_of_deterministic_proposals_all_of_a_reached_node_are_learned() -> None:
+    """Those after the accepted one too: the target could have said any of them."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
-    told: list[tuple[int, float, bool]] = []
-
-    class Told(Printed):
-        def observe(self, place: int, probability: float, accepted: bool) -> None:
-            told.append((place, probability, accepted))
-
-    policy = DySpec(KnownDrafter(model.draft), Told())
+    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    told = observed(policy)
     tree, learn, _ = grow(policy, context_of([0], 0.0), 20, 5)
     path, _ = verify_equal(
         tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax())
@@ -95,33 +119,22 @@ def test_certain_children_are_told_apart_by_their_rank() -> None:
     expected = []
     for node, following in zip(path, [*path[1:], None], strict=True):
         probs = model.draft([0, *path_tokens(tree, node)])
-        ranking = probs.argsort(descending=True).tolist()
         expected += [
-            (ranking.index(token), float(probs[token]), child == following)
+            (float(probs[token]), child == following)
             for token, child in tree.children[node].items()
         ]
     assert len(path) > 1 and told == expected
-    assert (
-        Likeliest.usual(0, 0.5) > 0.5
-        and Likeliest.usual(1, 0.3) == 0.3
-        and Likeliest.usual(0, 1.0) == 1.0
-    )
-    assert all(
-        p <= Likeliest.usual(0, p) <= Likeliest.LIFT * p for p in (0.001, 0.1, 0.5, 0.9, 1.0)
-    )
 
 
-def accepted(chances: Chances, temperature: float, budget: int) -> float:
+def accepted(printed: bool, temperature: float, budget: int) -> float:
     """Tokens a step of many trees, after as many to learn from."""
-    found = []
+    found, policy = [], None
     for seed in range(4):
         model = ToyModel(vocab=12, seed=seed, noise=1.3, zeros=0.0)
         target, draft = toy_distributions(model, temperature)
-        policy, generator, rng = (
-            DySpec(KnownDrafter(draft), chances),
-            torch.Generator().manual_seed(seed),
-            random.Random(seed),
-        )
+        before, policy = policy, DySpec(KnownDrafter(draft), as_printed if printed else None)
+        policy.model = before.model if before else policy.model
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         for _ in range(150):
             context = [rng.randrange(12) for _ in range(3)]
             tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
@@ -138,7 +151,7 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
 def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
     temperature: float,
 ) -> None:
-    assert accepted(Measured(), temperature, 12) > 1.02 * accepted(Printed(), temperature, 12)
+    assert accepted(False, temperature, 12) > 1.02 * accepted(True, temperature, 12)
 
 
 @pytest.mark.parametrize("seed", few(range(4), [0, 1]))

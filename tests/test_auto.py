@@ -1,6 +1,6 @@
-"""One tree of what the text repeats and what a drafter says.
+"""One tree of what the text repeats, what the last logits nearly chose and what a drafter says.
 
-pytest tests/test_hybrid.py
+pytest tests/test_auto.py
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafte
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, DraftProbs, MarginalCost
+from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
-from quickbeam.methods import make_policy
-from quickbeam.methods.acceptance import Likeliest, Printed
-from quickbeam.methods.best_first import Search
+from quickbeam.methods import make_method
+from quickbeam.methods.acceptance import AcceptanceModel, drafted, guessed, repeated
+from quickbeam.methods.auto import LONGEST, Auto
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
+from quickbeam.methods.search import Search
 from quickbeam.models.opening import make_model
 from quickbeam.options import Setting
 from quickbeam.tree import TokenTree
@@ -34,8 +35,15 @@ from quickbeam.verify import verify_equal
 from toy import ToyModel, path_tokens
 
 
-def hybrid(drafter: KnownDrafter) -> Hybrid:
-    return Hybrid(drafter, Ngram())
+class NoGuesses(LastLogits):
+    """Last logits that nearly chose nothing."""
+
+    def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
+        return []
+
+
+def auto(drafter: KnownDrafter, guesses: bool = False) -> Auto:
+    return Auto(drafter, Ngram(), LastLogits() if guesses else NoGuesses())
 
 
 def priced(ids: list[int], prices: MarginalCost) -> Context:
@@ -57,23 +65,20 @@ def test_every_tree_keeps_the_contract(
 ) -> None:
     model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
     drafter = KnownDrafter(model.draft)
-    policy = hybrid(drafter)
-    policy.likeliest = Printed()
-    tree = tree_of(policy, context_of(ids, 0.0), budget, max_depth)
+    context = Context(ids, torch.arange(vocab).float())
+    tree = tree_of(auto(drafter, guesses=True), context, budget, max_depth)
     assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
-    assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(
+    assert set(tree.source[1:]) <= {"drafter", "ngram", "last_logits"} and not any(
         probs is not None for probs in tree.probs
     )
     for node in range(1, len(tree)):
         assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
-    for children, value in zip(tree.children, tree.value, strict=True):
-        assert sum(tree.value[child] for child in children.values()) <= value + 1e-6
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 
 def test_without_repeats_the_tree_is_the_drafters() -> None:
     ids = [7, 3]
-    both, alone = hybrid(zipf_drafter()), DySpec(zipf_drafter())
+    both, alone = auto(zipf_drafter()), DySpec(zipf_drafter())
     for budget in (2, 9, 30):
         trees = [tree_of(policy, context_of(ids, 0.0), budget, 12) for policy in (both, alone)]
         assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(
@@ -84,16 +89,15 @@ def test_without_repeats_the_tree_is_the_drafters() -> None:
 def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() -> None:
     probs = torch.tensor([0.1, 0.5, 0.3, 0.1])
     ids = [0, 2, 3, 0]  # 0 was followed by 2
-    policy = hybrid(KnownDrafter(lambda context: probs))
-    for _ in range(
-        2000
-    ):  # continuations are right in half of the cases where the drafter disagrees
-        policy.repeats.observe(1, OTHER, False)
-        policy.repeats.observe(1, OTHER, True)
-    both = policy.repeats.chance(1, OTHER)
+    policy = auto(KnownDrafter(lambda context: probs))
+    # continuations are right in half of the cases where the drafter disagrees
+    for _ in range(2000):
+        policy.model.observe(repeated(1).given(False), False)
+        policy.model.observe(repeated(1).given(False), True)
+    both = policy.model.rate(repeated(1).given(False))
     tree = tree_of(policy, context_of(ids, 0.0), 5, 1)
     found = {token: tree.value[child] for token, child in tree.children[0].items()}
-    first = Likeliest.usual(0, 0.5)
+    first = drafted(0, 0.5).usual
     assert both == pytest.approx(0.5, abs=0.01)
     assert found == pytest.approx(
         {2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7}
@@ -106,22 +110,23 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
 
 def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same() -> None:
     """A probs of token 2 first, of another first, and none: the text says 2 each time."""
-    ids, repeats = [0, 2, 3, 0], Repeats()
+    ids, model = [0, 2, 3, 0], AcceptanceModel()
     values = []
     for probs in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
         drafter = KnownDrafter(lambda context, probs=probs: torch.tensor(probs))
         prices = MarginalCost.of_passes([1, 8], [0.0, 0.07])
-        tree = tree_of(hybrid(drafter), priced(ids, prices), 8, 1, call=0.01 if probs else 9.0)
+        tree = tree_of(auto(drafter), priced(ids, prices), 8, 1, call=0.01 if probs else 9.0)
         values.append(tree.value[tree.children[0][2]])
-    assert values[0] == pytest.approx(max(Likeliest.usual(0, 0.6), repeats.chance(1, SAME)))
-    assert values[1:] == pytest.approx([repeats.chance(1, OTHER), repeats.chance(1)])
+    same, other, unasked = repeated(1).given(True), repeated(1).given(False), repeated(1)
+    assert values[0] == pytest.approx(max(drafted(0, 0.6).usual, model.rate(same)))
+    assert values[1:] == pytest.approx([model.rate(other), model.rate(unasked)])
     assert values[0] > values[2] > values[1]
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
     period, prices = [5, 9, 2, 7, 1, 8, 3], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.01])
     drafter = zipf_drafter(20)
-    policy = hybrid(drafter)
+    policy = auto(drafter)
     tree = tree_of(policy, priced(period * 4, prices), 64, 12, call=0.3)
     assert drafter.rounds == 0 and path_tokens(tree, len(tree) - 1) == (period * 2)[:12]
     tree_of(policy, priced([1, 2, 3, 4], prices), 64, 12, call=0.3)
@@ -133,7 +138,7 @@ def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() ->
     context = priced(
         [5, 9, 2, 7, 1, 8, 3] * 4, MarginalCost.of_passes([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0])
     )
-    tree = tree_of(hybrid(drafter), context, 64, 12, call=5.0)
+    tree = tree_of(auto(drafter), context, 64, 12, call=5.0)
     assert drafter.rounds == 0 and len(tree) == 4
 
 
@@ -145,7 +150,7 @@ def test_likely_paths_are_continued_from_the_text() -> None:
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
     drafter = KnownDrafter(lambda context: probs)
     tree = tree_of(
-        hybrid(drafter),
+        auto(drafter),
         priced([*text[:-1], 20, 1], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])),
         64,
         9,
@@ -160,8 +165,8 @@ def trees_under_prices(seed: int) -> list[tuple[object, ...]]:
     passes = [1.0, 1.0, 1.0]  # as a rule the first few nodes cost nothing
     for _ in range(4):
         passes.append(passes[-1] * rng.choice([1.02, 1.2, 1.5]))
-    for policy in (DySpec(zipf_drafter(30), Likeliest()), hybrid(zipf_drafter(30))):
-        policy.promises._accepted *= rng.choice([0.3, 1.0, 2.0])  # trees keep less or more
+    for policy in (DySpec(zipf_drafter(30)), auto(zipf_drafter(30))):
+        policy.calibration._accepted *= rng.choice([0.3, 1.0, 2.0])  # trees keep less or more
         for _ in range(4):
             text = [rng.randrange(8) for _ in range(30)]
             prices = MarginalCost.of_passes([1, 2, 4, 8, 16, 32, 64], [0.5 * one for one in passes])
@@ -173,16 +178,16 @@ def trees_under_prices(seed: int) -> list[tuple[object, ...]]:
 def test_paths_that_are_not_entered_would_have_been_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entered, sizes = Search.new, list[int]()
+    entered, sizes = Search.enter, list[int]()
 
-    def new(self, *about):
+    def enter(self, *about):
         sizes[-1] += 1
         return entered(self, *about)
 
-    monkeypatch.setattr(Search, "new", new)
+    monkeypatch.setattr(Search, "enter", enter)
     trees = []
-    for dear in (Search.too_dear, lambda self, cost, place: False):
-        monkeypatch.setattr(Search, "too_dear", dear)
+    for below_cost in (Search.below_cost, lambda self, value, nodes: False):
+        monkeypatch.setattr(Search, "below_cost", below_cost)
         sizes.append(0)
         trees.append([trees_under_prices(seed) for seed in range(25)])
     assert trees[0] == trees[1] and sizes[0] < 0.85 * sizes[1]
@@ -192,51 +197,56 @@ def test_paths_that_are_not_entered_would_have_been_dropped(
 def test_dropping_paths_that_are_worth_their_node_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = Search.too_dear
-    monkeypatch.setattr(Search, "too_dear", lambda self, cost, place: right(self, cost, place + 2))
+    right = Search.below_cost
+    wrong = lambda self, value, nodes: right(self, value, nodes + 2)  # noqa: E731
+    monkeypatch.setattr(Search, "below_cost", wrong)
     with pytest.raises(AssertionError):
         test_paths_that_are_not_entered_would_have_been_dropped(monkeypatch)
 
 
-def test_how_often_the_text_repeats_itself_is_learned() -> None:
-    repeats = Repeats()
-    assert [repeats.chance(length) for length in (1, 2, 3, 4, 8, 16, 99)] == pytest.approx(
-        [0.25, 0.45, 0.45, 0.65, 0.8, 0.9, 0.9]
-    )
-    rng = random.Random(0)
-    for _ in range(2000):
-        repeats.observe(5, UNASKED, rng.random() < 0.1)
-    assert repeats.chance(4) == pytest.approx(0.1, abs=0.06) and repeats.chance(3) == pytest.approx(
-        0.45
-    )
-
-
-def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() -> None:
+def test_what_came_of_each_source_is_learned() -> None:
     period = [5, 9, 2, 7]
-    ids = period * 3
-    policy = hybrid(zipf_drafter(20))
-    policy.repeats = repeats = Repeats()
-    told: list[tuple[int, bool]] = []
-    repeats.observe = lambda length, said, right: told.append((length, right))  # type: ignore[method-assign]
-    promised: list[tuple[float, float]] = []
-    policy.promises.observe = lambda *said: promised.append(said[:2])  # type: ignore[method-assign]
-    tree, learn, truth = grow(
-        policy, priced(ids, MarginalCost.of_passes([1, 12], [0.0, 0.0])), 12, 8
-    )
-    assert truth == policy.promises.truth
+    policy = auto(zipf_drafter(20))
+    told: list[tuple[tuple, bool]] = []
+    policy.model.observe = lambda evidence, right: told.append((evidence.group, right))  # type: ignore[method-assign]
+    counted: list[tuple[float, float]] = []
+    policy.calibration.observe = lambda *seen: counted.append(seen[:2])  # type: ignore[method-assign]
+    context = priced(period * 3, MarginalCost.of_passes([1, 12], [0.0, 0.0]))
+    tree, learn, share = grow(policy, context, 12, 8)
+    assert share == policy.calibration.accepted_per_expected
     chain = (period * 3)[:8]
     following = {tuple(chain[:i]): chain[i] for i in range(3)}
     path, _ = verify_equal(tree, lambda node: following.get(tuple(path_tokens(tree, node)), 19))
     learn(tree, path)
-    assert (
-        len(path) == 4
-        and told[:3] == [(8, True), (9, True), (10, True)]
-        and all(not right for _, right in told[3:])
-    )
+    repeats = [right for (kind, *_), right in told if kind == "repeated"]
+    assert len(path) == 4 and repeats[:3] == [True] * 3 and not any(repeats[3:])
     own = [node for node in range(1, len(tree)) if tree.source[node] == "drafter"]
-    assert promised == [(0, pytest.approx(sum(tree.value[node] for node in own)))] and len(own) > 1
+    assert counted == [(0, pytest.approx(sum(tree.value[node] for node in own)))] and len(own) > 1
     learn(tree.first(own[1]), [0])
-    assert promised[1] == (0, pytest.approx(tree.value[own[0]]))
+    assert counted[1] == (0, pytest.approx(tree.value[own[0]]))
+
+
+def test_guesses_of_the_last_logits_compete_with_the_others() -> None:
+    """They take the place of what is less likely, are learned, and give way to likelier ones."""
+    drafter, logits = zipf_drafter(30), torch.arange(30).float()
+    policy, ids = auto(drafter, guesses=True), [1, 2, 3, 29]
+
+    def tree() -> TokenTree:
+        context = Context(
+            list(ids), logits, marginal_cost=MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])
+        )
+        return tree_of(policy, context, 64, 9, call=9.0)
+
+    first = tree()
+    assert not drafter.rounds and set(first.source[1:]) == {"last_logits"}
+    # the root, of rank 0, is left out
+    assert [first.token[child] for child in first.children[0].values()] == [28, 27, 26]
+    for _ in range(3000):
+        policy.model.observe(guessed(1), True)
+        policy.model.observe(guessed(2), False)
+    assert [tree().token[1:], tree().value[1]] == [[28], pytest.approx(0.99)]
+    # the drafter is asked here, and finds another token likelier
+    assert paths(tree_of(policy, Context(ids, logits), 9, 4))[0] != (28,)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7, 24, None])
@@ -245,7 +255,7 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     target, params = make_model(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
     model = ToyModel(VOCAB, 3)
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    plain = answer(target, make_policy((), "none"), params, prompt).output.token_ids
+    plain = answer(target, make_method("ar"), params, prompt).output.token_ids
 
     def probs(context: list[int]) -> torch.Tensor:
         if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(
@@ -261,7 +271,7 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     engine = Engine(target, budget=Budget(CostModel({1: 1.0, 64: 2.0})))
     # the real times are others
     engine.budget.cost.observe = engine.budget.observe = lambda *_: None
-    policy = hybrid(KnownDrafter(probs))
+    policy = auto(KnownDrafter(probs))
     drafted = answer(target, policy, params, prompt, budget=budget, engine=engine)
     assert drafted.output.token_ids == plain
     assert budget == 1 or drafted.statistics.mean_accepted_tokens > 1
@@ -285,15 +295,9 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     )
 
 
-def test_either_source_of_the_tree_can_be_left_out() -> None:
-    assert type(make_policy(("drafter",), "merged", zipf_drafter())) is DySpec
-    both = make_policy(("drafter", "ngram"), "merged", zipf_drafter())
-    assert type(both) is Hybrid and [source.name for source in both.sources] == ["drafter", "ngram"]
-
-
 def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
     short, long = [1, 2, 3, 4, 1, 2], [5, 9, 2, 7, 1, 8, 3] * 3
-    policy = hybrid(zipf_drafter(20))
+    policy = auto(zipf_drafter(20))
     assert [
         policy.situation(context_of(ids, 1.0).begin(policy.sources)) for ids in (short, long)
     ] == [3, 4]
@@ -301,7 +305,7 @@ def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
 
 def test_children_are_never_drawn() -> None:
     """Where the noise is not to be looked at they are the likeliest ones."""
-    tree = tree_of(hybrid(zipf_drafter(20)), context_of([5, 9, 2, 7, 1, 8, 3] * 4, 1.0), 24, 12)
+    tree = tree_of(auto(zipf_drafter(20)), context_of([5, 9, 2, 7, 1, 8, 3] * 4, 1.0), 24, 12)
     assert tree.probs == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
 
 
@@ -312,10 +316,10 @@ def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
     ids = [5, 9, 2, 7, 1, 8, 3] * 4
     probs = torch.full((20,), 0.1 / 19)
     probs[5] = 0.9  # what followed the text's end before
-    policy = hybrid(KnownDrafter(lambda context: probs))
+    policy = auto(KnownDrafter(lambda context: probs))
     for _ in range(5000):
-        for length in range(1, 40):
-            policy.repeats.observe(length, UNASKED, False)
+        for length in (1, 2, 4, 8, 16):
+            policy.model.observe(repeated(length), False)
     context = context_of(ids, 0.0)
     context.marginal_cost = prices
     tree = tree_of(policy, context, 6, 12, call=0.01)
@@ -325,7 +329,7 @@ def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
 
 def test_continuations_are_not_endless() -> None:
     ids = [1] * 40
-    assert max(tree_of(hybrid(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
+    assert max(tree_of(auto(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
 
 
 def test_sequences_grow_side_by_side_from_one_policy() -> None:
@@ -337,9 +341,9 @@ def test_sequences_grow_side_by_side_from_one_policy() -> None:
         def context(i: int) -> Context:
             return context_of(texts[i], temperature, torch.Generator().manual_seed(i))  # noqa: B023 (called in this round only)
 
-        alone = [tree_of(hybrid(KnownDrafter(probs)), context(i), 12, 6) for i in range(3)]
+        alone = [tree_of(auto(KnownDrafter(probs)), context(i), 12, 6) for i in range(3)]
         drafter = KnownDrafter(probs)
-        policy, found, requests = hybrid(drafter), dict[int, TokenTree](), {}
+        policy, found, requests = auto(drafter), dict[int, TokenTree](), {}
         growths = [policy.grow(context(i).begin(policy.sources), 12, 6) for i in range(3)]
 
         def go_on(i: int, distributions: DraftProbs | None) -> None:

@@ -1,0 +1,187 @@
+"""The children that a drafter's distribution gives a node, in order, without replacement.
+
+**Drawn** (residual rule). Child i comes from the distribution without the tokens of earlier
+children, renormalised.
+
+**Deterministic** (coupled sampling, `noise.py`). Let q be a drafter's distribution at temperature
+1, and l its logits. For an answer at temperature 0, q(x) estimates how likely token x is the
+target's best. That is exact if the target's logits are l plus independent Gumbel numbers of scale
+1, since the argmax of that sum is distributed as q. At temperature T the target emits the argmax of
+logits / T + g, where g is the noise of the place. With the same error in the logits, this is the
+argmax of l + T * g + a Gumbel number. It is token x with probability
+
+    q(x) * exp(T * g(x)) / sum over y of q(y) * exp(T * g(y)).
+
+So one rule serves every temperature: the children are the likeliest tokens of q, perturbed by the
+noise and normalised. At temperature 0 that is q itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import torch
+
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
+from quickbeam.drafters.largest import Row, largest
+from quickbeam.noise import Array, Places, Wanted
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import draw
+from quickbeam.tree import TokenTree
+
+ROUNDING = 1 - 1e-6  # a factor for bounds, so that float32 can't round them up
+FAINT = 1e-5  # share of the likeliest token's probability below which tokens don't count
+# The filters' bound, found on the drafter's distribution, is multiplied by this, because the
+# target's distribution may differ.
+MARGIN = 0.5
+
+
+class Drawn:
+    """Draws from row `row` of `distributions`, without replacement.
+
+    - `left`: the mass that is not drawn yet. It is the probability that the next slot is reached
+      once the node is: that all earlier draws are rejected, if a draw is accepted with its
+      probability. It does not depend on the next token, so slots may be chosen by it.
+    - `probs`: the distribution `[vocab]` that the tokens are drawn from, as `TokenTree.probs` holds
+      it.
+    """
+
+    def __init__(self, distributions: DraftProbs, row: int, generator: torch.Generator) -> None:
+        self.left = 1.0
+        self.probs = distributions.dense(row)
+        self._generator, self._tokens = generator, distributions.tokens
+        self._rest = distributions.values[row].clone()
+
+    @property
+    def peak(self) -> float:
+        """The largest probability that the next token may have, earlier ones removed."""
+        return min(1.0, float(self._rest.max()) / self.left) if self.left > 0 else 1.0
+
+    def draw(self) -> tuple[int, float] | None:
+        """Return the next token and its probability in the whole distribution.
+
+        Returns None if nothing is left.
+        """
+        if not self._rest.any():
+            return None
+        column = draw(self._rest, self._generator)
+        probability = float(self._rest[column])
+        self._rest[column] = 0.0
+        self.left = max(0.0, self.left - probability)
+        return (column if self._tokens is None else int(self._tokens[column])), probability
+
+
+class Ranked:
+    """Deterministic proposals: tokens with their probabilities, the likeliest first.
+
+    `left` is the probability of the next one, 0 if there is none.
+    """
+
+    probs, peak = None, 1.0
+
+    def __init__(self, row: Row, forced: bool = False) -> None:
+        self.forced = forced
+        self._children = list(zip(*row, strict=True))[::-1]
+
+    @property
+    def left(self) -> float:
+        return self._children[-1][1] if self._children else 0.0
+
+    def draw(self) -> tuple[int, float] | None:
+        """Return the next token and its probability, or None if there is none."""
+        return self._children.pop() if self._children else None
+
+
+Children = Drawn | Ranked
+
+
+def ask(
+    drafter: Drafter,
+    context: Context,
+    tree: TokenTree,
+    nodes: Sequence[int],
+    count: int,
+    least: Sequence[float] | None = None,
+) -> Generator[DraftRequest, DraftProbs | None, list[Children]]:
+    """Ask the drafter once, and return the children that each of `nodes` may get.
+
+    Where the residual rule draws children (`Context.draws`) they are draws. Otherwise they are the
+    `count` likeliest tokens given the noise of their places. `least`: for each node, the
+    probability down to which its tokens are wanted.
+    """
+    distributions = yield DraftRequest(context, tree, nodes)
+    assert distributions is not None
+    forced = distributions.forced
+    if context.draws:
+        return [
+            Ranked(([forced[i]], [1.0]), forced=True)
+            if i in forced
+            else Drawn(distributions, i, context.generator)
+            for i in range(len(nodes))
+        ]
+    rows = proposals(context, distributions, [tree.depth[node] for node in nodes], count, least)
+    return [Ranked(row, i in forced) for i, row in enumerate(rows)]
+
+
+def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) -> int | None:
+    """Add the next of `children` below `node`. Returns None if there is no further one."""
+    child = children.draw()
+    if child is None:
+        return None
+    token, probability = child
+    source = GRAMMAR if is_forced(children) else drafter.name
+    return tree.add(
+        node, token, source, tree.value[node] * probability, children.probs, probability
+    )
+
+
+def is_forced(children: Children) -> bool:
+    """Whether a grammar allows only this one token, so that nothing is learned from it."""
+    return children.probs is None and children.forced
+
+
+def proposals(
+    context: Context,
+    distributions: DraftProbs,
+    depths: Sequence[int],
+    count: int,
+    least: Sequence[float] | None = None,
+) -> list[Row]:
+    """Return the `count` likeliest children after nodes of these depths, the likeliest first.
+
+    They are chosen by `distributions`, and by the noise of their places where there is any.
+    `least`: for each node, what a child's probability must exceed for the child to count. A forced
+    token has probability 1.
+    """
+    floors = least or [0.0] * len(distributions.values)
+    if context.noise is None:
+        rows = largest(distributions.values, count, floors, distributions.tokens)
+    else:
+        values = distributions.values.cpu()
+        tokens = None if distributions.tokens is None else distributions.tokens.cpu()
+        unlikely = [0.0] * len(values)
+        if context.filters is not None:
+            unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
+        places = Places([len(context.ids) + depth for depth in depths], unlikely, floors)
+        rows = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
+    for i, token in distributions.forced.items():
+        rows[i] = [token], [1.0]
+    return rows
+
+
+def ruled_out_below(q: Array, filters: SamplingParams) -> float:
+    """Return about how likely the least likely token is that top-k, top-p and min-p leave of `q`
+    `[vocab]`.
+
+    The probability is that of `q`, at temperature 1. Tokens less likely than `FAINT` times the
+    likeliest don't count.
+    """
+    likely = np.sort(q[q > FAINT * q.max()].astype(np.float64))[::-1]
+    if not len(likely):
+        return 0.0
+    likely = likely[: filters.top_k or None]
+    heated = (likely / likely[0]) ** (1 / max(filters.temperature, 1e-3))
+    before = heated.cumsum() - heated
+    kept = (before < filters.top_p * heated.sum()) & (heated >= filters.min_p)
+    return float(likely[kept][-1])

@@ -1,0 +1,31 @@
+"""DynaSpec (2510.13847): the drafter scores only the part of its vocabulary that the context calls
+for.
+
+In the paper's order, with the places where each step is:
+
+1. *Clusters*, offline. Spherical k-means on the rows of the drafter's head divides the vocabulary
+   (`train/clusters.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
+   most frequent tokens are a block of their own that is always scored.
+2. *Router*. A two-layer MLP reads the hidden state and the embedding of the token, which are known
+   before the drafter's layer has run, and scores the clusters (`drafters/shortlist/router.py`).
+3. *Top-k*. The best clusters are scored (`Shortlist.route`). The paper takes fewer at deeper
+   positions, since early misses compound. Here a cluster is worth its probabilities summed over all
+   nodes of a call, so a call with few nodes has more room for each; below `deepest` a call keeps
+   what the call above it scored.
+4. *Head*. Logits of these rows alone (`drafters/shortlist/head.py`), and of the tokens that prompt
+   and answer hold. The drafter's distribution is their softmax; any other token has probability 0.
+5. *Verification* is over the whole vocabulary. It uses the same truncated distribution, so the
+   answer is exact. A token that was not scored can't be accepted, which is all that is lost.
+
+The tree is DySpec's. `--vocab` chooses other parts of the vocabulary for any method.
+"""
+
+from __future__ import annotations
+
+from quickbeam.drafters.base import Drafter
+from quickbeam.methods.dyspec import DySpec
+
+
+def dynaspec(drafter: Drafter) -> DySpec:
+    """Return DySpec's method. The router is the drafter's (`Preset.vocab`)."""
+    return DySpec(drafter)
