@@ -2,9 +2,9 @@
 
     python benchmarks/heads.py --shares 1,6 --rows 1,8
 
-Weights are random and of the given shapes; caches are cold, as a real drafter finds them. "Full" is
-the target's head and its softmax, "a drafter's full" the same as a drafter keeps it (in 8 bits with
-the native kernels). "Both, of full" is shortlist and router over the full head.
+Weights are random, caches cold, as a real drafter finds them. "Full" is the target's head and its
+softmax, "a drafter's full" the same in 8 bits with the native kernels. "Both, of full" is shortlist
+and router over the full head.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, Packer
 
-# as `quickbeam train` makes them: tokens of a cluster, and the router's hidden width; one token in
-# `FREQUENT` of those scored is in the frequent block
+# tokens of a cluster, scored tokens for each frequent one, and the router's hidden width
 CLUSTER, FREQUENT, WIDTH = 16, 3, 256
 SWEEP = 16 * 2**20  # numbers read between two calls: more than caches hold
 SHAPES = {

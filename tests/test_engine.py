@@ -290,10 +290,10 @@ def test_what_fails_in_one_sequence_touches_no_other(
     expected = run(model, "logitspec", params, prompt_of(3)).output.token_ids
 
     class Raising(NoDraft):
-        def tree(self, context, budget, max_depth):
+        def grow(self, context, budget, max_depth):
             if len(context.ids) > 16:
                 raise ZeroDivisionError("in the policy")
-            return super().tree(context, budget, max_depth)
+            return super().grow(context, budget, max_depth)
 
     def observe(record: StepRecord) -> None:
         raise OSError("in the observer")
@@ -349,7 +349,7 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
         "extend": (SequenceState, "extend"),
         "observer": (engine_module, "StepRecord"),
         "begin": (SequenceState, "begin"),
-        "grow": (type(policy), "tree"),
+        "grow": (type(policy), "grow"),
     }[where]
     inner, calls, when = (
         getattr(owner, name),

@@ -33,8 +33,8 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Model
 from quickbeam.models.gathered import RowPool
+from quickbeam.models.torch import TorchModel
 from quickbeam.params import SamplingParams
 
 
@@ -293,7 +293,8 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
     toy_folder: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that short texts are shared
-    monkeypatch.setattr("quickbeam.models.opening.Model", partial(Model, chunk=8))
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    monkeypatch.setattr("quickbeam.models.opening.TorchModel", partial(TorchModel, chunk=8))
     llm, params = (
         LLM(toy_folder, dtype="float32", drafter=str(head_folder)),
         SamplingParams(max_tokens=16, ignore_eos=True),

@@ -21,11 +21,11 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.result import Completion
 from quickbeam.grammar.compiler import KEPT
 from quickbeam.grammar.masks import DeadEnd
-from quickbeam.methods import METHODS
+from quickbeam.methods import METHODS as EVERY
 from test_llm import save_small
 
 METHODS = [
-    name for name, preset in METHODS.items() if name != "ar" and preset.vocab in ("full", "routed")
+    name for name, preset in EVERY.items() if name != "ar" and preset.vocab in ("full", "routed")
 ]
 SCHEMA = {
     "type": "object",
@@ -401,7 +401,7 @@ def test_json_is_written_as_python_writes_it_unless_told(llm: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", few([name for name in METHODS if name != "ar"], ["auto", "logitspec"])
+    "method", few([name for name in EVERY if name != "ar"], ["auto", "logitspec"])
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_default_model_gives_one_answer(method: str, temperature: float, default: LLM) -> None:

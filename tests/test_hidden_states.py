@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, random_tree, tiny
 from quickbeam.errors import InvalidInput
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
@@ -147,16 +148,14 @@ def test_a_prompt_is_given_in_order_and_once() -> None:
     close(target.take_hidden(), plain_states(model, PREFIX, (2,))[-1:])
 
 
-def test_watching_anew_ends_the_watch_before() -> None:
+@pytest.mark.parametrize("native", (False, True))
+def test_watching_anew_ends_the_watch_before(native: bool) -> None:
     model = tiny("gpt2")
-    target = Target(copy.deepcopy(model))
+    target = Target(make_model(copy.deepcopy(model), native=native))
     target.model.watch((1, 2))
-    features = target.model._features
-    assert features is not None
     target.model.watch((2,))
     target.prefill(PREFIX)
     close(target.take_hidden(), plain_states(model, PREFIX, (2,)))
-    assert not features._caught
 
 
 def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:

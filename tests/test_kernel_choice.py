@@ -151,7 +151,7 @@ def test_version_answers_without_what_the_commands_import():
 
 
 def test_other_formats_and_devices_use_pytorchs_kernels():
-    assert library.describe("cpu", "float32") == "PyTorch's (float32 on cpu)"
+    assert library.describe("cpu", "float16") == "PyTorch's (float16 on cpu)"
     assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"
 
 

@@ -51,6 +51,8 @@ def runner(llm):
 def scripted(toy_folder):
     with LLM(toy_folder, "ar") as llm:
         llm.tokenizer.chat_template = TEMPLATE
+        # answers are scripted: their model need not know the token
+        llm.tokenizer.add_tokens(["<tool_call>"])
         found = ScriptedRunner(ServeSettings(served_name="toy"), llm)
         yield found
         asyncio.run(found.close())
@@ -340,9 +342,6 @@ def test_strict_tools_by_the_clients_helper(scripted):
     pytest.importorskip("quickbeam.grammar")
     scripted.script = f"Let me see. {CALL}"
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    tokenizer = scripted.llm.tokenizer
-    # the answer is scripted: its model need not know the token
-    tokenizer.add_tokens(["<tool_call>"])
 
     async def work(api):
         async with api.chat.completions.stream(
