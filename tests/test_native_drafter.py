@@ -296,7 +296,7 @@ def test_blocks_take_paddings_no_rows_and_strided_rows(isa: str) -> None:
 @every_set
 @examples(40, derandomize=True)
 @given(
-    rng=st.randoms(use_true_random=False),
+    rng=st.integers(0, 2**32).map(random.Random),
     window=st.integers(1, 60),
     d=st.integers(1, 40).map(lambda half: 2 * half),
 )
