@@ -169,7 +169,7 @@ def test_an_answer_outlasts_a_preemption(llm: LLM, method: str) -> None:
     finally:
         pool.limit = limit
     assert [one.token_ids for one in found] == expected
-    assert sum(one.statistics.set_back for one in found) > 0
+    assert sum(one.statistics.preemptions for one in found) > 0
 
 
 def test_a_cancelled_answer_leaves_the_others(llm: LLM) -> None:

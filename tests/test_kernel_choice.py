@@ -16,7 +16,7 @@ from quickbeam import __version__
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import build, choice, library
-from quickbeam.models.native.choice import Wish
+from quickbeam.models.native.choice import KernelRequest
 
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
 
@@ -68,7 +68,7 @@ def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
     with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
-        choice.wish()
+        choice.requested()
     for command in (
         ["--version"],
         *(
@@ -86,25 +86,25 @@ def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
 def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
     machine(monkeypatch, "avx2", "plain")
     with pytest.raises(InvalidInput, match="QUICKBEAM_ISA=amx: this machine runs avx2, plain"):
-        choice.candidates(Wish("auto", "amx"))
-    assert choice.candidates(Wish("auto", "plain")) == (["plain"], "")
-    assert choice.candidates(Wish("auto", ""))[0] == ["avx2", "plain"]
-    assert choice.candidates(Wish("eager", "amx")) == ([], "QUICKBEAM_KERNELS=eager")
+        choice.candidates(KernelRequest("auto", "amx"))
+    assert choice.candidates(KernelRequest("auto", "plain")) == (["plain"], "")
+    assert choice.candidates(KernelRequest("auto", ""))[0] == ["avx2", "plain"]
+    assert choice.candidates(KernelRequest("eager", "amx")) == ([], "QUICKBEAM_KERNELS=eager")
 
 
-def test_the_outlook_says_what_will_be_used_and_compiles_nothing(monkeypatch, tmp_path):
+def test_it_says_what_will_be_used_and_compiles_nothing(monkeypatch, tmp_path):
     machine(monkeypatch, "avx2", "plain")
     monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(build, "compiler", lambda: ["g++"])
-    assert choice.outlook() == "native (avx2), compiled on first use"
+    assert choice.describe_kernels() == "native (avx2), compiled on first use"
     compiled("plain")
-    assert choice.outlook() == "native (avx2), compiled on first use"
+    assert choice.describe_kernels() == "native (avx2), compiled on first use"
     monkeypatch.setattr(build, "compiler", lambda: None)
-    assert choice.outlook() == "native (plain)"
+    assert choice.describe_kernels() == "native (plain)"
     compiled("avx2")
-    assert choice.outlook() == "native (avx2)"
+    assert choice.describe_kernels() == "native (avx2)"
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    assert choice.outlook() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
+    assert choice.describe_kernels() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
 
 
 def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_for_others_is_refused(
@@ -113,18 +113,18 @@ def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_for_others_is_
     machine(monkeypatch, "avx2")
     monkeypatch.setenv("CXX", "/nonexistent")
     reason = "the C++ compiler CXX=/nonexistent is not there"
-    assert choice.outlook() == f"PyTorch's ({reason})"
+    assert choice.describe_kernels() == f"PyTorch's ({reason})"
     library._choose.cache_clear()
     library.load.cache_clear()
     try:
-        assert library._choose(Wish("auto", "")) == (None, reason)
+        assert library._choose(KernelRequest("auto", "")) == (None, reason)
         with pytest.raises(InvalidInput, match=re.escape(f"native kernels can't be had: {reason}")):
-            library._choose(Wish("native", ""))
+            library._choose(KernelRequest("native", ""))
     finally:
         library._choose.cache_clear()
     monkeypatch.setenv("QUICKBEAM_ISA", "avx2")
     with pytest.raises(InvalidInput, match=re.escape(reason)):
-        choice.outlook()
+        choice.describe_kernels()
 
 
 def test_version_says_which_kernels(monkeypatch):
@@ -147,7 +147,7 @@ def test_version_answers_without_what_the_commands_import():
         0,
         "",
         __version__,
-    ) and second == f"kernels: {choice.outlook()}"
+    ) and second == f"kernels: {choice.describe_kernels()}"
 
 
 def test_other_formats_and_devices_use_pytorchs_kernels():

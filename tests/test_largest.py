@@ -35,7 +35,7 @@ def rows() -> list[np.ndarray]:
 
 @every_set
 def test_the_kernels_find_the_largest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "settled", lambda: load(isa))
+    monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
     for row in rows():
         for count in (1, 2, 16, 60, 6000):
             ((tokens, values),) = largest(torch.from_numpy(row)[None], count)
@@ -49,7 +49,7 @@ def test_floors_and_names_belong_to_rows_and_columns(
     distributions = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)).softmax(-1)
     floors = [0.0, 0.002, 0.01, 0.5, 0.004]
     names = 3 * torch.arange(700) + 1
-    monkeypatch.setattr(module, "settled", lambda: load(isa))
+    monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
     for ways in (
         largest(distributions, 40, floors, names),
         largest_plain(distributions, 40, floors, names),

@@ -260,8 +260,8 @@ def test_sequences_are_preempted_and_go_on(world):
         engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts
     ]
     run(engine, *ones)
-    assert sum(one.statistics.set_back for one in ones) > 0
-    assert ones[0].statistics.set_back == 0  # whoever came first is never preempted
+    assert sum(one.statistics.preemptions for one in ones) > 0
+    assert ones[0].statistics.preemptions == 0  # whoever came first is never preempted
     # nothing of a first prompt was known, whatever the cache holds of answers later
     assert not any(one.statistics.cached_tokens for one in ones)
     assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
@@ -730,7 +730,7 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
             one.arrival for one in engine.scheduler.waiting
         )
     assert len(left) > 4 and order == sorted(order)
-    assert pages is None or sum(one.statistics.set_back for one in ones) > 0
+    assert pages is None or sum(one.statistics.preemptions for one in ones) > 0
     for i, one in enumerate(ones):
         assert one.error is None
         assert one.output.token_ids == here.alone(prompts[i], 100)[: len(one.output.token_ids)]

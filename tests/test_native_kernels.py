@@ -531,8 +531,9 @@ def test_heads_are_normed_turned_and_kept(
         sorted_queries,
         torch.full((1,), rounding).expand(sorted_queries.shape),
     )
-    kept = [store.read(layer, store.capacity) for store in stores]
-    other = [store.read(1 - layer, store.capacity) for store in stores]
+    rooms = [-(-(start + count + 3) // pool.page) * pool.page for count in (first, n - first)]
+    kept = [store.read(layer, room) for store, room in zip(stores, rooms, strict=True)]
+    other = [store.read(1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
     for row, order in enumerate(orders):
         key, value = kept[row >= first]
         within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))

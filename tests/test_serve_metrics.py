@@ -201,7 +201,7 @@ def test_preemptions_are_counted(toy_folder):
                         pass
                 await until(lambda: idle(runner))
                 found = await read(client)
-                times = sum(stream.completion.statistics.set_back for stream in streams)
+                times = sum(stream.completion.statistics.preemptions for stream in streams)
                 assert times > 0
                 assert found["vllm:num_preemptions_total"][""] == times
                 # plain decoding drafts nothing

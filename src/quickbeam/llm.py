@@ -148,7 +148,7 @@ class LLM:
         for name in (model, drafter):
             if name is not None:
                 hub.check_source(name)
-        choice.wish()  # raises for unknown words, even where no kernels are used
+        choice.requested()  # raises for unknown words, even where no kernels are used
         if place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))

@@ -22,7 +22,7 @@ from quickbeam.cli.pull import pull
 from quickbeam.cli.serve import serve
 from quickbeam.cli.train import train
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.native.choice import outlook
+from quickbeam.models.native.choice import describe_kernels
 
 
 class Commands(TyperGroup):
@@ -86,7 +86,7 @@ def root(
     ] = False,
 ) -> None:
     if version:
-        print(f"{__version__}\nkernels: {outlook()}")
+        print(f"{__version__}\nkernels: {describe_kernels()}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -93,7 +93,7 @@ def kernels() -> Finding:
     names = [name for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA") if os.environ.get(name)]
     unset = f"unset {' and '.join(names)}" if names else ""
     try:
-        text = choice.outlook()
+        text = choice.describe_kernels()
     except InvalidInput as error:
         return Finding(PROBLEM, str(error), unset)
     if text.endswith("compiled on first use"):

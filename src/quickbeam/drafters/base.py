@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from types import MappingProxyType
@@ -181,15 +181,6 @@ class DraftProbs(NamedTuple):
     tokens: torch.Tensor | None = None
     vocab: int = 0
     forced: Mapping[int, int] = MappingProxyType({})
-
-    def named(
-        self, streams: Sequence[Iterator[tuple[int, float]]]
-    ) -> list[Iterator[tuple[int, float]]]:
-        """Return streams of `(column, probability)` with each column replaced by its token."""
-        if self.tokens is None:
-            return list(streams)
-        tokens = self.tokens.cpu().numpy()
-        return [((int(tokens[column]), value) for column, value in stream) for stream in streams]
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
         """Return the distributions over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a

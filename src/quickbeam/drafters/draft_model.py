@@ -166,7 +166,7 @@ class LMDrafter(Drafter):
             state.done = len(state.shadow)
             distributions.append(
                 DraftProbs(
-                    self._law(
+                    self._probs(
                         passed.logits[-len(request.nodes) :], request.context.draft_temperature
                     )
                 )
@@ -202,7 +202,7 @@ class LMDrafter(Drafter):
             self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=0)]))
             state.cache.commit(range(end - begin))
 
-    def _law(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    def _probs(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         probs = probs_of(logits[:, : self._shared], temperature)
         missing = self._vocab_size - self._shared
         return F.pad(probs, (0, missing)) if missing else probs

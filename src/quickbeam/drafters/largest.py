@@ -8,7 +8,7 @@ from ctypes import c_float, c_int64
 
 import torch
 
-from quickbeam.models.native.library import settled
+from quickbeam.models.native.library import cached_kernels
 
 Row = tuple[list[int], list[float]]  # tokens, and their numbers
 
@@ -30,7 +30,7 @@ def largest(
     """
     count = min(count, rows.shape[-1])
     floors = floors or [-math.inf] * len(rows)
-    kernels = settled()
+    kernels = cached_kernels()
     if kernels is None or rows.device.type != "cpu" or rows.dtype is not torch.float32:
         return largest_plain(rows, count, floors, tokens)
     rows, tokens = rows.contiguous(), None if tokens is None else tokens.contiguous()

@@ -29,7 +29,7 @@ class Statistics:
     verify_seconds: float = 0.0
     cached_tokens: int = 0  # tokens of the prompt that were taken from the prefix cache
     nodes: int = 0  # nodes of all verified trees, roots included
-    set_back: int = 0  # how often its keys and values were dropped and computed again
+    preemptions: int = 0  # how often its keys and values were dropped and computed again
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
     head: HeadUse | None = None  # counters of the shortlist: time, tokens scored, recall

@@ -161,7 +161,7 @@ class Scheduler:
         while (sequence := self._next()) is not None:
             if self.active and not self._fits(sequence):
                 return
-            if self._soon_known(sequence):
+            if self._prefix_in_prefill(sequence):
                 return
             self.waiting.take(sequence)
             insort(self.active, sequence, key=lambda one: one.arrival)
@@ -207,7 +207,7 @@ class Scheduler:
             idle = self.prefixes.idle_pages(needed + promised, found)
         return needed + promised <= (self.pool.free or 0) + idle
 
-    def _soon_known(self, sequence: SequenceState) -> bool:
+    def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.
 
         Waiting for it then saves reading that text twice.
@@ -249,14 +249,14 @@ class Scheduler:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
         sequence.cache.adopt(held, prefixes.size)
         sequence.chunks = list(chunks)
-        if not sequence.statistics.set_back:  # after one, the chunks may hold its answer
+        if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def preempt(self, sequence: SequenceState) -> None:
         """Free everything of an active sequence but its text, and let it wait for its turn
         again."""
         sequence.release()
-        sequence.statistics.set_back += 1
+        sequence.statistics.preemptions += 1
         self.active.remove(sequence)
         self.add(sequence)
 

@@ -139,7 +139,7 @@ class SequenceState:
     @property
     def cost(self) -> int:
         """How many tokens it may take of its tenant's share; nothing after a preemption."""
-        if self.statistics.set_back:
+        if self.statistics.preemptions:
             return 0
         return len(self.request.prompt) + self.params.max_tokens
 

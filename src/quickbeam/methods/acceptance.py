@@ -24,7 +24,6 @@ RATES = {
 # By how much their odds are multiplied if the token is the drafter's first choice. They are divided
 # if that is another token.
 AGREED = 4.0
-GUESSED = (0.04, 0.025, 0.015, 0.01, 0.005)  # last logits of rank 1, 2 and 3, 4 to 7, 8 to 15, …
 
 # What the drafter's answer says of a token that another source proposed: it was not asked; the
 # token is its first choice; another token is.

@@ -40,14 +40,11 @@ class Method(ABC):
     grows it.
 
     - `sources`: the sources of its candidates.
-    - `nested`: whether the first m nodes of a tree are what a budget of m would have grown, or
-      nearly. For drawn nodes, they have the same distribution.
     - `priced`: whether it uses `Context.marginal_cost` where that is given (unless it draws
       children). The budget is then only an upper bound.
     """
 
     sources: Sequence[Source] = ()
-    nested = True
     priced = False
 
     def situation(self, context: Context) -> int:

@@ -97,14 +97,13 @@ Children = Drawn | Ranked
 
 
 def ask(
-    drafter: Drafter,
     context: Context,
     tree: TokenTree,
     nodes: Sequence[int],
     count: int,
     least: Sequence[float] | None = None,
 ) -> Generator[DraftRequest, DraftProbs | None, list[Children]]:
-    """Ask the drafter once, and return the children that each of `nodes` may get.
+    """Ask a drafter once, and return the children that each of `nodes` may get.
 
     Where the residual rule draws children (`Context.draws`) they are draws. Otherwise they are the
     `count` likeliest tokens given the noise of their places. `least`: for each node, the

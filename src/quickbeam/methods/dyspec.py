@@ -74,7 +74,7 @@ def sampled_tree(
         if node not in children:
             free = budget - len(tree)
             best = [one[2] for one in sorted(heap)[:free] if one[2] not in children]
-            answer = yield from ask(drafter, context, tree, best, free)
+            answer = yield from ask(context, tree, best, free)
             children.update(zip(best, answer, strict=True))
         if not known:
             heapreplace(heap, slot(v, node))
@@ -114,7 +114,7 @@ def threshold_tree(
         children = dict(
             zip(
                 layer,
-                (yield from ask(drafter, context, tree, layer, free, least)),
+                (yield from ask(context, tree, layer, free, least)),
                 strict=True,
             )
         )
@@ -199,7 +199,6 @@ class Threshold(Method):
                 f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget"
             )
         self.drafter, self.sources, self.threshold = drafter, (drafter,), threshold
-        self.nested = threshold is not None
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         least = self.threshold or 1 / budget

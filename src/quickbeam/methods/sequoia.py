@@ -95,7 +95,6 @@ class Sequoia(Method):
     Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """
 
-    nested = False
     TRUST = 16  # how many observed nodes the generic vector counts for
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
@@ -125,7 +124,6 @@ class Sequoia(Method):
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
             answer = yield from ask(
-                self.drafter,
                 context,
                 tree,
                 [place[spot] for spot in parents],

@@ -33,7 +33,7 @@ class SpecInfer(Method):
             tips, width = tips[:free], min(width, free)
             if not tips:
                 break
-            answer = yield from ask(self.drafter, context, tree, tips, width)
+            answer = yield from ask(context, tree, tips, width)
             nodes = [
                 add_child(tree, tip, children, self.drafter)
                 for tip, children in zip(tips, answer, strict=True)

@@ -138,7 +138,6 @@ class CompiledStack:
         if kept is not None and found is None:
             kept.write(self._weights)
         model.set_output_embeddings(nn.Identity())  # frees a head that is not the embedding's
-        self._depth = len(self.layers)
 
     def _begin(self, model: PreTrainedModel, stack: Stack, pages: PagePool) -> None:
         """Set what does not depend on where the weights are."""
@@ -200,7 +199,7 @@ class CompiledStack:
         self._embed(program, x)
         if self._positions is not None:
             program.learned_positions(self._positions, x)
-        for i, layer in enumerate(self.layers[: self._depth]):
+        for i, layer in enumerate(self.layers):
             self._attend(program, buffers, layer, i)
             self._feed(program, buffers, layer)
             if i + 1 in columns:

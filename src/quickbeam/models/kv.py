@@ -179,11 +179,6 @@ class SequenceCache(ABC):
     def bind(self) -> None:  # noqa: B027
         """Called when the list of pages has changed."""
 
-    @property
-    def capacity(self) -> int:
-        """How many orders there is room for."""
-        return len(self._pages) * self.page
-
     def _shared(self) -> list[int]:
         """Return the indices of the pages that would be written next and have other users too."""
         return [

@@ -87,7 +87,7 @@ class NativeModel(Model):
             if source is None:
                 self._compiled = CompiledStack(model, stack, pages, weights, kept)
             else:
-                self._compiled = self.streamed = StreamedStack(model, stack, pages, weights, source)
+                self._compiled = self.streamed = StreamedStack(model, stack, pages, source)
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -156,11 +155,6 @@ class PinnedLayers:
         self._holds[slot] = None
         self._copies.start(slot, self._buffers[slot][: self._sizes[number]], self._host[number])
         self._holds[slot] = number
-
-    @contextmanager
-    def shallow(self) -> Iterator[None]:
-        """Do nothing: there are no passes of only a part of this model."""
-        yield
 
     def close(self) -> None:
         """Do nothing: no work between passes has to be stopped."""

@@ -6,8 +6,7 @@ parts before it compute. Every number is the same as with all weights in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, pa
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 
 BUFFERS = 4  # buffers of a segment each; fewer, but at least 2, where memory is short
-PROBED = 2  # segments of the head that `shallow` passes read
 
 
 class StreamedStack(CompiledStack):
@@ -53,12 +51,11 @@ class StreamedStack(CompiledStack):
         model: PreTrainedModel,
         stack: Stack,
         pages: PagePool,
-        name: str,
         source: Source,
     ) -> None:
         source.fill(model)
         self._begin(model, stack, pages)
-        self._source, self._name, self._rows = source, name, EmbeddingRows(source.path, source.plan)
+        self._source, self._rows = source, EmbeddingRows(source.path, source.plan)
         numbers = iter(range(len(source.plan.weights)))
 
         def place(linear: Linear, gated: bool) -> Any:
@@ -68,7 +65,6 @@ class StreamedStack(CompiledStack):
         self.layers = [CompiledLayer(layer, place, self._parameter) for layer in stack.layers]
         self._output: Weight = place(stack.head, False)
         self.vocab = self._output.outputs
-        self._depth = len(self.layers)  # layers that a pass runs
         self._parts: dict[int, list[tuple[int, Part]]] = {}
         for i, segment in enumerate(source.plan.segments):
             for part in segment.parts:
@@ -76,7 +72,7 @@ class StreamedStack(CompiledStack):
         room = source.memory - source.small
         self._buffers = max(2, min(BUFFERS, room // source.plan.piece // 4))
         self._resident = self._hold(room - self._buffers * source.plan.piece)
-        self._passes: dict[int, StreamedPass] = {}
+        self._whole_pass: StreamedPass | None = None
         self._uses: list[Use] = []
         self._own: tuple[nn.Embedding, NativeLinear] | None = None
 
@@ -130,10 +126,7 @@ class StreamedStack(CompiledStack):
         epilogue: int = library.STORE,
         **more: Any,
     ) -> None:
-        parts = self._parts[weight.number]
-        if weight is self._output and self._depth < len(self.layers):
-            parts = parts[:PROBED]
-        for segment, part in parts:
+        for segment, part in self._parts[weight.number]:
             self._uses.append(Use(program.operations, segment, part.offset))
             some = part_of(weight, part)
             program.linear(some, source, target, epilogue, column=some.column, **more)
@@ -155,21 +148,19 @@ class StreamedStack(CompiledStack):
     def watch(self, layers: Sequence[int]) -> None:
         super().watch(layers)
         self.close()
-        self._passes.clear()
+        self._whole_pass = None
 
     def _pass(self) -> StreamedPass:
-        if self._depth not in self._passes:
+        if self._whole_pass is None:
             self._uses = []
-            self._passes[self._depth] = StreamedPass(
+            self._whole_pass = StreamedPass(
                 self._make(), self._uses, self._source, self._resident, self._buffers
             )
-        return self._passes[self._depth]
+        return self._whole_pass
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
         given = super()._results(rows) | {"embedded": self._rows.rows(rows.tokens)}
         del given["best"]
-        if self._depth < len(self.layers):
-            given["logits"].zero_()  # a shallow pass fills only a part of them
         return given
 
     def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
@@ -194,25 +185,10 @@ class StreamedStack(CompiledStack):
 
         return run
 
-    @contextmanager
-    def shallow(self) -> Iterator[None]:
-        """Inside this context, a pass runs one layer and a part of the head.
-
-        It serves to check the bits of the kernels without reading all weights.
-        """
-        self._depth = 1
-        try:
-            yield
-        finally:
-            self._depth = len(self.layers)
-            if (found := self._passes.pop(1, None)) is not None and found.stream is not None:
-                found.stream.close()
-
     def close(self) -> None:
         """Stop reading ahead until the next pass."""
-        for one in self._passes.values():
-            if one.stream is not None:
-                one.stream.close()
+        if self._whole_pass is not None and self._whole_pass.stream is not None:
+            self._whole_pass.stream.close()
 
     # --- figures and texts ---
 

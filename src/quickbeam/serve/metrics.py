@@ -186,7 +186,7 @@ class RequestMetrics:
         count("vllm:request_prompt_tokens").observe(self._prompt)
         count("vllm:request_generation_tokens").observe(statistics.new_tokens)
         count("vllm:request_params_max_tokens").observe(self._params.max_tokens)
-        count("vllm:num_preemptions").inc(statistics.set_back)
+        count("vllm:num_preemptions").inc(statistics.preemptions)
         for source, tokens in statistics.sources.items():
             count("quickbeam:drafted_tokens", source).inc(tokens.drafted)
             count("quickbeam:accepted_tokens", source).inc(tokens.accepted)

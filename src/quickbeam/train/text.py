@@ -21,8 +21,6 @@ from quickbeam.train.openers import documents, questions
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Talk
 
-Message = dict[str, str]
-
 
 class Quote(NamedTuple):
     """What a user says `before` and `after` a text of several sentences.

@@ -18,7 +18,7 @@ from quickbeam.models.native import build
 WAYS = ("auto", "native", "eager")
 
 
-class Wish(NamedTuple):
+class KernelRequest(NamedTuple):
     """What the environment asks for.
 
     `way`: one of `WAYS`. `isa`: an instruction set; empty for the machine's best.
@@ -33,7 +33,7 @@ class Wish(NamedTuple):
         return self.way == "native" or bool(self.isa)
 
 
-def wish() -> Wish:
+def requested() -> KernelRequest:
     """Read what the environment asks for. Raises `InvalidInput` for unknown values."""
     way, isa = os.environ.get("QUICKBEAM_KERNELS") or "auto", os.environ.get("QUICKBEAM_ISA") or ""
     if way not in WAYS:
@@ -41,44 +41,44 @@ def wish() -> Wish:
     known = [*build.SETS, build.EMULATED]
     if isa and isa not in known:
         raise InvalidInput(f"QUICKBEAM_ISA={isa!r}: must be one of {', '.join(known)}")
-    return Wish(way, isa)
+    return KernelRequest(way, isa)
 
 
-def candidates(wish: Wish) -> tuple[list[str], str]:
+def candidates(request: KernelRequest) -> tuple[list[str], str]:
     """Return the instruction sets to try, the best first, and the reason if there is none.
 
-    Raises `InvalidInput` if the wish names a set that this machine doesn't run.
+    Raises `InvalidInput` if the request names a set that this machine doesn't run.
     """
-    if wish.way == "eager":
+    if request.way == "eager":
         return [], "QUICKBEAM_KERNELS=eager"
     sets = build.machine_sets()
-    if not wish.isa:
+    if not request.isa:
         return sets, "none for this platform (Linux on x86-64 has them)"
-    if not build.runs(wish.isa):
+    if not build.runs(request.isa):
         raise InvalidInput(
-            f"QUICKBEAM_ISA={wish.isa}: this machine runs {', '.join(sets) or 'none of them'}"
+            f"QUICKBEAM_ISA={request.isa}: this machine runs {', '.join(sets) or 'none of them'}"
         )
-    return [wish.isa], ""
+    return [request.isa], ""
 
 
-def refuse(wish: Wish, reason: str) -> None:
-    """Raise `InvalidInput` if the wish asks for native kernels, which are not available.
+def refuse(request: KernelRequest, reason: str) -> None:
+    """Raise `InvalidInput` if the request asks for native kernels, which are not available.
 
     `reason`: why they are not.
     """
-    if wish.must and wish.way != "eager":
+    if request.must and request.way != "eager":
         raise InvalidInput(
             f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
             "QUICKBEAM_ISA out for PyTorch's"
         )
 
 
-def outlook() -> str:
+def describe_kernels() -> str:
     """Say in words which kernels a model on a CPU will use, or why there are none.
 
-    Raises `InvalidInput` for a wish that can't be met.
+    Raises `InvalidInput` for a request that can't be met.
     """
-    asked = wish()
+    asked = requested()
     names, reason = candidates(asked)
     for name in names:
         if build.cached(name).is_file():

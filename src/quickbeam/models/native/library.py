@@ -15,7 +15,7 @@ from pathlib import Path
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
 from quickbeam.models.native import build, choice
-from quickbeam.models.native.choice import Wish
+from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
@@ -217,24 +217,24 @@ def load(name: str) -> Kernels:
 
 
 @functools.cache
-def _choose(wish: Wish) -> tuple[Kernels | None, str]:
-    names, reason = choice.candidates(wish)
+def _choose(request: KernelRequest) -> tuple[Kernels | None, str]:
+    names, reason = choice.candidates(request)
     for name in names:
         try:
             return load(name), ""
         except build.CannotBuild as error:
             reason = str(error)
             logger.info("no kernels for %s: %s", name, reason)
-    choice.refuse(wish, reason)
+    choice.refuse(request, reason)
     return None, reason
 
 
 def prepare(progress: Callable[[str], None]) -> None:
     """Compile the library that `kernels` loads, unless it is there, and load it.
 
-    `progress` is called before it compiles. Raises `InvalidInput` for a wish that can't be met.
+    `progress` is called before it compiles. Raises `InvalidInput` for a request that can't be met.
     """
-    for name in choice.candidates(choice.wish())[0]:
+    for name in choice.candidates(choice.requested())[0]:
         try:
             build.build(name, progress)
         except build.CannotBuild:
@@ -246,13 +246,13 @@ def prepare(progress: Callable[[str], None]) -> None:
 def kernels() -> Kernels | None:
     """Return the kernels that this process uses on a CPU; None stands for PyTorch's own operators.
 
-    The environment decides (see `choice`). Raises `InvalidInput` for a wish that can't be met.
+    The environment decides (see `choice`). Raises `InvalidInput` for a request that can't be met.
     """
-    return _choose(choice.wish())[0]
+    return _choose(choice.requested())[0]
 
 
 @functools.cache
-def settled() -> Kernels | None:
+def cached_kernels() -> Kernels | None:
     """Return what `kernels` returned when this was first called.
 
     It is for short loops: behind a pass of the target, reading the environment takes longer.
@@ -267,5 +267,5 @@ def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
     """
     if device != "cpu" or dtype not in ("bfloat16", "float32"):
         return f"PyTorch's ({dtype} on {device})"
-    found, reason = _choose(choice.wish())
+    found, reason = _choose(choice.requested())
     return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"
