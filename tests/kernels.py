@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import reference
 from quickbeam.models.kv import Page
-from quickbeam.models.native import build, library, reference
+from quickbeam.models.native import build, library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows
 from quickbeam.models.native.program import Program

@@ -46,6 +46,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+import interpreter
 from answers import answer, request
 from models import SIZES, VOCAB
 from quickbeam.drafters.draft_model import LMDrafter
@@ -56,7 +57,6 @@ from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.models import interpreter
 from quickbeam.models.angles import angles
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compiled import CompiledStack, kv_shapes

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import reference
 from cases import spread
 from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.models.native import library, reference
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Packed, Rows
 from quickbeam.models.native.program import Program

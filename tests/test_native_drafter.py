@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quantised
+import reference
 from cases import examples
 from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
@@ -34,7 +35,6 @@ from quickbeam.drafters.shortlist.native import (
 )
 from quickbeam.drafters.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.native import reference
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8

@@ -11,8 +11,9 @@ import random
 import pytest
 import torch
 
+import reference
 from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
-from quickbeam.models.native import library, reference
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Packed, Rows
 from quickbeam.models.native.program import Program
@@ -52,7 +53,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(
 @pytest.mark.parametrize("activation", library.ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(isa: str, activation: str, gated: bool) -> None:
-    from quickbeam.models.interpreter import ACTIVATIONS
+    from interpreter import ACTIVATIONS
 
     kernels, program = load(isa), Program(load(isa))
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]

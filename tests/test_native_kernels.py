@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reference
 from cases import examples
 from kernels import (
     attend,
@@ -26,7 +27,7 @@ from kernels import (
     random_paths,
     relocated,
 )
-from quickbeam.models.native import library, reference
+from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK, KVShape, Packed, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.pages import PagePool

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import quantised
+import reference
 from kernels import best_set, every_set, load, number, plain_rows
 from quantised import Quantised, quantise, quantise_rows
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native import library, reference
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked

@@ -4,7 +4,7 @@ drafting."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -16,6 +16,13 @@ from quickbeam.params import SamplingParams
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
 LATER = 64  # the most tokens that are decoded later, so that no step decodes a whole long answer
 PENDING = 32  # how many tokens may wait before they show text; valid text needs few
+
+
+class NullTokenizer:
+    """A tokenizer for a text that nobody reads: it decodes all tokens to empty text."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return ""
 
 
 def decoder(tokenizer: Any) -> Callable[..., str]:

@@ -14,7 +14,7 @@ import torch
 
 from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.engine.output import Output
+from quickbeam.engine.output import NullTokenizer, Output
 from quickbeam.engine.sequence import Request
 from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.params import SamplingParams
@@ -191,10 +191,3 @@ class _Recording(DrafterState):
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self._talk.hidden.append(hidden.clone())  # a copy, so that the pass's tensor is freed
         self._talk.read += len(hidden)
-
-
-class NullTokenizer:
-    """A tokenizer for a text that nobody reads."""
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""

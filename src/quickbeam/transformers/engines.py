@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.output import NullTokenizer
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.native import library
@@ -48,13 +49,6 @@ class Loaded(LLM):
         engine = Engine(make_model(model))
         # no end-of-sequence ids: the call says what ends an answer
         self._take(engine, tokenizer, set(), options.drafter)
-
-
-class Wordless:
-    """A tokenizer for callers that read token ids only. It decodes them to empty text."""
-
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
-        return ""
 
 
 class Kept(NamedTuple):
@@ -91,7 +85,7 @@ def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
         kept = _kept.get(model)
         if kept is None or kept.state != state:
             _kept.pop(model, None)  # frees its copies before new ones are made
-            reader = _tokenizer(model, tokenizer) if options.drafter else Wordless()
+            reader = _tokenizer(model, tokenizer) if options.drafter else NullTokenizer()
             twin = copy.deepcopy(model, {id(weight): weight for weight in weights})
             kept = _kept[model] = Kept(state, Loaded(twin, options, reader))
     return kept.llm

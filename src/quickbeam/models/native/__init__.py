@@ -3,7 +3,7 @@
 They are products that read their weights once, and all operations between them. They are written in
 C++ (`program.cpp` and its headers) with a plain C interface. `build` compiles them for each
 instruction set, and `library` loads them. `program` puts operations together into passes.
-`reference` says in PyTorch what each operation computes.
+`tests/reference.py` says in PyTorch what each operation computes.
 
 Every sum has one order, whatever the number of rows, the tree, the pages, the batch and the number
 of threads. So the bits of a row's result depend only on what the row sees. Nothing here knows a

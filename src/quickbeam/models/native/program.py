@@ -1,6 +1,6 @@
 """Passes that are put together from the kernels' operations.
 
-`reference.py` says what each operation computes, `operands.py` what it works on.
+`tests/reference.py` says what each operation computes, `operands.py` what it works on.
 """
 
 from __future__ import annotations

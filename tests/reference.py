@@ -2,7 +2,7 @@
 
 They show what each operation computes. The kernels read bfloat16 or float32, sum in float32, and
 round what they store. Here n is the number of rows, and `seen` lists for each row the orders of the
-tokens that it attends to. Tests compare the kernels with these functions; nothing else calls them.
+tokens that it attends to. Tests compare the kernels with these functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a `Stack` in plain PyTorch: what the kernels compute, without their order and rounding.
 
-It is the reference of tests; nothing else calls it. A text is run whole, without a cache.
+Tests hold the families' descriptions to it. A text is run whole, without a cache.
 """
 
 from __future__ import annotations
