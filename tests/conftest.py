@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -71,3 +72,22 @@ def toy_folder(tmp_path_factory):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(toy_folder):
+    from quickbeam import LLM
+
+    with LLM(toy_folder, "pld") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runner(llm):
+    """A server's, under two names."""
+    from quickbeam.serve.runner import Runner
+    from quickbeam.serve.settings import ServeSettings
+
+    found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
+    yield found
+    asyncio.run(found.close())

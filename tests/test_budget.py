@@ -79,18 +79,6 @@ def test_nodes_cost_more_behind_a_long_text_in_a_full_pass_and_at_a_high_rate() 
     assert node(2.0) == pytest.approx(2 * node())
 
 
-def test_a_decision_is_kept_for_a_few_steps_unless_the_pass_changes() -> None:
-    budget = begun(CostModel({1: 1.0, 32: 1.1, 64: 9.0}), 9, 2)
-    first, rows = budget.marginal_cost(METHOD, 1.0), dict.fromkeys(range(10), 2)
-    for step in range(1, 2 * budget.HOLD):
-        budget.begin(dict.fromkeys(range(9 + step % 2), 0), rows)
-        kept = budget.marginal_cost(METHOD, 1.0) is first
-        assert kept == (step < budget.HOLD)
-    last = budget.marginal_cost(METHOD, 1.0)
-    budget.begin(dict.fromkeys(range(9), 0), dict.fromkeys(range(9), 6))
-    assert budget.marginal_cost(METHOD, 1.0) is not last
-
-
 def test_the_rate_is_that_of_recent_steps_and_no_less_than_plain_decodings() -> None:
     budget = begun(CostModel({1: 1.0, 64: 1.01}))
     comparison = budget.comparison(METHOD, [ASKED, PLAIN], DRAFTER)
@@ -113,17 +101,6 @@ def test_a_guess_follows_what_calls_and_rows_cost() -> None:
 
 
 # --- a number of nodes ----------------------------------------------------------------------------
-
-
-def test_at_first_more_is_expected_of_better_situations_and_of_more_nodes() -> None:
-    budget = begun(CostModel({1: 1.0}))
-    tokens = [budget.expected_tokens(METHOD, situation) for situation in range(6)]
-    for row in tokens:
-        assert (
-            len(row) == len([w for w in WIDTHS if w <= 64]) and row[0] == 1 and row == sorted(row)
-        )
-    for column in zip(*tokens, strict=True):
-        assert list(column) == sorted(column)
 
 
 @examples(50, derandomize=True)

@@ -95,7 +95,7 @@ def plainly(context: list[int]) -> TokenTree:
 
 # One of each way from logits to a token; what single filters leave is held to transformers in
 # test_sampling.py.
-@pytest.mark.parametrize("name", few(FILTERS, ["plain", "cold", "penalties", "top-p", "all"]))
+@pytest.mark.parametrize("name", few(FILTERS, ["plain", "top-p", "all"]))
 def test_plain_sampling_has_the_targets_probs(name: str) -> None:
     """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
@@ -159,7 +159,7 @@ def residual_answers(model: ToyModel, seeds: int, shared: bool) -> Counter[tuple
 def test_noise_shared_with_the_residual_rule_is_found_out() -> None:
     model = ToyModel(V, seed=1, noise=2.0, zeros=0.0)
     probs = exact_probs(model.target, V, 1)
-    assert chi_square(residual_answers(model, 12_000, False), probs) > 1e-3
+    assert chi_square(residual_answers(model, 6_000, False), probs) > 1e-3
     assert chi_square(residual_answers(model, 12_000, True), probs) < 1e-6
 
 
@@ -388,8 +388,13 @@ def test_a_probs_of_zeros_proposes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", few([0.6, 1.0], [0.6]))
-def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: Path) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "filtered"),
+    few([(0.6, True), (0.6, False), (1.0, True), (1.0, False)], [(0.6, True)]),
+)
+def test_the_default_model_gives_a_seed_one_answer(
+    temperature: float, filtered: bool, smollm2: Path
+) -> None:
     """All methods, with all that may change the probs, three answers side by side."""
     messages = [
         {"role": "user", "content": "List the days of the week twice, then say which one you like."}
@@ -398,10 +403,9 @@ def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: 
         plain = SamplingParams(max_tokens=24, temperature=temperature, seed=1, n=3, ignore_eos=True)
         bias = {llm.tokenizer.encode(" Monday")[0]: -math.inf, llm.tokenizer.encode(" day")[0]: 2.0}
         full = replace(plain, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logit_bias=bias)
-        for params in (plain, full):
-            expected = [answer.token_ids for answer in llm.chat(messages, params, method="ar")]
-            assert len({tuple(tokens) for tokens in expected}) == 3
-            for method in ("logitspec", "dyspec", "specinfer", "auto"):
-                assert [
-                    answer.token_ids for answer in llm.chat(messages, params, method=method)
-                ] == expected
+        params = full if filtered else plain
+        expected = [answer.token_ids for answer in llm.chat(messages, params, method="ar")]
+        assert len({tuple(tokens) for tokens in expected}) == 3
+        for method in ("logitspec", "dyspec", "specinfer", "auto"):
+            found = llm.chat(messages, params, method=method)
+            assert [answer.token_ids for answer in found] == expected

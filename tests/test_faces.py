@@ -20,6 +20,7 @@ import pytest
 import torch
 from tqdm.auto import tqdm
 
+from cases import few
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
 from quickbeam.sizes import parse_bytes
@@ -33,12 +34,6 @@ PROMPTS = [
 ]
 PARAMS = SamplingParams(max_tokens=24)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +195,7 @@ def test_a_prompt_that_can_not_be_begins_none(llm):
 
 def test_closed_streams_are_interrupted(toy_folder):
     llm = LLM(toy_folder, "pld")
-    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    stream = llm.stream("hello", LONG)
     next(stream)
     llm.close()
     assert stream.completion.finish_reason == "interrupted"
@@ -442,7 +437,7 @@ def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_fold
     assert not thread.is_alive() and model() is None
 
 
-@pytest.mark.parametrize("end", ["", "del llm, stream"])
+@pytest.mark.parametrize("end", few(["", "del llm, stream"], ["del llm, stream"]))
 def test_the_interpreter_ends_in_the_midst_of_an_answer(toy_folder, end):
     """Whether its model is still there, or was just forgotten."""
     program = f"""

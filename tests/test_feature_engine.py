@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from answers import answer
-from cases import spread
+from cases import THOROUGH, spread
 from drafters import DRAFTED
 from features import KINDS, WIDE, Pair
 from models import VOCAB
@@ -343,10 +343,10 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
 @pytest.mark.slow
 def test_the_shipped_drafter_drafts_for_the_default_model(smollm2: Path) -> None:
     llm = LLM()
-    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    params = SamplingParams(max_tokens=48 if THOROUGH else 24, ignore_eos=True)
     messages = [{"role": "user", "content": "Why do leaves fall in autumn?"}]
     plain = llm.chat(messages, params, method="ar")
-    for method in ("dyspec", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"):
+    for method in ("dyspec", "specinfer", "eagle2", "sequoia")[: None if THOROUGH else 3]:
         drafted = llm.chat(messages, params, method=method)
         assert (
             drafted.token_ids == plain.token_ids and drafted.statistics.mean_accepted_tokens > 1.4

@@ -17,7 +17,6 @@ from cases import examples
 from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
-from quickbeam.tree import TokenTree
 from toy import ToyModel
 
 Path = tuple[int, ...]
@@ -152,16 +151,3 @@ def test_sequoia_learns_what_is_accepted() -> None:
     measured = Sequoia(zipf_drafter(), (0.5, 0.3))
     grow(measured, context_of([0], 0.0), 16, 20).learn(tree, path)
     assert measured.acceptance == (0.5, 0.3)
-
-
-def test_sequoia_counts_every_child_of_a_node_that_was_reached() -> None:
-    policy, tree = Sequoia(zipf_drafter()), TokenTree(0)
-    learn = grow(policy, context_of([0], 0.0), 16, 20).learn
-    for parent, token in ((0, 1), (0, 2), (0, 3), (2, 4), (2, 5), (1, 6)):  # nodes 1 to 6
-        tree.add(parent, token, "drafter")
-    before = list(policy._tried), list(policy._accepted)
-    learn(tree, [0, 2])  # its children are refused; node 1's were never tried
-    assert [a - b for a, b in zip(policy._tried, before[0], strict=True)][:4] == [2, 2, 1, 0]
-    assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx(
-        [0, 1, 0, 0, 0, 0, 0, 0]
-    )

@@ -148,16 +148,6 @@ def test_a_conversation_keeps_its_common_prefix(
     assert [unshared.chat(other, SHORT).statistics.cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
-    llm.generate("aaaa", SHORT, method="pld")
-    budget, situations = llm.engine.budget, {(PLD, i) for i in range(5)}
-    assert situations & set(budget._accepted)
-    llm.generate("aaaa", SHORT, method="pld", budget=0)
-    assert llm.engine.budget is budget
-    llm.generate("aaaa", SHORT, method="ar", budget=0)
-    assert not [key for key, _ in budget._accepted if key.method == "ar"]  # nothing to choose
-
-
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
     plain = LLM(toy_folder, dtype="float32")
     for prompt in ("abc abc abc", "one two one two", "q"):

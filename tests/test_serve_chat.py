@@ -42,19 +42,6 @@ PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]
 
 
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def runner(llm):
-    found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
-    yield found
-    asyncio.run(found.close())
-
-
 def alone(llm, params, messages=MESSAGES):
     """What plain decoding answers to nobody else."""
     found = llm.chat(messages, params, method="ar")

@@ -40,19 +40,6 @@ PATH = "/v1/completions"
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two"]
 
 
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def runner(llm):
-    found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
-    yield found
-    asyncio.run(found.close())
-
-
 def body(**fields):
     return {"prompt": PROMPTS[0], "max_tokens": 20, **fields}
 

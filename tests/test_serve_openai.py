@@ -19,7 +19,6 @@ import openai
 from pydantic import BaseModel
 
 from quickbeam import LLM, SamplingParams
-from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, client
 
@@ -32,19 +31,6 @@ TEMPLATE = (
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
-
-
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def runner(llm):
-    found = Runner(ServeSettings(served_name="toy"), llm)
-    yield found
-    asyncio.run(found.close())
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +345,7 @@ def test_models(runner):
         return await api.models.list(), await api.models.retrieve("toy")
 
     listed, one = using(runner, work)
-    assert [model.id for model in listed.data] == ["toy"] == [one.id]
+    assert [model.id for model in listed.data] == ["toy", "small"] and one.id == "toy"
 
 
 def test_errors_are_the_clients_own(runner, scripted):

@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam import LLM, QuickbeamError, SamplingParams
+from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts
-from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tools import Call
 from serving import (
@@ -39,19 +38,6 @@ from serving import (
 PATH = "/v1/responses"
 INPUT = "the cat sat on the mat and the cat"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": INPUT}]
-
-
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def runner(llm):
-    found = Runner(ServeSettings(served_name="toy"), llm)
-    yield found
-    asyncio.run(found.close())
 
 
 def body(**fields):

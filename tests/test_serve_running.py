@@ -38,12 +38,6 @@ ROOT = Path(__file__).parents[1]
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
-
-
 class Listening(NamedTuple):
     """A server of this process on a socket."""
 

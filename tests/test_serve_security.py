@@ -19,7 +19,6 @@ pytest.importorskip("fastapi")
 from fastapi import Request
 from pydantic import AfterValidator, ValidationError
 
-from quickbeam import LLM
 from quickbeam.serve import bodies, security
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
@@ -30,12 +29,6 @@ from serving import ScriptedRunner
 from serving import ask as serving_ask
 
 SECRET = "the cat that nobody may know of"
-
-
-@pytest.fixture(scope="module")
-def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        yield found
 
 
 def ask(llm, *requests: tuple, **settings):
@@ -201,8 +194,8 @@ def exchange(address: str, *pieces: bytes) -> bytes:
 def test_clients_that_send_half_a_request_are_left(llm):
     """Of the head, of a second head and of the body; whoever waits for an answer may."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    runner = ScriptedRunner(ServeSettings(read_timeout=0.5, keep_alive=0.2), llm)
-    runner.script, runner.piece, runner.pause = "one two", 7, 1.5
+    runner = ScriptedRunner(ServeSettings(read_timeout=0.3, keep_alive=0.1), llm)
+    runner.script, runner.piece, runner.pause = "one two", 7, 0.9
     with serving(runner) as (address, _):
         assert exchange(address) == exchange(address, head) == b""
         assert exchange(address, *[head[i : i + 20] for i in range(0, len(head), 20)]) == b""
@@ -471,7 +464,7 @@ def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
     pytest.importorskip("llguidance")
 
     def slow(grammar: str) -> str:
-        time.sleep(0.3)
+        time.sleep(0.15)
         return "it takes too long"
 
     monkeypatch.setattr("quickbeam.grammar.trial.failure", slow)
@@ -490,7 +483,7 @@ def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
             return took, [(await one).status_code for one in others]
 
     took, codes = asyncio.run(main())
-    assert took < 3 and codes == [400] * 40
+    assert took < 2 and codes == [400] * 40
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cases import few
 from models import tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
@@ -117,7 +118,7 @@ def test_quantised_weights_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_kernels
 @pytest.mark.slow
-@kinds
+@pytest.mark.parametrize("name", few([INT8, INT4], [INT4]))
 def test_the_embedded_model_answers_alike(name: str) -> None:
     llm, params = LLM(weights=name), SamplingParams(max_tokens=12)
     asked = [{"role": "user", "content": "Name three rivers."}]
