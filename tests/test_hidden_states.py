@@ -86,8 +86,6 @@ class Walk:
 
     def step(self) -> None:
         tree = random_tree(self.generator, self.random.choice([1, 2, 9, 17]))
-        if self.random.random() < 0.3:
-            self.target.rehearse(random_tree(self.generator, 5), len(self.ids) + 3)
         if self.random.random() < 0.5:
             self.target.verify(tree)
         else:

@@ -3,6 +3,8 @@ pytest tests/test_priced_trees.py"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from drafters import context_of, grow, tree_of, zipf_drafter
@@ -13,7 +15,7 @@ from toy import path_tokens
 
 
 def flat(node: float, nodes: int = 64, explore: bool = False) -> MarginalCost:
-    return MarginalCost.of_passes([1, nodes], [0.0, node * (nodes - 1)], explore)
+    return replace(MarginalCost.of_passes([1, nodes], [0.0, node * (nodes - 1)]), explore=explore)
 
 
 @pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])

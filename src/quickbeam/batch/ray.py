@@ -41,7 +41,7 @@ class Replica:
 
 @asynccontextmanager
 async def replicas(
-    count: int, name: str | None, options: dict[str, Any], threads: int = 1, gpus: float = 0
+    count: int, name: str | None, options: dict[str, Any], threads: int = 1
 ) -> AsyncIterator[Answer]:
     """Yield a function that answers with `count` replicas of a model.
 
@@ -53,7 +53,7 @@ async def replicas(
     try:
         kind: Any = ray.remote(Replica).options(
             num_cpus=CPUS,
-            num_gpus=gpus,
+            num_gpus=0,
             max_restarts=RESTARTS,
             max_task_retries=-1,
             runtime_env=environment(threads),

@@ -109,9 +109,7 @@ class MarginalCost:
     explore: bool = False
 
     @classmethod
-    def of_passes(
-        cls, widths: Sequence[int], passes: Sequence[float], explore: bool = False
-    ) -> MarginalCost:
+    def of_passes(cls, widths: Sequence[int], passes: Sequence[float]) -> MarginalCost:
         """Return the slopes of the lower convex hull of pass times.
 
         `passes[i]` is the cost in tokens of a pass over a tree of `widths[i]` nodes. Where the time
@@ -129,7 +127,7 @@ class MarginalCost:
         slopes = [0.0] * widths[0]
         for a, b in pairwise(hull):
             slopes += [max(0.0, slope(a, b))] * (widths[b] - widths[a])
-        return cls(slopes, explore)
+        return cls(slopes)
 
     def node(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes."""

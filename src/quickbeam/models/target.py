@@ -20,20 +20,16 @@ from quickbeam.tree import TokenTree
 class Target:
     """One sequence: its committed tokens `ids`, and logits after any tree of tokens behind them.
 
-    `model`: a `Model`, or a transformers model to make one from (`native` and `chunk` as in
-    `make_model`).
+    `model`: a `Model`, or a transformers model to make one from (`chunk` as in `make_model`).
     """
 
     def __init__(
         self,
         model: Model | PreTrainedModel,
         *,
-        native: bool = True,
         chunk: int = CHUNK,
     ) -> None:
-        self.model = (
-            model if isinstance(model, Model) else make_model(model, native=native, chunk=chunk)
-        )
+        self.model = model if isinstance(model, Model) else make_model(model, chunk=chunk)
         self.store = self.model.pool.new()
         self.ids: list[int] = []
         # the likeliest token after each node verified last, where the kernels tell; -1 where logits
@@ -107,19 +103,6 @@ class Target:
                 else passed.hidden
             )
         return passed.logits
-
-    def rehearse(self, tree: TokenTree, context: int) -> torch.Tensor:
-        """Run `verify` behind at least `context` tokens, to measure how long it takes.
-
-        It doesn't matter which tokens these are. Nothing that is committed changes.
-        """
-        committed = self.store.length
-        self.store.reserve(context + len(tree) + 2)
-        self.store.length = max(context, committed)
-        try:
-            return self.verify(tree)
-        finally:
-            self.store.length = committed
 
     def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Commit the nodes of `path` (root first, parents before children).

@@ -199,10 +199,10 @@ def gated(c: Config, i: int, bias: bool = False, act: str | None = None) -> Feed
     )
 
 
-def plain(c: Config, up: str, down: str, bias: bool, transposed: bool = False) -> FeedForward:
+def plain(c: Config, up: str, down: str, bias: bool) -> FeedForward:
     """Return a feed-forward without a gate, by its modules' names."""
-    told = {"bias": bias, "transposed": transposed}
-    return FeedForward(tensors(up, **told), tensors(down, **told), activation(c.hidden_act), False)
+    first, last = tensors(up, bias=bias), tensors(down, bias=bias)
+    return FeedForward(first, last, activation(c.hidden_act), False)
 
 
 def before(c: Config, i: int, mixer: Attention, feed_forward: FeedForward, **more: Any) -> Layer:

@@ -104,9 +104,9 @@ def flags_of(name: str) -> tuple[str, ...]:
     )
 
 
-def digest(name: str, extra: Sequence[str] = ()) -> str:
+def digest(name: str) -> str:
     """Return a hash of the sources and of how they are compiled, 16 hex digits."""
-    found = hashlib.sha256(" ".join([*FLAGS, *flags_of(name), *extra]).encode())
+    found = hashlib.sha256(" ".join([*FLAGS, *flags_of(name)]).encode())
     for path in sources():
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
