@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ from transformers import (
 
 import interpreter
 from answers import answer, request
+from cases import few
 from models import SIZES, VOCAB
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
@@ -357,8 +359,21 @@ def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[in
     return [*found, (other, said)]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", CONFIGS)
+OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
+
+
+# `make test` runs each family in bfloat16 and in one of the other formats, in turns
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    few(
+        itertools.product(CONFIGS, FORMATS),
+        [
+            (name, kind)
+            for i, name in enumerate(CONFIGS)
+            for kind in ("bfloat16", OTHERS[i % len(OTHERS)])
+        ],
+    ),
+)
 def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind: str) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weights = kind if kind.startswith("int") else "bfloat16"
