@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -101,6 +102,7 @@ def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -
         fed.extend(chunk)
     whole = indexed([*prompt, *(token for chunk in chunks for token in chunk)])
     assert fed.ids == whole.ids and fed.match([1]) == whole.match([1])  # which enters n-grams
+    assert (fed._after, fed._older) == (whole._after, whole._older)
 
 
 def test_newest_occurrence_wins() -> None:
@@ -137,6 +139,39 @@ def test_suffix_shorter_than_max_n_and_empty_text() -> None:
     assert indexed([]).match([1]) is None
     assert indexed([1]).match([1]) is None
     assert indexed([1, 2, 1, 2], max_n=5).match([1]) == Match(3, 1)
+
+
+@pytest.mark.parametrize("max_n", [1, 3, 6])
+def test_memory_is_linear(max_n: int) -> None:
+    text = random.Random(0).choices(range(1000), k=3000)
+    index = indexed(text, max_n=max_n)
+    index.match([0])
+    assert 0 < len(index._after) + len(index._older) <= max_n * len(text)
+    repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
+    repeated.match([1])
+    assert 0 < len(repeated._after) <= 4 * max_n
+
+
+def test_work_per_token_does_not_grow() -> None:
+    """Counts the entries written per token, early and late in the text."""
+
+    class Counting(dict[tuple[int, ...], int]):
+        writes = 0
+
+        def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+            self.writes += 1
+            super().__setitem__(key, value)
+
+    index = NgramIndex(max_n=4)
+    index._after = counting = Counting()
+    index.extend([1, 2, 3, 1, 2] * 2)
+    index.match([3])
+    for _ in range(200):
+        before = counting.writes
+        index.extend([3])
+        assert counting.writes == before  # until a match is looked for
+        index.match([3])
+        assert counting.writes == before + 4
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])
