@@ -11,8 +11,11 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MambaConfig, T5Config
@@ -24,10 +27,12 @@ from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
+from quickbeam.machine import in_own_thread
 from quickbeam.methods import METHODS
 from quickbeam.methods.sequoia import GENERIC, Sequoia
 from quickbeam.models.base import Batch, Passed
 from quickbeam.models.gathered import RowPool
+from quickbeam.models.opening import open_model
 from quickbeam.options import Setting
 
 PLD = Setting("pld", "full", None)
@@ -484,3 +489,35 @@ def test_an_observer_hears_of_every_step(drafted: LLM) -> None:
     assert sum(record.draft_seconds for record in records) == pytest.approx(
         completion.statistics.draft_seconds
     )
+
+
+def test_a_pass_meets_no_other_pool_of_threads(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading computes in parallel, and leaves no thread behind that could do so; passes are
+    measured where they run."""
+    threads = dict[str, threading.Thread]()
+
+    def noted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return inner(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr("quickbeam.llm.open_model", noted("loading", open_model))
+    monkeypatch.setattr(CostModel, "measure", noted("measuring", CostModel.measure))
+    with LLM(toy_folder, "logitspec") as llm:
+        assert not threads["loading"].is_alive()
+        assert threads["measuring"].name == "quickbeam-engine"
+        assert llm.generate("abc", SamplingParams(max_tokens=4)).token_ids
+
+
+def test_work_in_its_own_thread_returns_and_raises() -> None:
+    assert in_own_thread(lambda: threading.current_thread() is threading.main_thread()) is False
+    with pytest.raises(InvalidInput, match="what is wrong"):
+        in_own_thread(partial(raising, InvalidInput("what is wrong")))
+
+
+def raising(error: Exception) -> None:
+    raise error

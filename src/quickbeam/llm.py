@@ -26,6 +26,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.spec import Grammar
+from quickbeam.machine import in_own_thread
 from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
 from quickbeam.methods.base import Method
 from quickbeam.models.formats import check_weights, refuse_place
@@ -156,7 +157,8 @@ class LLM:
         if progress:
             progress(f"loading {self.name}", None)
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
-        opened = open_model(
+        opening = partial(
+            open_model,
             self.folder,
             torch_dtype,
             place,
@@ -167,13 +169,15 @@ class LLM:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        opened = in_own_thread(opening)
         self.sampling_defaults = opened.sampling
         engine = Engine(opened.model, most=max_running, share=share_prefixes)
         self._progress, self._trusted = progress, trust_remote_code
         self._take(engine, opened.tokenizer, opened.ends, drafter)
         self.prepare(method)
         if self._choose_budget(method, None) is None:
-            _ = self.engine.budget  # measured here, and not in the first answer
+            # measured now, and not in the first answer
+            self.thread.call(lambda: engine.budget)
 
     def _take(self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None) -> None:
         """Set up answering with a model that is loaded."""

@@ -1,13 +1,19 @@
-"""What this machine is: its processor's name and the cores that this process may use."""
+"""What this machine is: its processor's name, the cores that this process may use, and how threads
+share them."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's share of the processor
+T = TypeVar("T")
 
 
 def cpu_name() -> str:
@@ -33,3 +39,27 @@ def usable_cores() -> int:
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no container, or no limit
         return cores
+
+
+def in_own_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns, called in a thread that ends with it. Raises what it raises.
+
+    OpenMP keeps a pool of threads for each thread that has computed in parallel, until that thread
+    ends. Where all pools together have more threads than there are cores, none of them waits for
+    work with its core in hand any more, and each parallel part of a pass begins some 50
+    microseconds later. So whatever computes in parallel beside the engine's own thread, as loading
+    does, does it here. An interrupt does not wait for the work's end.
+    """
+    result = Future[T]()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="quickbeam-work", daemon=True)
+    thread.start()
+    value = result.result()
+    thread.join()
+    return value

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import QuickbeamError
+from quickbeam.machine import in_own_thread
 from quickbeam.models.loading import eos_ids, load_model, parse_dtype, pick_device
 from quickbeam.params import SamplingParams
 
@@ -50,8 +51,9 @@ class Peer:
         own, model.generation_config = model.generation_config, self._config(params)
         hook, more = model.register_forward_hook(clock.count_pass), {"streamer": clock}
         try:
-            output = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), **more, **self.options
+            mask = torch.ones_like(prompt)
+            output = in_own_thread(
+                lambda: model.generate(prompt, attention_mask=mask, **more, **self.options)
             )
         except (RuntimeError, ValueError) as error:
             raise QuickbeamError(f"transformers' generate failed: {error}") from error
@@ -102,5 +104,7 @@ class _Clock:
 
 def load(folder: str, dtype: str, device: str | None) -> tuple[Any, Any]:
     """Return a model and its tokenizer as transformers loads them. Raises as `load_model` does."""
-    model, tokenizer = load_model(folder, parse_dtype(dtype), pick_device(device))
+    model, tokenizer = in_own_thread(
+        lambda: load_model(folder, parse_dtype(dtype), pick_device(device))
+    )
     return model.eval(), tokenizer
