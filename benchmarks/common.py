@@ -1,6 +1,4 @@
-"""What the scripts of this folder share: arguments as `quickbeam bench` takes them, loading,
-errors, Markdown tables and JSON summaries.
-"""
+"""What the scripts of this folder share: arguments, loading, errors, tables and summaries."""
 
 from __future__ import annotations
 
@@ -68,8 +66,7 @@ def questions_of(given: Namespace) -> list[Question]:
 
 
 def prompts(llm: LLM, given: Namespace, room: int = 0) -> list[list[int]]:
-    """Return the first turns of the questions as token ids, those that the model's context has room
-    for with an answer and `room` more tokens."""
+    """Return the first turns as ids, those that fit with an answer and `room` more tokens."""
     runner = LLMRunner(llm, MethodItem("ar", "ar"), given.raw)
     return fitting(runner, questions_of(given), given.max_tokens + room)
 
@@ -81,8 +78,7 @@ def answers(llm: LLM, items: Sequence[MethodItem], given: Namespace) -> Results:
     runners = {item.name: LLMRunner(llm, item, given.raw) for item in items}
     results = begin(items, params_of(given))
     warm_up(runners, results.params)
-    for _ in run(questions_of(given), runners, results):
-        pass
+    list(run(questions_of(given), runners, results))
     return results
 
 
@@ -123,8 +119,7 @@ def milliseconds(
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Return the sum of the first numbers over that of the second ones, a pair a prompt, and how
-    far each prompt pulls it."""
+    """Return the sum of the first numbers over that of the second, and how far each pair pulls."""
     above, below = (sum(column) for column in zip(*pairs, strict=True))
     value = above / below if below else 0.0
     return value, [(a - value * b) / below if below else 0.0 for a, b in pairs]
