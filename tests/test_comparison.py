@@ -128,3 +128,16 @@ def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_g
     assert of(16).mode == PLAIN  # the more sequences, the less drafting gains
     assert of(1).mode == ASKED and of(4, "another").mode == ASKED
     assert of(15) is of(16) is not of(32)
+
+
+def test_an_earlier_text_counts_for_little_in_the_next() -> None:
+    """A text that repeats itself is fast; its speed must not silence the drafter in the next."""
+    comparison = Comparison({ASKED: 1.5})
+    for _ in range(100):
+        comparison.observe(10.0, 1.0, 1, False)
+    before = comparison.speed(ASKED)
+    comparison.begin_text()
+    assert comparison.speed(ASKED) == pytest.approx(before) and before > 8
+    for _ in range(16):
+        comparison.observe(1.0, 1.0, 1, False)
+    assert comparison.speed(ASKED) < 1 + (before - 1) * 0.4

@@ -51,6 +51,7 @@ import interpreter
 from answers import answer, request
 from cases import few
 from models import SIZES, VOCAB
+from models import tiny as tiny_model
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -396,3 +397,11 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind
             engine.step()
         for state, said in states:
             assert state.error is None and state.output.token_ids == said
+
+
+def test_what_transformers_notes_in_a_configuration_is_no_attribute() -> None:
+    model = tiny_model("llama", torch.float32)
+    model.config._model_name_or_path = "somewhere"
+    assert not why_not_native(model)
+    model.config.unknown_scaling = 2.0
+    assert "unknown_scaling" in why_not_native(model)

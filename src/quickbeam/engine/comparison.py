@@ -31,6 +31,7 @@ class Comparison:
     LOST, CLEAR = 0.01, 1.2
     LONGEST = 16  # how many times as long a rest becomes, for either reason
     SLOW = 2.5  # a step counts for no more than so many usual ones: the machine was busy
+    BEGIN = 8.0  # how many steps earlier texts count for in the next one that runs alone
     FIRST = 4  # so many of the first steps explore what a call brings, where it costs little
 
     def __init__(self, guess: Mapping[str, float]) -> None:
@@ -47,6 +48,12 @@ class Comparison:
     def speed(self, mode: str) -> float:
         """Return the speed of a mode, by that of plain decoding."""
         return self._tokens[mode] / self._seconds[mode]
+
+    def begin_text(self) -> None:
+        """Begin a text that runs alone: its speed is its own, and earlier ones count for little."""
+        for mode, steps in self._steps.items():
+            for sums in (self._tokens, self._seconds, self._steps):
+                sums[mode] *= min(1.0, self.BEGIN / steps)
 
     def others(self, mode: str) -> list[str]:
         """Return the possible modes but this one."""

@@ -25,6 +25,7 @@ from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
+CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
 CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 
 
@@ -121,8 +122,21 @@ class Drafting:
             if drafter.weight_bytes is not None:
                 target = weight_bytes(self.model.config, self.model.weights)
                 self.budget.cost.expect_calls(drafter, drafter.weight_bytes / target)
-        modes = {mode: None for one in measured for mode in _modes(one)}
-        return self.budget.comparison(settings, list(modes), drafters[0] if drafters else None)
+        modes = list({mode: None for one in measured for mode in _modes(one)})
+        first = drafters[0] if drafters else None
+        alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)
+        comparison = self.budget.comparison(settings, [ASKED] if alone else modes, first)
+        if alone and not self.running[0].statistics.steps:
+            comparison.begin_text()
+        return comparison
+
+    def _cheap(self, drafter: Drafter | None) -> bool:
+        """Whether a call takes so little that the tree alone decides whether it is made.
+
+        Modes are compared over whole texts. One that repeats itself would make the drafter seem
+        superfluous in the next one, which does not.
+        """
+        return self.budget.cost.call(drafter) < CHEAP * self.budget.plain
 
     @cached_property
     def rate(self) -> float:

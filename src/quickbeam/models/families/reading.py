@@ -104,7 +104,9 @@ class Config:
         unknown = [
             name
             for name, value in self._config.to_dict().items()
-            if name not in self._read | HARMLESS and value not in (None, False, 0, "", [], {}, ())
+            if name not in self._read | HARMLESS
+            and not name.startswith("_")  # transformers' own notes
+            and value not in (None, False, 0, "", [], {}, ())
         ]
         if unknown:
             raise NotDescribed(f"its configuration sets {', '.join(sorted(unknown))}")
