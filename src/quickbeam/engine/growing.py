@@ -125,7 +125,8 @@ class Drafting:
         modes = list({mode: None for one in measured for mode in _modes(one)})
         first = drafters[0] if drafters else None
         alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)
-        comparison = self.budget.comparison(settings, [ASKED] if alone else modes, first)
+        key = (settings, "alone") if alone else settings  # costs, and so modes, may change
+        comparison = self.budget.comparison(key, [ASKED] if alone else modes, first)
         if alone and not self.running[0].statistics.steps:
             comparison.begin_text()
         return comparison
