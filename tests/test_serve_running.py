@@ -23,6 +23,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
+from quickbeam.aio import Answer
 from quickbeam.cli.app import app as command
 from quickbeam.cli.fields import split
 from quickbeam.cli.serve import greeting
@@ -266,6 +267,30 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
                     await until(lambda: idle(one.runner))
             llm.reset()
             assert llm.model.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_as_its_answer_begins_frees_it(llm):
+    """A wait with a time limit may end at that very moment, and must not keep the cancellation."""
+
+    async def main() -> None:
+        async with served(llm) as (runner, _):
+            for wait in range(8):
+                task = asyncio.create_task(begun(runner, job(llm)))
+                while not (begun_answers(runner) and answers(runner)[0].begun.is_set()):
+                    await asyncio.sleep(0)
+                for _ in range(wait):
+                    await asyncio.sleep(0)
+                left = task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled() == left
+                if not left:
+                    task.result()[0].close()
+                await until(lambda: idle(runner))
+
+    def answers(runner: Runner) -> list[Answer]:
+        return [one for box in runner._engine._mailboxes.values() for one in box.answers.values()]
 
     asyncio.run(main())
 

@@ -41,7 +41,7 @@ class CostModel:
     RATE = 0.05  # the share of a difference that one pass corrects
     COMMON = 0.5  # the share of a correction that all widths get: the machine's speed has changed
     CALLS = 8  # how many recent calls give the median
-    CALL = 0.2  # that share where nothing was said
+    CALL = 0.3  # that share where nothing was said: not yet a fast drafter
     MORE = 0.15  # share of a call that each further sequence adds before that was seen
     LEAST = 0.5  # share of a call's seconds that is not reading, at least
 

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
+
 from quickbeam import hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
 from quickbeam.engine.stream import Stream
@@ -142,11 +144,12 @@ class Runner:
             for job in jobs:
                 streams.append(await self._start(job, ticket))
             left = self.settings.queue_timeout - (time.perf_counter() - ticket.entered)
-            await asyncio.wait_for(streams[0].begun(), max(left, 0.001))
+            with anyio.fail_after(max(left, 0.001)):
+                await streams[0].begun()
         except BaseException as error:
             for stream in streams:
                 stream.close()
-            if isinstance(error, asyncio.TimeoutError):
+            if isinstance(error, TimeoutError):
                 message = (
                     f"the request has waited for {self.settings.queue_timeout:g} seconds "
                     "without its turn: come back later"
@@ -234,8 +237,9 @@ class Runner:
         """
         self.gate.phase = Phase.draining
         try:
-            await asyncio.wait_for(self.gate.emptied(), self.settings.drain_timeout)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(self.settings.drain_timeout):
+                await self.gate.emptied()
+        except TimeoutError:
             return False
         return True
 

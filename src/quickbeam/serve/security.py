@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from urllib.parse import urlsplit
 
+import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -137,8 +138,9 @@ class BodyLimit:
                 return await receive()
             left = deadline - asyncio.get_running_loop().time()
             try:
-                message = await asyncio.wait_for(receive(), max(left, 0.001))
-            except asyncio.TimeoutError:
+                with anyio.fail_after(max(left, 0.001)):
+                    message = await receive()
+            except TimeoutError:
                 raise Refused(
                     f"the request's body took longer than {self._seconds:g} seconds to arrive",
                     code="request_timeout",
