@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from answers import answer, request
 from cases import examples
 from models import VOCAB, tiny
-from quickbeam.engine import engine as engine_module
+from quickbeam.engine import commit
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
@@ -343,11 +343,11 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
     owner, name = {
         "prefill": (type(model), "forward"),
         "forward": (type(model), "forward"),
-        "accept": (engine_module, "accept"),
+        "accept": (commit, "accept"),
         "commit": (type(model.pool.new()), "commit"),
         "emit": (SequenceState, "emit"),
         "extend": (SequenceState, "extend"),
-        "observer": (engine_module, "StepRecord"),
+        "observer": (commit, "StepRecord"),
         "begin": (SequenceState, "begin"),
         "grow": (type(policy), "grow"),
     }[where]

@@ -568,7 +568,7 @@ def test_one_that_fails_while_it_drafts_holds_nothing_when_room_is_made(world, m
         for i, policy in enumerate(policies)
     ]
     engine.step()
-    seen, room = [], engine._with_room
+    seen, room = [], engine.scheduler.with_room
 
     def looked(ready):
         seen.append([one.over for one in engine.scheduler.active])
@@ -577,7 +577,7 @@ def test_one_that_fails_while_it_drafts_holds_nothing_when_room_is_made(world, m
     def broken(*_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(engine, "_with_room", looked)
+    monkeypatch.setattr(engine.scheduler, "with_room", looked)
     monkeypatch.setattr(policies[1], "grow", broken)
     run(engine, *ones)
     assert str(ones[1].error) == "broken" and ones[0].error is None

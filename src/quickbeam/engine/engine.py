@@ -8,62 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-from quickbeam.engine.accept import accept, first_token
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
+from quickbeam.engine.commit import Clock, Commit
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.growing import Drafting, TreeDraft, fail, read
+from quickbeam.engine.growing import Drafting, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
-from quickbeam.engine.scheduler import Scheduler
+from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
-from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.base import Batch, Draft, Model, Part, Passed, inference
-from quickbeam.models.kv import NoRoom, SequenceCache
+from quickbeam.models.base import Batch, Draft, Model, Passed, inference
 from quickbeam.models.native.noise import NativeLoops
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import PLAIN
-from quickbeam.tree import TokenTree
 
 MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
-
-
-class Ready(NamedTuple):
-    """A sequence with its part of the next pass.
-
-    `growing` is its draft tree; None for a text that is read.
-    """
-
-    sequence: SequenceState
-    part: Part
-    growing: TreeDraft | None = None
-
-
-class Clock:
-    """When a step began, and when its drafts and its pass were done.
-
-    In seconds of `time.perf_counter`.
-    """
-
-    def __init__(self) -> None:
-        self.began = self.drafted = self.verified = time.perf_counter()
-
-    @property
-    def drafting(self) -> float:
-        return self.drafted - self.began
-
-    @property
-    def verifying(self) -> float:
-        return self.verified - self.drafted
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the step so far."""
-        return time.perf_counter() - self.began
 
 
 class Engine:
@@ -100,7 +62,6 @@ class Engine:
         if self.prefixes is not None:
             model.pool.spare = self.prefixes.evict
         self._budget = budget
-        self._nodes: dict[int, int] = {}  # by sequence: nodes of its last tree
         self._stepping = False  # whether a step is under way
         self.left: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
@@ -198,7 +159,7 @@ class Engine:
 
         May be read from any thread.
         """
-        nodes = list(self._nodes.values())
+        nodes = [one.nodes for one in list(self.scheduler.active) if one.running]
         return sum(nodes) / len(nodes) if nodes else 0.0
 
     @inference
@@ -231,23 +192,22 @@ class Engine:
         self.scheduler.admit()
         self._release_finished()
         running = [one for one in self.scheduler.active if one.running]
-        reading = [Ready(one, part) for one, part in self.scheduler.to_read()]
+        reading = self.scheduler.to_read()
         prompts = sum(one.part.rows for one in reading)
         # draft
-        drafting = Drafting(self.model, lambda: self.budget, running, self._nodes, prompts)
+        drafting = Drafting(self.model, lambda: self.budget, running, prompts)
         growing = drafting.grow()
         self._release_finished()  # those that failed: before anyone is preempted for their pages
-        ready = [
-            Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing
-        ]
+        ready = [Ready(one.sequence, Draft(one.cache, one.tree), one) for one in growing]
         clock.drafted = time.perf_counter()
         # verify
-        ready = self._with_room(ready + reading)
+        ready = self.scheduler.with_room(ready + reading)
         passed = self._forward(ready)
         clock.verified = time.perf_counter()
         # commit
+        commit = Commit(clock, self.prefixes, self._budget)
         emitted = sum(
-            self._commit_part(one, result, clock)
+            commit.part(one, result)
             for one, result in zip(ready, passed, strict=True)
             if result is not None and not one.sequence.over
         )
@@ -260,27 +220,10 @@ class Engine:
             drafting.observe(emitted, seconds)
         self._release_finished()
 
-    def _commit_part(self, one: Ready, passed: Passed, clock: Clock) -> int:
-        """Commit what a pass says of one sequence. Returns how many tokens its tree emitted."""
-        try:
-            if one.growing is None:
-                self._commit_text(one, passed)
-                return 0
-            assert isinstance(one.part, Draft)
-            return self._commit_tree(one.sequence, one.growing, one.part.tree, passed, clock)
-        except Exception as error:
-            fail(one.sequence, error)
-            return 0
-
     def _release_finished(self) -> None:
         """Free what finished sequences hold."""
         for sequence in [one for one in self.scheduler.active if one.over]:
             self._leave(sequence)
-
-    @staticmethod
-    def _cache(sequence: SequenceState) -> SequenceCache:
-        assert sequence.cache is not None
-        return sequence.cache
 
     def _leave(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over.
@@ -291,58 +234,8 @@ class Engine:
             self.prefixes.remember(sequence, sequence.read)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
-        self._nodes.pop(sequence.arrival, None)
         if self._budget is not None:
             self._budget.observe_answer(sequence.statistics.new_tokens)
-
-    def _with_room(self, ready: list[Ready]) -> list[Ready]:
-        """Return the parts that can run.
-
-        If the pool runs short, trees shrink to their roots. If that is not enough, the latest
-        sequences are preempted.
-        """
-        pool = self.model.pool
-        if pool.limit is None:
-            return ready
-        while True:
-            missing = sum(
-                self._cache(one.sequence).missing(one.sequence.read + one.part.rows + 1)
-                for one in ready
-            )
-            while missing > (pool.free or 0) and pool.spare():
-                pass
-            # `free` is negative where the limit was lowered meanwhile
-            if missing <= max(0, pool.free or 0):
-                return ready
-            wide = [
-                i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1
-            ]
-            if wide:
-                i = max(wide, key=lambda i: ready[i].sequence.arrival)
-                one = ready[i]
-                assert isinstance(one.part, Draft)
-                ready[i] = one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
-                continue
-            idle = [
-                one
-                for one in self.scheduler.active
-                if all(one is not other.sequence for other in ready)
-            ]
-            last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
-            if len(self.scheduler.active) == 1:
-                fail(
-                    last,
-                    NoRoom(
-                        f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"
-                    ),
-                )
-                self._leave(last)
-                return []
-            if self.prefixes is not None:
-                self.prefixes.remember(last, last.read)
-            self.scheduler.preempt(last)
-            self._nodes.pop(last.arrival, None)
-            ready = [one for one in ready if one.sequence is not last]
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
         """Run one pass for all parts.
@@ -364,83 +257,6 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return passed
-
-    def _commit_text(self, one: Ready, passed: Passed) -> None:
-        """Commit tokens of a text that was read. After the last token of a prompt, emit the first
-        token, if one is wanted."""
-        sequence, part = one.sequence, one.part
-        self._commit(sequence, list(range(part.rows)), passed)
-        if sequence.scoring:
-            sequence.score(passed.logits)
-        if sequence.started or sequence.unread:
-            return
-        if not sequence.params.max_tokens:
-            sequence.end("length")
-            return
-        logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
-        token = first_token(
-            sequence.request.sampler, logits, sequence.randomness, len(sequence.ids)
-        )
-        sequence.emit([token], lambda _: logits)
-        sequence.extend([token], logits)
-
-    def _commit_tree(
-        self,
-        sequence: SequenceState,
-        growing: TreeDraft,
-        tree: TokenTree,
-        passed: Passed,
-        clock: Clock,
-    ) -> int:
-        """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
-        path, token = accept(
-            sequence.request.sampler, tree, passed, sequence.randomness, len(sequence.ids)
-        )
-        grown = growing.grown
-        assert grown is not None
-        grown.learn(tree, path)
-        self._commit(sequence, path, passed)
-        tokens = [*(tree.token[node] for node in path[1:]), token]
-        emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
-        sequence.extend(tokens, passed.logits[path[-1]])
-        if growing.situation is not None:
-            self.budget.observe_tree(
-                sequence.request.setting,
-                growing.situation,
-                growing.nodes,
-                path,
-                sequence.drafter if growing.calls else None,
-                growing.seconds,
-            )
-        self._nodes[sequence.arrival] = len(tree)
-        growing.count(tree, path, emitted, clock.drafting, clock.verifying)
-        if (observer := sequence.request.observer) is not None:
-            observer(
-                StepRecord(
-                    tree, path, token, emitted, clock.drafting, clock.verifying, clock.seconds
-                )
-            )
-        return len(tokens)
-
-    def _commit(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
-        """Keep the path's rows of the pass, and give their hidden states to the drafter."""
-        cache, before = self._cache(sequence), sequence.read
-        cache.commit(path)
-        drafter, state = sequence.drafter, sequence.draft_state
-        if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
-            return
-        hidden, kept = passed.hidden, len(path)
-        if kept < hidden.shape[0]:  # `len` of a tensor would ask for overrides first
-            straight = path[-1] == kept - 1  # the usual case, in which a slice will do
-            # indexing with a list would make a tensor of it first, which takes longer than this
-            rows = [hidden[node : node + 1] for node in path] if not straight else []
-            hidden = torch.cat(rows) if rows else hidden[:kept]
-        state.append_hidden(hidden)
-        if self.prefixes is not None:
-            size = self.prefixes.size
-            for chunk in range(before // size, cache.length // size):
-                at = (chunk + 1) * size - 1 - before
-                sequence.edges[chunk] = hidden[at : at + 1].clone()
 
     def _reads_along(self, sequence: SequenceState) -> bool:
         """Whether the drafter should read the prompt along with the target.

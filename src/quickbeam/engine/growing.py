@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained, situation
 from quickbeam.models.base import Model
+from quickbeam.models.kv import SequenceCache
 from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
@@ -56,6 +57,12 @@ class TreeDraft:
         return self.grown.tree
 
     @property
+    def cache(self) -> SequenceCache:
+        """Where the pass puts the tree's keys and values."""
+        assert self.sequence.cache is not None
+        return self.sequence.cache
+
+    @property
     def measured(self) -> bool:
         """Whether each of its nodes has to be worth its marginal cost."""
         context = self.sequence.context
@@ -87,8 +94,8 @@ class Drafting:
     """Grows the trees of one step.
 
     `budget` returns the budget, which may have to be measured first; it is asked for only if a
-    tree's size is not fixed. `nodes`: by sequence, the nodes of its last tree. `prompts`: rows of
-    prompts that the same pass reads. If a tree fails, its sequence ends with an error of its own.
+    tree's size is not fixed. `prompts`: rows of prompts that the same pass reads. If a tree fails,
+    its sequence ends with an error of its own.
     """
 
     def __init__(
@@ -96,11 +103,10 @@ class Drafting:
         model: Model,
         budget: Callable[[], Budget],
         running: Sequence[SequenceState],
-        nodes: Mapping[int, int],
         prompts: int,
     ) -> None:
         self.model, self.running = model, running
-        self._make_budget, self._nodes, self._prompts = budget, nodes, prompts
+        self._make_budget, self._prompts = budget, prompts
         self._explored = False  # one sequence is enough to explore
         self.asked = False  # whether the drafter was asked
         self.reading = 0.0  # seconds in which it read what it had missed
@@ -109,7 +115,8 @@ class Drafting:
     def budget(self) -> Budget:
         budget = self._make_budget()
         contexts = {one.arrival: len(one.ids) for one in self.running}
-        budget.begin(contexts, self._nodes, self._prompts)
+        nodes = {one.arrival: one.nodes for one in self.running}
+        budget.begin(contexts, nodes, self._prompts)
         return budget
 
     @cached_property

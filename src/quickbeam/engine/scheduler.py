@@ -11,17 +11,30 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import takewhile
+from typing import NamedTuple
 
+from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Chain, Model, Part
-from quickbeam.models.kv import Pool
+from quickbeam.models.base import Chain, Draft, Model, Part
+from quickbeam.models.kv import NoRoom, Pool
 
 TREE = 64  # how many rows a sequence may need besides its tokens
 QUANTUM = 256  # tokens that a tenant's turn is worth
 MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
 SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
+
+
+class Ready(NamedTuple):
+    """A sequence with its part of the next pass.
+
+    `growing` is its draft tree; None for a text that is read.
+    """
+
+    sequence: SequenceState
+    part: Part
+    growing: TreeDraft | None = None
 
 
 class Queue:
@@ -260,7 +273,49 @@ class Scheduler:
         self.active.remove(sequence)
         self.add(sequence)
 
-    def to_read(self) -> list[tuple[SequenceState, Part]]:
+    def with_room(self, ready: list[Ready]) -> list[Ready]:
+        """Return the parts that can run.
+
+        If the pool runs short, trees shrink to their roots. If that is not enough, the latest
+        sequences are preempted.
+        """
+        pool = self.pool
+        if pool.limit is None:
+            return ready
+        while True:
+            missing = sum(
+                one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in ready
+            )
+            while missing > (pool.free or 0) and pool.spare():
+                pass
+            # `free` is negative where the limit was lowered meanwhile
+            if missing <= max(0, pool.free or 0):
+                return ready
+            wide = [
+                i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1
+            ]
+            if wide:
+                i = max(wide, key=lambda i: ready[i].sequence.arrival)
+                one = ready[i]
+                assert isinstance(one.part, Draft)
+                ready[i] = one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
+                continue
+            idle = [one for one in self.active if all(one is not other.sequence for other in ready)]
+            last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
+            if len(self.active) == 1:
+                fail(
+                    last,
+                    NoRoom(
+                        f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"
+                    ),
+                )
+                return []
+            if self.prefixes is not None:
+                self.prefixes.remember(last, last.read)
+            self.preempt(last)
+            ready = [one for one in ready if one.sequence is not last]
+
+    def to_read(self) -> list[Ready]:
         """Return the sequences whose text is read in this step, each with the part that is read."""
         reading = [one for one in self.active if one.unread]
         if not reading:
@@ -269,7 +324,7 @@ class Scheduler:
         room = self.model.beside if running else self._room(reading)
         counts = shares([one.unread for one in reading], room)
         return [
-            (one, self._text(one, count))
+            Ready(one, self._text(one, count))
             for one, count in zip(reading, counts, strict=True)
             if count
         ]

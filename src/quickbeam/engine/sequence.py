@@ -117,6 +117,7 @@ class SequenceState:
             None if request.params.prompt_logprobs is None else [None]
         )
         self.error: BaseException | None = None
+        self.nodes = 1  # of its last tree
         self.ids = list(request.prompt)
         self.logits = torch.empty(0)  # the logits that the last of the ids was chosen from
         self.cache: SequenceCache | None = None
@@ -211,7 +212,7 @@ class SequenceState:
         if self.cache is not None:
             self.cache.release()
         self.cache = self.context = None
-        self.chunks, self.edges = [], {}
+        self.chunks, self.edges, self.nodes = [], {}, 1
         if self.randomness.noise is not None:
             self.randomness.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
