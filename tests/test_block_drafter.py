@@ -22,14 +22,17 @@ from transformers import AutoConfig, Qwen3Config, Qwen3Model
 from answers import answer
 from drafters import DRAFTED
 from features import context_of, grown, rounds
+from kernels import best_set, load
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
+from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
+from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
@@ -43,22 +46,25 @@ KINDS = {
     "dspark": DSPARK,
     "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
     "causal": replace(DSPARK, causal=True, markov_rank=0),
+    "confident": replace(DSPARK, confidence=True, block_size=3),
 }
 
 
 class Toy:
-    """A tiny target, and a block drafter with random weights."""
+    """A tiny target, and a block drafter with random weights. `more`: of `BlockDrafter`."""
 
-    def __init__(self, config: BlockConfig, seed: int = 0) -> None:
-        self.model = tiny("llama", seed=3).float()
-        self.target = make_model(copy.deepcopy(self.model), chunk=6)
+    def __init__(
+        self, config: BlockConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any
+    ) -> None:
+        self.model = tiny("llama", seed=3).to(dtype).float()
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
         torch.manual_seed(seed)
         self.network = BlockNetwork(config, self.target.embedding, self.target.head)
         for parameter in self.network.parameters():
             parameter.data.mul_(2) if parameter.dim() > 1 else parameter.data.add_(
                 0.3 * torch.randn_like(parameter)
             )
-        self.config, self.drafter = config, BlockDrafter(self.network, self.target)
+        self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
 
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
         """The taps of transformers' own pass, `[n, taps * d]`."""
@@ -71,7 +77,7 @@ class Toy:
     @torch.no_grad()
     def expected(self, ids: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
         """The equations as they are written down."""
-        c, weight = self.config, dict(self.network.state_dict())
+        c, weight = self.config, {k: v.float() for k, v in self.network.state_dict().items()}
 
         def norm(name: str, x: torch.Tensor) -> torch.Tensor:
             return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
@@ -253,6 +259,92 @@ def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
         toy.drafter.answer([DraftRequest(context, tree, [0])])
 
 
+def test_scores_of_few_candidates_are_the_equations_among_them(toys: dict[str, Toy]) -> None:
+    """And the confidence is the head's, of the row and the token before."""
+    toy, rng, few = Toy(KINDS["confident"], candidates=5), random.Random(2), 0
+    ids = [rng.randrange(VOCAB) for _ in range(9)]
+    tree, context = grown(rng, ids[-1], 9), context_of(ids)
+    context.states["drafter"] = toy.drafter.begin(ids)
+    context.states["drafter"].append_hidden(toy.hidden(ids[:-1]))
+    for nodes in rounds(tree):
+        probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0]
+        expected, kept = toy.expected(ids, tree, nodes), probs.dense() > 0
+        few = max(few, int(kept.sum(-1).max()))
+        expected = expected * kept / (expected * kept).sum(-1, keepdim=True).clamp(min=1e-9)
+        torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
+        assert len(probs.confidence) == len(nodes)
+        assert all(0 < sure < 1 for sure in probs.confidence)
+    assert 5 <= few <= 15
+
+
+# The native kernels
+
+
+def distance(toy: Toy) -> float:
+    """Mean total variation between its distributions and the equations."""
+    rng, far = random.Random(5), []
+    for length in (1, 7, 30, 70):
+        ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
+        tree, context = grown(rng, ids[-1], 8), context_of(ids)
+        state = context.states["drafter"] = toy.drafter.begin(ids)
+        hidden = toy.hidden(ids[:-1]).to(toy.target.dtype)
+        state.append_hidden(hidden[: length // 2])
+        toy.drafter.read([state])
+        state.append_hidden(hidden[length // 2 :])
+        for nodes in rounds(tree):
+            probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+            far += ((probs - toy.expected(ids, tree, nodes)).abs().sum(-1) / 2).tolist()
+        state.release()
+    return sum(far) / len(far)
+
+
+@best_set
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(
+    isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(isa)
+    config, half = KINDS[kind], torch.bfloat16
+    plain = Toy(config, dtype=half, native=False)
+    assert isinstance(plain.drafter.passes, TorchBlocks)
+    usual = distance(plain)
+    for weights, more in ((BFLOAT16, 1e-3), (None, 0.02)):  # 8 bits add little
+        toy = Toy(config, dtype=half, weights=weights)
+        assert isinstance(toy.drafter.passes, NativeBlocks)
+        assert distance(toy) <= 1.25 * usual + more
+    toy.network.layers[1].self_attn["o_proj"].weight.mul_(1.5)
+    assert distance(toy) > 3 * usual  # another network is seen
+
+
+@best_set
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(
+    isa: str, kind: str
+) -> None:
+    load(isa)
+    rng, answers = random.Random(kind), list[list[int]]()
+    prompt = [rng.randrange(VOCAB) for _ in range(9)]
+    params = SamplingParams(max_tokens=25, temperature=0.7, seed=1, ignore_eos=True)
+    for native in (True, False):
+        toy = Toy(KINDS[kind], dtype=torch.bfloat16, native=native)
+        for method in (DRAFTED["dyspec"](toy.drafter), NoDraft()):
+            answers.append(answer(toy.target, method, params, prompt, budget=9).output.token_ids)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    toy = Toy(KINDS[kind], dtype=torch.bfloat16)
+    calls, alone = [], []
+    for length in (3, 9, 70):
+        ids = [rng.randrange(VOCAB) for _ in range(length)]
+        tree, hidden = grown(rng, ids[-1], 9), toy.hidden(ids[:-1]).bfloat16()
+        for of in (calls, alone):
+            context = context_of(ids)
+            context.states["drafter"] = toy.drafter.begin(ids)
+            context.states["drafter"].append_hidden(hidden)
+            of.append(DraftRequest(context, tree, range(9)))
+    together = toy.drafter.answer(calls)
+    for one, probs in zip(alone, together, strict=True):
+        assert torch.equal(toy.drafter.answer([one])[0].dense(), probs.dense())
+
+
 # What it learns
 
 
@@ -340,17 +432,15 @@ def test_a_drafter_that_saw_the_text_behind_its_anchors_accepts_less(
 def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
     learned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, run = accepted(learned["right"], learned), BlockDrafter._run
+    right = accepted(learned["right"], learned)
 
-    def kept(self: BlockDrafter, states: list[BlockState], trees: list[TokenTree]) -> None:
+    def append_hidden(self: BlockState, hidden: torch.Tensor) -> None:
         """The rows of the last block stand where the text's should be."""
-        for state in states:
-            if state.calls and (read := len(state.unread)):
-                state.unread.drop(read)
-                state.cache.commit(range(read))
-        run(self, states, trees)
+        self.unread.append(hidden)
+        if self.calls:
+            self.commit(len(hidden))
 
-    monkeypatch.setattr(BlockDrafter, "_run", kept)
+    monkeypatch.setattr(BlockState, "append_hidden", append_hidden)
     assert accepted(learned["right"], learned) < right - 0.3
 
 

@@ -173,12 +173,15 @@ class DraftProbs(NamedTuple):
     - `vocab`: how many tokens the vocabulary has.
     - `forced`: by row, the only token that a grammar allows there. The values of such a row mean
       nothing.
+    - `confidence`: for each row, how likely the drafter expects its next token to be accepted;
+      empty where it does not say.
     """
 
     values: torch.Tensor
     tokens: torch.Tensor | None = None
     vocab: int = 0
     forced: Mapping[int, int] = MappingProxyType({})
+    confidence: Sequence[float] = ()
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
         """Return the distributions over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a

@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
+from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
+from quickbeam.drafters.feature import CHUNK, FeatureState, usable_kernels
+from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.drafters.unread import Unread
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, LayerShape, SequenceCache
+from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
-CHUNK = 512  # the most committed tokens that are read at once
+CANDIDATES = 128  # how many of the likeliest tokens of each depth are scored, as PCTree does
 
 
-class BlockState(DrafterState):
+class BlockState(FeatureState):
     """What the block drafter keeps of one sequence.
 
-    `cache`: keys and values of committed tokens before the anchor, and of nothing else. `logits`:
-    U of the tree that is being grown, `[drafted, vocab]`. `calls`: how many passes were run.
+    `cache`: keys and values of committed tokens before the anchor, and of nothing else. `rows`: of
+    the tree that is being grown, `[drafted, d]`. `scores`: U of `tokens` `[s]`, `[drafted, s]`.
     """
 
     def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
-        self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.unread = Unread()
-        self.tree: TokenTree | None = None
-        self.logits = torch.empty(0)
-
-    @property
-    def waiting(self) -> int:
-        return len(self.unread)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.ids.extend(tokens)
-
-    def append_hidden(self, hidden: torch.Tensor) -> None:
-        self.unread.append(hidden)
-
-    def share(self, chunk: int, tokens: int) -> Any:
-        """Return the rows of these tokens, or None if they were not read yet."""
-        whole = (chunk + 1) * tokens <= self.cache.length
-        return self.cache.share(chunk, tokens) if whole else None
+        super().__init__(cache, ids)
+        self.rows = self.scores = torch.empty(0)
+        self.tokens = torch.empty(0, dtype=torch.int64)
 
     def adopt(
-        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+        self, chunks: Sequence[object], tokens: int, hidden: Sequence[torch.Tensor] = ()
     ) -> None:
-        if not chunks:
-            return self.unread.reset(hidden)
-        self.cache.adopt(chunks, tokens)
-        self.unread.reset(hidden)
-        if len(self.unread):  # a row depends on its own token alone: the last one adopted is read
+        super().adopt(chunks, tokens, hidden)
+        if chunks and self.waiting:  # a row depends on its own token alone: the last is read
             self.unread.drop(1)
 
-    def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
-        begin = chunk * tokens - self.cache.length
-        if not 0 <= begin <= len(self.unread) - tokens:
-            return None
-        return self.unread.first(begin + tokens)[begin:].clone()
-
     def release(self) -> None:
-        self.cache.release()
-        self.unread.reset()
-        self.tree, self.logits = None, torch.empty(0)
+        super().release()
+        self.rows = self.scores = torch.empty(0)
 
 
 class BlockDrafter(Drafter):
@@ -76,29 +50,38 @@ class BlockDrafter(Drafter):
     keys and values stay, and runs the block of the anchor, which is the root. The blocks of all
     sequences of a call are one pass. A block's own keys and values are overwritten by what comes
     next. All other requests of the tree are answered without a pass: the distribution after a node
-    depends on its depth and its token. Nodes as deep as the block is long get zeros: nothing is
-    proposed there.
+    depends on its depth and its token. It is over the tokens that are among the `candidates`
+    likeliest of some depth without the Markov head. Nodes as deep as the block is long get zeros:
+    nothing is proposed there.
 
     The drafter takes the network over. It makes `model` return the hidden states that the network
-    reads (`Model.watch`).
+    reads (`Model.watch`). `native`: let the native kernels run the network where they can.
+    `weights`: the format that they keep its weights in; None: 8 bits.
     """
 
     name = "drafter"
     needs_hidden = True
-    pool: RowPool
+    pool: Pool
 
-    def __init__(self, network: BlockNetwork, model: Model) -> None:
-        config = network.config
+    def __init__(
+        self,
+        network: BlockNetwork,
+        model: Model,
+        *,
+        native: bool = True,
+        weights: str | None = None,
+        candidates: int = CANDIDATES,
+    ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-        self.vocab_size, self.device = model.vocab_size, model.device
-        model.watch(config.taps)
-        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = RowPool([shape] * config.depth, model.dtype, model.device)
-        scale = config.head_dim**-0.5
-        self._layers = [Layer(i, scale, None, None, None) for i in range(config.depth)]
-        size = config.block_size
-        visible = torch.ones(size, size, dtype=torch.bool)
-        self._visible = (visible.tril() if config.causal else visible).numpy()
+        self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
+        model.watch(network.config.taps)
+        found = usable_kernels(model, network.embedding, NativeBlocks.sizes(network))
+        self.passes: NativeBlocks | TorchBlocks = (
+            NativeBlocks(self.network, found, weights)
+            if native and found is not None
+            else TorchBlocks(self.network, model)
+        )
+        self.pool = self.passes.pool
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> BlockState:
         self.check_shortlist(shortlist)
@@ -107,81 +90,74 @@ class BlockDrafter(Drafter):
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         # `end` bounds the hidden states that were given, so it needs no look here
-        for state in states:
-            if isinstance(state, BlockState) and len(state.unread) >= max(1, least):
-                self._read(state)
+        self._read(
+            [
+                state
+                for state in states
+                if isinstance(state, BlockState) and state.waiting >= max(1, least)
+            ]
+        )
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return distributions `[len(nodes), vocab]`. See `Drafter.answer`.
+        """Return distributions over the candidates. See `Drafter.answer`.
 
         Raises `ValueError` where a tree's first request doesn't begin with the root, or where
         hidden states of committed tokens are missing.
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
             self._run([self._state(one) for one in firsts], [one.tree for one in firsts])
-        return self._probs(requests)
+        return [self._probs(request) for request in requests]
 
     def _state(self, request: DraftRequest) -> BlockState:
         state: BlockState = request.context.states[self.name]
         return state
 
-    def _read(self, state: BlockState) -> None:
+    def _read(self, states: Sequence[BlockState]) -> None:
         """Write keys and values of all tokens whose hidden states are unread."""
-        while len(state.unread):
-            hidden = state.unread.first(min(len(state.unread), CHUNK))
-            fused, count = self.network.fuse(hidden), len(hidden)
-            assert isinstance(state.cache, RowStore)
-            step = GatheredStep([Behind(state.cache, range(count))], self.pool)
-            for i, layer in enumerate(self._layers):
-                key, value = self.network.key_value(i, fused, step.positions)
-                step.write(layer, key.transpose(0, 1), value.transpose(0, 1))
-            state.cache.commit(range(count))
-            state.unread.drop(count)
+        while states := [state for state in states if state.waiting]:
+            part, room = list[BlockState](), CHUNK
+            for state in states:
+                if part and state.waiting > room:
+                    break
+                room -= state.waiting
+                part.append(state)
+            hidden = [state.unread.first(min(state.waiting, CHUNK)) for state in part]
+            self.passes.read([state.cache for state in part], hidden)
+            for state, rows in zip(part, hidden, strict=True):
+                state.commit(len(rows))
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
         """Run the blocks of the trees' roots in one pass."""
-        blocks = []
+        self._read(states)
         for state in states:
-            self._read(state)
             anchor = len(state.ids) - 1
             if state.cache.length != anchor:
                 raise ValueError(
                     f"hidden states of {state.cache.length} tokens for {anchor} before the anchor"
                 )
-            assert isinstance(state.cache, RowStore)
-            rows_of_block = range(len(self._visible))
-            blocks.append(Behind(state.cache, rows_of_block, visible=self._visible))
-        step = GatheredStep(blocks, self.pool)
-
-        def attend(
-            i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            step.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
-            return step.attend(query, self._layers[i])
-
         anchors = [tree.token[0] for tree in trees]
-        rows = self.network(anchors, [state.cache.length for state in states], attend)
-        logits = self.network.logits(rows)[..., : self.vocab_size].float()
-        for state, tree, part in zip(states, trees, logits, strict=True):
-            state.tree, state.logits = tree, part
-            state.calls += 1
+        parts = self.passes.run([state.cache for state in states], anchors)
+        for state, tree, rows, logits in zip(states, trees, *parts, strict=True):
+            state.tree, state.rows, state.calls = tree, rows, state.calls + 1
+            logits = logits[:, : self.vocab_size].float()
+            likely = [tokens for tokens, _ in largest(logits, self.candidates)]
+            every = sorted(set[int]().union(*likely)) or [0]
+            state.tokens = torch.tensor(every, device=self.device)
+            state.scores = logits[:, state.tokens]
 
-    def _probs(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return the distributions after all requested nodes, by one product of the Markov head."""
-        tokens = [request.tree.token[node] for request in requests for node in request.nodes]
-        bias = self.network.bias(torch.tensor(tokens, device=self.device))
-        counts, drafts = [len(request.nodes) for request in requests], []
-        parts = [None] * len(requests) if bias is None else bias.split_with_sizes(counts)
-        for request, part in zip(requests, parts, strict=True):
-            state, tree = self._state(request), request.tree
-            if tree is not state.tree:
-                raise ValueError("a new tree: ask for its root first")
-            depths = torch.tensor([tree.depth[node] for node in request.nodes], device=self.device)
-            inside = depths < len(state.logits)
-            scores = state.logits[depths.clamp(max=len(state.logits) - 1)]
-            if part is not None:
-                scores = scores + part[:, : self.vocab_size].float()
-            probs = probs_of(scores, request.context.draft_temperature)
-            drafts.append(DraftProbs(probs * inside[:, None]))
-        return drafts
+    def _probs(self, request: DraftRequest) -> DraftProbs:
+        """Return the distributions after the requested nodes."""
+        state, tree, nodes = self._state(request), request.tree, request.nodes
+        if tree is not state.tree:
+            raise ValueError("a new tree: ask for its root first")
+        previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)
+        depths = torch.tensor([tree.depth[node] for node in nodes], device=self.device)
+        inside, rows = depths < len(state.scores), depths.clamp(max=len(state.scores) - 1)
+        scores = state.scores[rows]
+        if (bias := self.network.bias(previous, state.tokens)) is not None:
+            scores = scores + bias.float()
+        probs = probs_of(scores, request.context.draft_temperature) * inside[:, None]
+        logits = self.network.confidence(state.rows[rows], previous)
+        sure = () if logits is None else logits.float().sigmoid().tolist()
+        return DraftProbs(probs, state.tokens, self.vocab_size, confidence=sure)

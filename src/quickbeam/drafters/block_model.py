@@ -37,8 +37,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
 head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_dim]`."""
 
-# tensors that are not read: copies of the target's own, and what says when to stop a chain
-IGNORED = ("embed_tokens.", "lm_head.", "confidence_head.")
+# tensors that are not read: copies of the target's own
+IGNORED = ("embed_tokens.", "lm_head.")
 SIZES = {  # by field of `BlockConfig`: its name in config.json
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -64,6 +64,8 @@ class BlockConfig:
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).
     - `causal`: whether rows see only the rows before them (JetSpec).
     - `markov_rank`: the rank of the Markov head, or 0 for none.
+    - `confidence`: whether a head says how likely a drafted token is accepted, by its row, and with
+      a Markov head by the token before it.
     - `rope`: further fields of a Llama configuration that shape the rotary angles.
     """
 
@@ -81,6 +83,7 @@ class BlockConfig:
     from_anchor: bool = True
     causal: bool = False
     markov_rank: int = 0
+    confidence: bool = False
     eps: float = 1e-6
     rope: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +106,15 @@ class BlockConfig:
             raise InvalidInput(f"its config says {window}, which block drafters here can't do")
         if fields.get("hidden_act", "silu") != "silu":
             raise InvalidInput(f"its config says hidden_act: {fields['hidden_act']!r}; known: silu")
+        confidence, rank = (
+            bool(fields.get("enable_confidence_head")),
+            fields.get("markov_rank") or 0,
+        )
+        if confidence and bool(fields.get("confidence_head_with_markov", True)) != bool(rank):
+            raise InvalidInput(
+                "its config says confidence_head_with_markov: "
+                f"{fields.get('confidence_head_with_markov')!r}, which does not fit its markov_rank"
+            )
         try:
             sizes = {name: int(fields[key]) for name, key in SIZES.items()}
             taps = tuple(int(i) + 1 for i in fields["target_layer_ids"])
@@ -116,9 +128,18 @@ class BlockConfig:
             vocab_size=vocab_size,
             from_anchor=bool(fields.get("sample_from_anchor", "dflash_config" not in record)),
             causal=bool(fields.get("causal_head")),
-            markov_rank=int(fields.get("markov_rank") or 0),
+            markov_rank=int(rank),
+            confidence=confidence,
             eps=fields.get("rms_norm_eps", 1e-6),
             rope={name: fields[name] for name in ROPE if fields.get(name) is not None},
+        )
+
+    def rotary(self) -> LlamaRotaryEmbedding:
+        """Return transformers' module of the rotary angles."""
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        size = self.heads * self.head_dim
+        return LlamaRotaryEmbedding(
+            LlamaConfig(hidden_size=size, head_dim=self.head_dim, **heads, **self.rope)
         )
 
     def record(self) -> dict[str, Any]:
@@ -132,6 +153,8 @@ class BlockConfig:
             "causal_head": self.causal,
             "markov_rank": self.markov_rank,
             "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence,
+            "confidence_head_with_markov": bool(self.markov_rank),
             "rms_norm_eps": self.eps,
             **self.rope,
         }
@@ -200,25 +223,31 @@ class BlockNetwork(nn.Module):
             first = nn.Embedding(config.vocab_size, config.markov_rank)
             second = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
             self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
+        if config.confidence:
+            proj = nn.Linear(d + config.markov_rank, 1)
+            self.confidence_head = nn.ModuleDict({"proj": proj})
         # in a dictionary, so that they don't become parameters of this module
         self._shared = {"embedding": embedding, "head": head}
-        self._rotary = (self._angles(),)  # in a tuple: angles stay float32
+        self._rotary = (config.rotary(),)  # in a tuple: angles stay float32
 
-    def _angles(self) -> LlamaRotaryEmbedding:
-        config = self.config
-        return LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=config.heads * config.head_dim,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                **config.rope,
-            )
-        )
+    @property
+    def rotary(self) -> LlamaRotaryEmbedding:
+        """The module of the rotary angles."""
+        return self._rotary[0]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The target's embedding."""
+        return self._module("embedding")
+
+    @property
+    def head(self) -> nn.Module:
+        """The target's head."""
+        return self._module("head")
 
     def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the rotary angles of `positions` `[n]` to `[n, heads, head_dim]`."""
-        rotary = self._rotary[0].to(x.device)
+        rotary = self.rotary.to(x.device)
         cos, sin = (angle[0, :, None] for angle in rotary(x, positions[None]))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin  # type: ignore[no-any-return]
@@ -250,7 +279,7 @@ class BlockNetwork(nn.Module):
         inputs[:, 0] = torch.tensor(anchors, device=device)
         offsets = torch.arange(config.block_size, device=device)
         places = (torch.tensor(positions, device=device)[:, None] + offsets).flatten()
-        x = self._module("embedding")(inputs.flatten())
+        x = self.embedding(inputs.flatten())
         for i in range(config.depth):
             layer = self._layer(i)
             normed = layer.input_layernorm(x)
@@ -262,15 +291,37 @@ class BlockNetwork(nn.Module):
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return U, the logits `[b, drafted, vocab]` of blocks' rows, without the Markov head."""
-        rows = rows if self.config.from_anchor else rows[:, 1:]
-        return self._module("head")(rows)  # type: ignore[no-any-return]
+        return self.head(self.drafting(rows))  # type: ignore[no-any-return]
 
-    def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
-        """Return what the tokens before add to U, `[n, vocab]`; None without a Markov head."""
+    def drafting(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of blocks' rows that draft a token, `[b, drafted, d]`."""
+        return rows if self.config.from_anchor else rows[:, 1:]
+
+    def bias(
+        self, previous: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return what the tokens before, `[n]`, add to U: `[n, vocab]`, or `[n, s]` of `tokens`.
+
+        Returns None without a Markov head.
+        """
         if not self.config.markov_rank:
             return None
-        first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
-        return second(first(previous))  # type: ignore[no-any-return]
+        head: Any = self.markov_head
+        second = head["markov_w2"].weight
+        return F.linear(head["markov_w1"](previous), second if tokens is None else second[tokens])
+
+    def confidence(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
+        """Return logits `[n]` of the probability that a drafted token is accepted.
+
+        `rows`: `[n, d]`, of `drafting`. `previous`: `[n]`, the tokens before. Returns None without
+        a head for it.
+        """
+        if not self.config.confidence:
+            return None
+        if self.config.markov_rank:
+            rows = torch.cat([rows, self.markov_head["markov_w1"](previous)], -1)
+        head: Any = self.confidence_head
+        return head["proj"](rows)[..., 0]  # type: ignore[no-any-return]
 
     def _layer(self, i: int) -> Layer:
         layer: Any = self.layers[i]
@@ -326,7 +377,7 @@ def load_block(
             raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
         with torch.device("meta"):
             network = BlockNetwork(config, embedding, head)
-        network._rotary = (network._angles(),)
+        network._rotary = (config.rotary(),)
         state = {k: v for k, v in read_tensors(folder).items() if not k.startswith(IGNORED)}
         expected = network.state_dict()
         for name, tensor in expected.items():

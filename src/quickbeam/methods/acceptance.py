@@ -7,9 +7,11 @@ proposal has a formula for a first guess, and classes in which observed acceptan
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import NamedTuple
 
 EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the classes of a drafter's probabilities
+SURE = (0.5, 0.8)  # bounds between the classes of a drafter's confidence
 RANKS = 4  # ranks among siblings that are told apart; the last stands for all further ones
 # Drafters are underconfident in their first choice. On our own questions, first children of
 # probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
@@ -47,22 +49,29 @@ class Evidence(NamedTuple):
         return Evidence((kind, size, choice), odds / (1 + odds))
 
 
-def as_printed(rank: int, probability: float) -> Evidence:
+Estimate = Callable[[int, float, float | None], Evidence]
+"""Of a drafter's proposal, by its rank among its siblings, its probability, and how sure the
+drafter is there (`DraftProbs.confidence`) or None."""
+
+
+def as_printed(rank: int, probability: float, confidence: float | None = None) -> Evidence:
     """Return DySpec's assumption: a child is accepted with the probability that its drafter gives
     it."""
     return Evidence(None, probability)
 
 
-def drafted(rank: int, probability: float) -> Evidence:
+def drafted(rank: int, probability: float, confidence: float | None = None) -> Evidence:
     """Return the evidence of a deterministic proposal of a drafter.
 
-    `rank` counts its siblings, from 0. `probability`: see `methods/children.py`.
+    `rank` counts its siblings, from 0. `probability`: see `methods/children.py`. `confidence`: see
+    `DraftProbs`.
     """
     usual = probability if rank else 1 - (1 - probability) ** LIFT
-    return Evidence(("drafted", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
+    kind = "drafted" if confidence is None else f"drafted {bisect_right(SURE, confidence)}"
+    return Evidence((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
-def drawn(rank: int, probability: float) -> Evidence:
+def drawn(rank: int, probability: float, confidence: float | None = None) -> Evidence:
     """Return the evidence of a drawn child, given that its earlier siblings are rejected.
 
     `probability` is that under the distribution it was drawn from, without earlier siblings,

@@ -114,7 +114,9 @@ def _answer(
     values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
         0, torch.tensor(rows, device=masked.device), masked
     )
-    return distributions._replace(values=values, forced=forced)
+    confidence = dict(zip(rows, distributions.confidence, strict=False))
+    every = [confidence.get(row, 1.0) for row in range(len(places))] if confidence else ()
+    return distributions._replace(values=values, forced=forced, confidence=every)
 
 
 def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:

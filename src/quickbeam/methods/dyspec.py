@@ -24,7 +24,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
     Calibration,
-    Evidence,
+    Estimate,
     as_printed,
     drafted,
     drawn,
@@ -146,9 +146,7 @@ class DySpec(Method):
 
     priced = True
 
-    def __init__(
-        self, drafter: Drafter, estimate: Callable[[int, float], Evidence] | None = None
-    ) -> None:
+    def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
         self.drafter, self.sources = drafter, (drafter,)
         self.model, self.calibration = AcceptanceModel(), Calibration()
         self._drafted, self._drawn = estimate or drafted, estimate or drawn
@@ -157,7 +155,7 @@ class DySpec(Method):
         if budget < 2 or max_depth < 1:
             return (yield from without_calls(TokenTree(context.ids[-1])))
         if context.draws:
-            rate = lambda rank, d: self.model.rate(self._drawn(rank, d))  # noqa: E731
+            rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
             worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
             tree, draws = yield from sampled_tree(
                 self.drafter, context, budget, max_depth, rate, worth
@@ -177,7 +175,7 @@ class DySpec(Method):
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
                 if child in draws:
-                    self.model.observe(self._drawn(*draws[child]), child == accepted)
+                    self.model.observe(self._drawn(*draws[child], None), child == accepted)
                 if child == accepted:
                     break
 

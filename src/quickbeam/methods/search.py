@@ -13,7 +13,14 @@ from itertools import zip_longest
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import Row
-from quickbeam.methods.acceptance import LIFT, AcceptanceModel, Calibration, Evidence, drafted
+from quickbeam.methods.acceptance import (
+    LIFT,
+    AcceptanceModel,
+    Calibration,
+    Estimate,
+    Evidence,
+    drafted,
+)
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.children import ROUNDING, proposals
 from quickbeam.tree import TokenTree
@@ -72,7 +79,7 @@ class Search:
 
     Where the context has marginal costs, a path is also kept only if its expected tokens exceed
     that of its node. `accepted_per_expected` corrects these expectations. `estimate(rank,
-    probability)` is the evidence of a drafter's proposal.
+    probability, confidence)` is the evidence of a drafter's proposal.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Search:
         max_depth: int,
         model: AcceptanceModel,
         accepted_per_expected: float = 1.0,
-        estimate: Callable[[int, float], Evidence] = drafted,
+        estimate: Estimate = drafted,
     ) -> None:
         self.estimate = estimate
         self.drafter, self.context, self.size, self.max_depth = drafter, context, size, max_depth
@@ -203,12 +210,13 @@ class Search:
         for i, (one, row) in enumerate(zip(due, rows, strict=True)):
             token = answer.forced.get(i)
             if token is None:
-                self._take(one, row, worst)
+                sure = answer.confidence[i] if answer.confidence else None
+                self._take(one, row, worst, sure)
             elif token not in one.children and one.value > worst:
                 self.enter(one, token, GRAMMAR, 1.0)
         return True
 
-    def _take(self, parent: Candidate, row: Row, worst: float) -> None:
+    def _take(self, parent: Candidate, row: Row, worst: float, sure: float | None) -> None:
         """Enter the drafter's tokens after `parent`, the likeliest first.
 
         A token that is below `parent` already stays one child. Its rate is the larger of two
@@ -217,18 +225,18 @@ class Search:
         """
         model, known, share = self.model, parent.children, 1.0
         if known:
-            share = self._merge(parent, row)
+            share = self._merge(parent, row, sure)
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
             if token in known:
                 continue
-            evidence = self.estimate(rank, probability)
+            evidence = self.estimate(rank, probability, sure)
             rate = model.rate(evidence) * share
             value = parent.value * rate
             if value <= worst or self.below_cost(value, parent.depth + 1 + rank):
                 break
             self.enter(parent, token, self.drafter.name, rate, (evidence,), probability)
 
-    def _merge(self, parent: Candidate, row: Row) -> float:
+    def _merge(self, parent: Candidate, row: Row, sure: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
 
         Returns by what the rates of the drafter's other tokens are multiplied.
@@ -240,7 +248,7 @@ class Search:
             if token in tokens:
                 rank = tokens.index(token)
                 child.probability = probabilities[rank]
-                evidence = self.estimate(rank, child.probability)
+                evidence = self.estimate(rank, child.probability, sure)
                 rate = min(self.model.rate(evidence), 1 - 1e-6)
                 theirs += rate
             own = child.rate
