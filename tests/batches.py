@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +40,19 @@ def go(source: Path, output: Path, answer: Any = echo, window: int = 4) -> tuple
         total = check(source, journal)
         asyncio.run(run(read(source), answer, journal, window, lambda: told.append(None)))
     return total, len(told)
+
+
+def killed(source: Path, output: Path, writes: int, part: int) -> None:
+    """As `go`, but this process is killed after so many writes and a part of another, in bytes."""
+    write, left = os.write, writes
+
+    def counted(file: int, data: Any) -> int:
+        nonlocal left
+        if not left:
+            write(file, data[:part])
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return write(file, data)
+
+    os.write = counted  # type: ignore[assignment]
+    go(source, output)

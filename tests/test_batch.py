@@ -339,26 +339,19 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(
 
 
 def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
-    source, output, chance = tmp_path / "in.jsonl", tmp_path / "out.jsonl", random.Random(0)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as "
         "t; from pathlib import Path; "
     )
-    program += f"t.go(Path({str(source)!r}), Path({str(output)!r}))"
-    kills = 0
-    for _ in range(6):
-        before = output.stat().st_size if output.exists() else 0
-        child = subprocess.Popen([sys.executable, "-c", program])
-        while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
-            time.sleep(0.001)
-        time.sleep(chance.random() / 20)
-        kills += child.poll() is None
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    go(source, output)
+    program += f"t.killed(Path({str(source)!r}), Path({str(output)!r}), *map(int, sys.argv[1:]))"
+    for writes, part in ((0, 0), (5, 1), (60, 10**6), (100, 20), (3, 900)):
+        child = subprocess.run([sys.executable, "-c", program, str(writes), str(part)])
+        assert child.returncode == -signal.SIGKILL
+    kept = output.read_bytes().count(b"\n")
+    assert 168 <= kept < 400 and go(source, output) == (400, 400 - kept)
     whole(source, output)
-    assert kills > 2
 
 
 USER = [{"role": "user", "content": "abc abc"}]

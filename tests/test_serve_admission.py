@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -181,9 +182,13 @@ def test_a_full_server_tells_when_to_come_back(llm):
 
 def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
     async def main() -> None:
-        async with served(llm, queue_timeout=0.3) as (runner, client):
-            running = [stream for _ in range(2) for stream in await begun(runner, job(llm))]
+        async with served(llm) as (runner, client):
             with braked(llm.engine) as brake:
+                tasks = [asyncio.create_task(begun(runner, job(llm))) for _ in range(2)]
+                await until(lambda: runner.gate.inside == begun_answers(runner) == 2)
+                brake.release(3)  # answers need 200 steps
+                running = [stream for task in tasks for stream in await task]
+                runner.settings = replace(runner.settings, queue_timeout=0.3)
                 asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
                 late = await client.post("/v1/completions", json=asked)
                 assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1

@@ -207,7 +207,7 @@ def under_load(
 ) -> None:
     clients = crowd(count, methods, tokens)
     with LLM(folder, "auto", max_running=together // 2, kv_memory=memory, **options) as llm:
-        runner = Runner(ServeSettings(max_waiting=together // 2, queue_timeout=300), llm)
+        runner = Runner(ServeSettings(max_waiting=together // 4, queue_timeout=300), llm)
         with serving(runner) as (base, loop):
             before = tasks(loop)
             got, seen = asyncio.run(load(base, clients, together))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -148,10 +149,7 @@ def test_what_is_counted_is_what_was_answered(llm):
 
 def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
     async def main() -> None:
-        async with served(llm, served_name="tiny", max_waiting=1, queue_timeout=0.2) as (
-            runner,
-            client,
-        ):
+        async with served(llm, served_name="tiny", max_waiting=1) as (runner, client):
             monkeypatch.setattr(llm.engine.scheduler, "most", 1)
             runner.gate.places = 1
             with braked(llm.engine) as brake:
@@ -160,6 +158,7 @@ def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
                 assert (await read(client))["vllm:num_requests_waiting"] == {"": 1}
                 brake.release(3)
                 (stream,) = await task
+                runner.settings = replace(runner.settings, queue_timeout=0.2)
                 await until(lambda: bool(llm.engine.nodes))
                 found = await read(client)
                 assert found["vllm:num_requests_running"] == {"": 1} and found[

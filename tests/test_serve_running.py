@@ -23,11 +23,11 @@ import pytest
 from typer.testing import CliRunner
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
-from quickbeam.aio import Answer
 from quickbeam.cli.app import app as command
 from quickbeam.cli.fields import split
 from quickbeam.cli.serve import greeting
 from quickbeam.engine.loop import EngineLoop
+from quickbeam.engine.trace import StepRecord
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import Server, listen, run, serve, url
@@ -259,12 +259,12 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
                     assert one.runner.gate.inside == 2
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    for _ in range(100):  # answers need 200 steps
+                    for _ in range(150):  # answers need 200 steps
                         brake.release(1)
-                        await asyncio.sleep(0.01)
+                        await asyncio.sleep(0.01 if _ < 20 else 0.2)
                         if idle(one.runner):
                             break
-                    await until(lambda: idle(one.runner))
+                    assert idle(one.runner)
             llm.reset()
             assert llm.model.pool.used == 0
 
@@ -277,20 +277,21 @@ def test_a_client_that_leaves_as_its_answer_begins_frees_it(llm):
     async def main() -> None:
         async with served(llm) as (runner, _):
             for wait in range(8):
-                task = asyncio.create_task(begun(runner, job(llm)))
-                while not (begun_answers(runner) and answers(runner)[0].begun.is_set()):
-                    await asyncio.sleep(0)
-                for _ in range(wait):
-                    await asyncio.sleep(0)
-                left = task.cancel()
-                await asyncio.wait([task])
-                assert task.cancelled() == left
-                if not left:
-                    task.result()[0].close()
-                await until(lambda: idle(runner))
-
-    def answers(runner: Runner) -> list[Answer]:
-        return [one for box in runner._engine._mailboxes.values() for one in box.answers.values()]
+                with braked(llm.engine) as brake:
+                    task = asyncio.create_task(begun(runner, job(llm)))
+                    await until(brake.waits.is_set)
+                    brake.release(1)
+                    while runner.gate.waiting:  # until the engine has begun
+                        await asyncio.sleep(0)
+                    for _ in range(wait):
+                        await asyncio.sleep(0)
+                    left = task.cancel()
+                    await asyncio.wait([task])
+                    assert task.cancelled() == left
+                    if not left:
+                        task.result()[0].close()
+                    brake.release(2)  # an answer needs 200 steps
+                    await until(lambda: idle(runner))
 
     asyncio.run(main())
 
@@ -368,7 +369,7 @@ def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
             await asyncio.to_thread(waits.wait)
             await runner.close()
             go.set()
-            response = await asyncio.wait_for(asked, 5)
+            response = await asked
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
             assert refused(runner) == 1 and runner.gate.inside == 0
 
@@ -411,6 +412,35 @@ def test_deltas_make_up_the_answer(llm):
                 times = stream.times
                 assert times.arrived <= times.began <= times.first
 
+    asyncio.run(main())
+
+
+def test_an_answer_is_over_when_its_last_step_is(llm):
+    """Not before the step is counted and traced, though its tokens are there by then."""
+    inside, go, ends = threading.Event(), threading.Event(), list[int]()
+
+    def hold(record: StepRecord) -> None:
+        if len(stream.completion.token_ids) == 3:
+            inside.set()
+            go.wait()
+
+    async def main() -> None:
+        nonlocal stream
+        async with AsyncLLM(llm=llm) as face:
+            with braked(llm.engine) as brake:
+                params = SamplingParams(max_tokens=3, ignore_eos=True)
+                stream = await face.stream("hello", params, method="ar", observer=hold)
+                stream.watch(lambda: None, lambda one: ends.append(one.completion.statistics.steps))
+                brake.release()
+                inside.wait()  # which holds the event loop up, too
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                early = list(ends)
+                go.set()
+            assert "".join([piece async for piece in stream]) == stream.completion.text
+            assert ends == [2] and early == []
+
+    stream: Any = None
     asyncio.run(main())
 
 

@@ -179,9 +179,9 @@ def test_long_answers_are_read_in_linear_time(form, text):
     """Whoever biases a model writes what they like: white space, say, before a call that never
     comes."""
     reader, text = CallReader(form, TOOLS), (text * 20_000)[:20_000]
-    begun = time.perf_counter()
+    begun = time.thread_time()  # of the processor, so that busy neighbours don't matter
     pieces = [piece for i in range(0, len(text), 4) for piece in reader.feed(text[i : i + 4])]
-    assert "".join([*pieces, *reader.finish()]) == text and time.perf_counter() - begun < 4
+    assert "".join([*pieces, *reader.finish()]) == text and time.thread_time() - begun < 5
 
 
 def test_one_call_where_one_is_asked_for():

@@ -40,11 +40,10 @@ class Answer:
         self.on_begun: Callable[[], None] = lambda: None
         self.on_over: Callable[[Stream], None] = lambda _: None
 
-    def update(self) -> None:
-        """Take what is new, and wake whoever waits for it."""
+    def update(self, over: bool) -> None:
+        """Take what is new, and wake whoever waits for it. `over`: nothing more will come."""
         if self.over:
             return
-        over = self.stream.over  # before the rest, which may still grow until then
         if not self.begun.is_set() and (over or self.stream.times.began is not None):
             self.begun.set()
             self.on_begun()
@@ -78,9 +77,13 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: EngineThread) -> None:
         self._loop, self._thread = weakref.ref(loop), thread
         self.answers: dict[SequenceState, Answer] = {}
+        # A sequence may end in the middle of a step, which counts and traces it afterwards. Between
+        # two steps the engine's thread notes here which are over.
+        self._over = weakref.WeakSet[SequenceState]()
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
         """Have these answers updated, in a single call, because each wakes the event loop up."""
+        self._over.update(sequence for sequence in sequences if sequence.over)
         try:
             if (loop := self._loop()) is not None:
                 loop.call_soon_threadsafe(self.update, sequences)
@@ -95,7 +98,7 @@ class Mailbox:
         """Update answers, on the event loop."""
         for sequence in sequences:
             if (answer := self.answers.get(sequence)) is not None:
-                answer.update()
+                answer.update(sequence in self._over)
                 if answer.over:
                     del self.answers[sequence]
 

@@ -136,6 +136,9 @@ class Runner:
         """
         for job in jobs:
             self._check(job)
+            if self.settings.log_prompts:
+                text = await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt)
+                logger.info("prompt: %r", text)
         ticket.weigh(
             sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in jobs}.values())
         )
@@ -195,10 +198,6 @@ class Runner:
             counting.over(answer.completion, answer.times)
 
         stream.watch(place.begin, over)
-        if self.settings.log_prompts:
-            logger.info(
-                "prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt)
-            )
         return stream
 
     @property
