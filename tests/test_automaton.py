@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from quickbeam import SamplingParams
 from quickbeam.automaton import Automaton
+from quickbeam.bans import Bans
 from quickbeam.engine.output import Output
-from quickbeam.sampling import Bans
 
 WORDS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=6)
 

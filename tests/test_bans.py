@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
+from quickbeam.bans import bad_word_ids
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler, bad_word_ids, draw, most_probable
+from quickbeam.sampling import Sampler, draw, most_probable
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 

@@ -283,7 +283,7 @@ def test_finished_answers_keep_no_tensors(llm):
     ]
     for stream in streams:
         stream.result()
-    shared = [llm, llm.engine, llm.thread, llm.tokenizer, *llm._policies.values()]
+    shared = [llm, llm.engine, llm.thread, llm.tokenizer, *llm.drafting.policies.values()]
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in tensors(*streams, without=shared)
@@ -296,7 +296,7 @@ def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
     params = [
         SamplingParams(max_tokens=1 + i % 3 if i else 100, ignore_eos=True) for i in range(90)
     ]
-    told, seen, begin = list[tuple[int, bool]](), list[Stream](), llm._begin
+    told, seen, begin = list[tuple[int, bool]](), list[Stream](), llm.stream
 
     class Bar(tqdm):
         def update(self, n=1):
@@ -304,7 +304,9 @@ def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
             told.append((self.n, seen[0].over))
             assert self.n <= sum(stream.over for stream in seen)
 
-    monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
+    monkeypatch.setattr(
+        llm, "stream", lambda *given, **more: seen.append(begin(*given, **more)) or seen[-1]
+    )
     monkeypatch.setattr("quickbeam.engine.stream.tqdm", Bar)
     found = llm.generate(
         [PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True
@@ -322,8 +324,10 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
             raise RuntimeError("no such pass")
         return forward(batch)
 
-    seen, begin = list[Stream](), llm._begin
-    monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
+    seen, begin = list[Stream](), llm.stream
+    monkeypatch.setattr(
+        llm, "stream", lambda *given, **more: seen.append(begin(*given, **more)) or seen[-1]
+    )
     monkeypatch.setattr(llm.model, "forward", broken)
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")

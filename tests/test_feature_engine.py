@@ -319,7 +319,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
         for turn, method in enumerate(methods):
             messages = [*messages, {"role": "user", "content": f"and what of {turn}"}]
             said.clear()
-            llm._policies.clear()  # what trees are grown depends on what was learned before
+            llm.drafting.policies.clear()  # what trees are grown depends on what was learned before
             turns.append((messages, method, llm.chat(messages, params, method=method), list(said)))
             messages = [*messages, {"role": "assistant", "content": turns[-1][2].text}]
         kept = [completion.statistics.cached_tokens for _, _, completion, _ in turns]
@@ -328,7 +328,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
         for messages, method, completion, drafted in turns:
             llm.reset()
             said.clear()
-            llm._policies.clear()
+            llm.drafting.policies.clear()
             again = llm.chat(messages, params, method=method)
             assert again.statistics.cached_tokens == 0
             assert again.token_ids == completion.token_ids

@@ -232,7 +232,7 @@ def test_what_a_grammar_teaches_is_kept_apart(llm: LLM) -> None:
     llm.generate("abc", asked("schema"), method="dyspec")
     kinds = {
         setting.constrained: policy
-        for setting, policy in llm._policies.items()
+        for setting, policy in llm.drafting.policies.items()
         if setting.method == "dyspec"
     }
     assert kinds[True] is not kinds.get(False)

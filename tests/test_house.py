@@ -18,8 +18,8 @@ ROOMS = (
     ("drafters",),
     ("methods",),
     ("engine",),
-    ("llm",),
-    ("aio", "transformers"),
+    ("llm", "answering", "drafting"),
+    ("aio", "hf"),
     ("serve", "batch", "train", "bench"),
     ("cli", "__main__"),
 )
@@ -29,13 +29,9 @@ LINES, FUNCTION_LINES = 400, 60
 UPWARD = set[str]()
 CIRCLES: set[str] = set()
 LONG_FILES = {
-    "sampling.py",
-    "llm.py",
     "models/native/program.py",
 }
 LONG_FUNCTIONS = {
-    "llm.__init__",
-    "transformers.loop.generate",
     "models.streamed_loading.open_streamed",
     "models.loading.load_model",
     "models.native.library.__init__",

@@ -171,7 +171,7 @@ def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
         ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
         ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
         ({"device": "tpu9"}, "device 'tpu9' can't be used"),
-        ({"budget": 513}, "at most 512 nodes"),
+        ({"budget": 513}, "must be a number of nodes, at most 512"),
     ],
 )
 def test_what_cannot_be_used_is_named(toy_folder: str, options: dict, words: str) -> None:
@@ -186,7 +186,7 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("a", budget=-1)
     with pytest.raises(InvalidInput, match="budget='auto': must be a number of nodes"):
         llm.generate("a", budget="auto")  # type: ignore[call-overload]
-    with pytest.raises(InvalidInput, match="budget=1000000: a tree has at most 512 nodes"):
+    with pytest.raises(InvalidInput, match="budget=1000000: must be a number of nodes"):
         llm.generate("a", budget=10**6)
     with pytest.raises(InvalidInput, match="outside the model's vocabulary"):
         llm.generate([2**70], SamplingParams(presence_penalty=1.0))
@@ -197,9 +197,7 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         match=r"unknown option 'max_tokens'; give it in SamplingParams\(max_tokens=…\)",
     ):
         llm.generate("a", max_tokens=3)
-    with pytest.raises(
-        InvalidInput, match="unknown option 'nodes'; known: budget, vocab, shortlist"
-    ):
+    with pytest.raises(InvalidInput, match="unknown option 'nodes'; known: method, budget"):
         llm.chat(user("hi"), nodes=3)
     with pytest.raises(InvalidInput, match="exceed the model's context of 512"):
         llm.generate("a" * 500, SHORT)
@@ -295,11 +293,11 @@ def test_a_measured_budget_counts_the_time_of_drafting(
     # unless they draw these use marginal costs
     if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):
         assert setting not in {key for key, _ in budget._accepted}
-        assert llm._drafter in budget.cost._calls
+        assert llm.drafting.drafter in budget.cost._calls
         drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
         llm.generate("abc abc", drawn, method=method, budget=0)
         setting = setting._replace(temperature_class=-3)
-    assert (setting, llm._drafter) in budget.cost._calls
+    assert (setting, llm.drafting.drafter) in budget.cost._calls
 
 
 def test_what_is_learned_survives_an_answer_but_seeds_repeat(
@@ -310,13 +308,13 @@ def test_what_is_learned_survives_an_answer_but_seeds_repeat(
         max_tokens=24, temperature=1.0, seed=4, ignore_eos=True, coupling="residual"
     )
     first = llm.generate("abc", seeded)
-    assert llm._policies == {}
+    assert llm.drafting.policies == {}
     plain = llm.generate("abc abc", SHORT, method="ar").token_ids
     tried = []
     for _ in range(4):
         assert llm.generate("abc abc", SHORT).token_ids == plain
         llm.generate("abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True))
-        policy = llm._policies[Setting("sequoia", "full", None)]
+        policy = llm.drafting.policies[Setting("sequoia", "full", None)]
         assert isinstance(policy, Sequoia)
         tried.append(policy._tried[0])
     assert tried == sorted(set(tried)) and policy.acceptance != GENERIC  # more each time, and used
@@ -360,8 +358,10 @@ def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(
 ) -> None:
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
-    assert llm._drafter is None and llm.prepare("pld") is None
-    assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm._drafter is not None
+    assert llm.drafting.drafter is None and llm.prepare("pld") is None
+    assert (
+        llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter is not None
+    )
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
 

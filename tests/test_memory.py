@@ -377,12 +377,10 @@ def test_a_model_drafts_for_one_on_disk(toy_folder: str) -> None:
     expected = LLM(toy_folder, "ar").generate(PROMPTS[0], params).token_ids
     with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
         found = llm.generate(PROMPTS[0], params, budget=16)
-        assert isinstance(llm._drafter, LMDrafter) and llm._drafter.model.weights == "int8"
+        drafter = llm.drafting.drafter
+        assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"
         # loaded without the checkpoint
-        assert (
-            llm._drafter.model.streamed is not None
-            and llm._drafter.model.streamed.streamed_bytes == 0
-        )
+        assert drafter.model.streamed is not None and drafter.model.streamed.streamed_bytes == 0
     assert found.token_ids == expected and found.statistics.mean_accepted_tokens > 2
 
 

@@ -28,6 +28,7 @@ from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
+from quickbeam.drafting import Drafting
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.options import VOCABS, plain_vocab
@@ -320,14 +321,13 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
     own = Pair("own-head").drafter
     own.folder = tmp_path
     assert not is_listed(own)
-    llm = LLM.__new__(LLM)
-    llm.vocab = llm.shortlist = None
+    drafting = Drafting(None, None, None)
     for listed, expected in ((True, "frequency+context"), (False, "full")):
-        llm._listed = listed
-        assert llm._setting("auto", None, None).vocab == expected
+        drafting.listed = listed
+        assert drafting.setting("auto", None, None).vocab == expected
     assert (
-        llm._setting("dynaspec", None, None).vocab == "router"
-        and llm._setting("auto", "router", 9).vocab == "router"
+        drafting.setting("dynaspec", None, None).vocab == "router"
+        and drafting.setting("auto", "router", 9).vocab == "router"
     )
 
 

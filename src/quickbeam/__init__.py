@@ -38,9 +38,9 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # our own module, used as `model.generate(…, custom_generate=quickbeam.transformers.generate)`
-    if name == "transformers":
-        return import_module("quickbeam.transformers")
+    # our own module, used as `model.generate(…, custom_generate=quickbeam.hf.generate)`
+    if name == "hf":
+        return import_module("quickbeam.hf")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -21,9 +21,22 @@ SHORTENED = "shortened"
 class Options(TypedDict, total=False):
     """The options that a call may set for itself; `LLM` explains them."""
 
+    method: str | None
     budget: int | None
     vocab: str | None
     shortlist: int | None
+
+
+class Calls(Options, total=False):
+    """What a call of `generate` may set."""
+
+    progress: bool | None
+
+
+class Chats(Calls, total=False):
+    """What a call of `chat` may set."""
+
+    template: dict[str, Any] | None
 
 
 class Setting(NamedTuple):

@@ -1,5 +1,5 @@
 """`model.generate` with our loop gives what it gives without, or says why not. `pytest
-tests/test_transformers_face.py`"""
+tests/test_hf.py`"""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from transformers.generation import logits_process as processing
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-import quickbeam.transformers
+import quickbeam.hf
 from answers import answer
 from cases import few
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
+from quickbeam.answering import Answering
+from quickbeam.hf import generate, generator, params_of
 from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.transformers import engines, generate, generator
-from quickbeam.transformers.params import params_of
 
 PAD, END = 0, 2
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
@@ -67,13 +67,12 @@ def llama() -> PreTrainedModel:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Engines that were made."""
     found: list[Any] = []
-    init = engines.Loaded.__init__
 
-    def counted(self: Any, *arguments: Any) -> None:
-        found.append(self)
-        init(self, *arguments)
+    def make(*arguments: Any) -> Answering:
+        found.append(Answering(*arguments))
+        return found[-1]
 
-    monkeypatch.setattr(engines.Loaded, "__init__", counted)
+    monkeypatch.setattr(quickbeam.hf, "Answering", make)
     yield found
 
 
@@ -455,6 +454,6 @@ def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) 
 
 
 def test_the_name_does_not_hide_transformers() -> None:
-    assert quickbeam.transformers.generate is generate and AutoTokenizer.__module__.startswith(
+    assert quickbeam.hf.generate is generate and AutoTokenizer.__module__.startswith(
         "transformers."
     )

@@ -1,0 +1,347 @@
+"""Answers of a model that is loaded: whole or piece by piece, to one prompt or to many at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, overload
+
+from typing_extensions import Self, Unpack
+
+from quickbeam.bans import bad_word_ids
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafting import Asked, Drafting
+from quickbeam.engine.budget import MAX_NODES_SLOW
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.loop import Client, EngineThread
+from quickbeam.engine.output import Output
+from quickbeam.engine.result import Completion
+from quickbeam.engine.sequence import Request
+from quickbeam.engine.stream import Ends, Stream, results
+from quickbeam.engine.trace import StepRecord
+from quickbeam.errors import InvalidInput
+from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.spec import Grammar
+from quickbeam.methods import preset
+from quickbeam.models.memory import free_memory
+from quickbeam.models.opening import Opened
+from quickbeam.options import Calls, Chats, Options, check_options, temperature_class
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+Observer = Callable[[StepRecord], None]
+One = SamplingParams | None
+Many = SamplingParams | Sequence[SamplingParams] | None
+SHARE = 0.5  # the share of the memory free after loading that keys and values may take
+
+
+class Answering:
+    """Answers of a model that is loaded.
+
+    - `name`: what completions and errors call the model.
+    - `drafting`: what drafts for it.
+    - `method`, `budget`: those of calls that name none; see `LLM`.
+    - `kv_memory`: bytes for keys and values; None takes half of what is free.
+    - `engine`: further arguments of `Engine`.
+
+    Any number of answers may be under way at once, from any threads. They share each pass, and none
+    depends on the others. `close` ends them all; leaving a `with` block does the same.
+
+    Acceptance rates and costs that are learned in one answer are used in the next. They never
+    change a token of an answer. The exception is `SamplingParams(coupling="residual")`: there the
+    answer depends on the draft, though its distribution does not. So that a seed repeats those
+    answers too, each seeded one begins with a policy that has learned nothing. With a measured
+    budget they may still differ.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        name: str,
+        drafting: Drafting,
+        method: str = "auto",
+        budget: int | None = None,
+        kv_memory: int | None = None,
+        **engine: Any,
+    ) -> None:
+        self.model, self.tokenizer, self.eos_ids = opened.model, opened.tokenizer, opened.ends
+        # what the model's generation config names; servers take it where a request gives none
+        self.sampling_defaults: Mapping[str, float] = opened.sampling
+        self.name, self.method, self.budget, self.drafting = name, method, budget, drafting
+        self.engine = Engine(opened.model, **engine)
+        self.thread = EngineThread(self.engine)
+        self._grammars = Compiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
+        self._kv_memory = kv_memory
+        self._bound_memory()
+
+    def _bound_memory(self) -> None:
+        """Set how many pages of keys and values there may be.
+
+        A page counts the target's bytes and the drafter's. Raises `InvalidInput` where fewer than 2
+        pages fit.
+        """
+        pool, drafter = self.model.pool, self.drafting.drafter
+        if self._kv_memory is None:
+            self._kv_memory = int(SHARE * free_memory(self.model.device))
+        beside = drafter.pool if drafter is not None else None
+        pages = self._kv_memory // (pool.page_bytes + (beside.page_bytes if beside else 0))
+        if pages < 2:
+            raise InvalidInput(
+                f"kv_memory={self._kv_memory} bytes: keys and values of {pool.page} tokens take "
+                f"{pool.page_bytes}; give more"
+            )
+        pool.limit = pages
+
+    @property
+    def kernels(self) -> str:
+        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` with the
+        reason."""
+        return self.model.describe()
+
+    def describe(self) -> str:
+        """Return `kernels`, and where weights are read from disk, how much of them and how fast."""
+        streamed = self.model.streamed
+        return self.kernels if streamed is None else f"{self.kernels}, {streamed.in_words}"
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of the methods that can be used. Without a drafter, those that need none."""
+        return self.drafting.methods
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that answers with it begin at once. Raises `InvalidInput`."""
+        self._grammars.compile(grammar)
+
+    def room(self, prompt: int, method: str | None = None) -> int:
+        """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
+
+        The context lengths of the model and its drafter and the memory for keys and values limit
+        it. 0 or less means that there is no room. Loads the drafter if `method` needs it.
+        """
+        limits, pool = [self.model.context_length], self.model.pool
+        if (drafter := self.prepare(self.drafting.method(method or self.method))) is not None:
+            limits.append(drafter.context_length)
+        if pool.limit is not None:
+            limits.append(pool.limit * pool.page - 1)
+        return min(most for most in limits if most is not None) - prompt
+
+    def prepare(
+        self, method: str, vocab: str | None = None, shortlist: int | None = None
+    ) -> Drafter | None:
+        """Load the drafter and its shortlist for `method`, unless they are loaded or not needed.
+
+        Returns the drafter, or None where there is none or none is needed.
+        """
+        if self.drafting.lacks(asked := (method, vocab, shortlist)):
+            self.thread.call(partial(self._load_drafter, asked))
+        return self.drafting.drafter if self.drafting.drafts(method) else None
+
+    def _load_drafter(self, asked: Asked) -> None:
+        """Do so on the engine's thread."""
+        self.drafting.prepare(asked, self.model, self.tokenizer)
+        self._bound_memory()
+
+    @overload
+    def generate(
+        self,
+        prompts: str | list[int],
+        params: SamplingParams | None = ...,
+        **options: Unpack[Calls],
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[int]], params: Many = ..., **options: Unpack[Calls]
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompts: Any, params: Any = None, *, progress: bool | None = None, **options: Any
+    ) -> Any:
+        """Continue a prompt, or a list of prompts side by side.
+
+        A prompt is text or a list of token ids; text is taken as it is. For several prompts,
+        `params` may be a list with an entry for each. With `params.n` above 1 each prompt has `n`
+        answers, which stand one after the other in the list. `progress`: whether to show a bar for
+        several answers; None shows it on a terminal. `options` are those of `Options`.
+
+        Raises `InvalidInput` for what can't be used.
+        """
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return self._all([prompts] if one else prompts, one, params, progress, options)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: One = ..., **options: Unpack[Chats]
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Sequence[Message]], params: Many = ..., **options: Unpack[Chats]
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Any,
+        params: Any = None,
+        *,
+        progress: bool | None = None,
+        template: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side.
+
+        `template` holds further arguments for `encode_chat`. The rest is as in `generate`.
+        """
+        one = not len(messages) or isinstance(messages[0], dict)
+        every = [messages] if one else messages
+        prompts = [self.encode_chat(conversation, **(template or {})) for conversation in every]
+        return self._all(prompts, one, params, progress, options)
+
+    def _all(
+        self, prompts: Sequence[Prompt], one: bool, params: Any, progress: bool | None, options: Any
+    ) -> Any:
+        """Return the answers to all prompts, computed side by side. To `one`, the answer alone."""
+        every = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(every) != len(prompts):
+            raise InvalidInput(
+                f"{len(every)} parameters for {len(prompts)} prompts: give one for "
+                "all, or one for each"
+            )
+        streams, ends = list[Stream](), Ends()
+        try:
+            for prompt, own in zip(prompts, every, strict=True):
+                for number in range((own or SamplingParams()).n):
+                    streams.append(self.stream(prompt, own, choice=number, client=ends, **options))
+            several = len(streams) > 1 and not one and sys.stderr.isatty()
+            answers = results(streams, ends, several if progress is None else progress)
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            for stream in streams:
+                stream.close()
+            raise
+        return answers[0] if one and len(answers) == 1 else answers
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        template: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Answer a conversation piece by piece; see `chat`, and `stream` for the options."""
+        return self.stream(self.encode_chat(messages, **(template or {})), params, **options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+        choice: int = 0,
+        client: Client | None = None,
+        tenant: Hashable = None,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """Continue one prompt piece by piece; see `generate`.
+
+        `observer` is called with every step, and `client` is notified of it, both on the engine's
+        thread. `choice`: which of the `n` answers to give, counted from 0. `tenant`: whose request
+        it is; tenants take turns where requests wait.
+        """
+        check_options(options)
+        params = params or SamplingParams()
+        name = self.drafting.method(options.get("method") or self.method)
+        ids = list(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+        if not ids:
+            raise InvalidInput("an empty prompt: give some text")
+        self.model.check_prompt(ids)
+        asked = name, options.get("vocab"), options.get("shortlist")
+        self.prepare(*asked)
+        setting = self.drafting.setting(*asked)._replace(
+            temperature_class=temperature_class(params), constrained=params.grammar is not None
+        )
+        output = Output(self.tokenizer, params, self.eos_ids)
+        bad = bad_word_ids(self.tokenizer, params.bad_words)
+        size, ends, grammar = self.model.vocab_size, output.ends, params.grammar
+        masks = None if grammar is None else self._grammars.begin(grammar, ends)
+        budget = options.get("budget")
+        request = Request(
+            ids,
+            params,
+            self.drafting.policy(setting, params),
+            output,
+            Sampler(params, ids, size, ends=ends, bad=bad, grammar=masks),
+            choose_budget(self.budget if budget is None else budget, name),
+            setting,
+            self.drafting.shortlist(setting),
+            observer,
+            choice,
+            tenant,
+        )
+        sequence = self.engine.new_sequence(request)
+        return Stream(self.thread, sequence, self.name, name, client)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
+        **arguments: Any,
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        With `continue_final_message` the ids end with the last message, and the answer continues
+        it. `tools` and further `arguments` (such as `enable_thinking` of some models) go to the
+        chat template, as in transformers. Raises `InvalidInput` for a model without a chat template
+        and for messages that the template refuses.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidInput(
+                f"{self.name} has no chat template: give it raw text (--raw on the "
+                "command line, `generate` in Python)"
+            )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=False,
+                **arguments,
+            )
+        except Exception as error:  # a template may raise anything, often a jinja2 error
+            raise InvalidInput(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
+        return [int(token) for token in ids]
+
+    def reset(self) -> None:
+        """Empty the prefix cache, so that the next prompt is computed from its first token."""
+        self.thread.call(self.engine.forget)
+
+    def close(self) -> None:
+        """End all answers that are under way and free their memory."""
+        self.thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def choose_budget(asked: int | None, method: str) -> int | None:
+    """Return the nodes of a tree of `method`; None stands for the measured budget.
+
+    Raises `InvalidInput` for what is no number of nodes of a tree.
+    """
+    if asked is not None and not (isinstance(asked, int) and 0 <= asked <= MAX_NODES_SLOW):
+        raise InvalidInput(
+            f"budget={asked!r}: must be a number of nodes, at most {MAX_NODES_SLOW}, or 0 for the "
+            "measured budget"
+        )
+    chosen = preset(method)
+    return (chosen.budget if asked is None or not chosen.sources else asked) or None

@@ -1,0 +1,91 @@
+"""What drafts for an `LLM`: its drafter with its shortlists, and methods with what they learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.vocabulary import Shortlists, is_listed
+from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
+from quickbeam.methods.base import Method
+from quickbeam.models.base import Model
+from quickbeam.options import BESIDE, FREQUENCY, FULL, SHORTENED, Setting
+from quickbeam.params import COUPLED, SamplingParams
+
+Load = Callable[[Model, Any], Drafter]
+Asked = tuple[str, str | None, int | None]  # a method, a vocabulary, the size of a shortlist
+
+
+class Drafting:
+    """The drafter of a model and the methods that draft for it.
+
+    - `load`: loads the drafter for a model and its tokenizer; None where there is none. It is
+      called when a method first needs the drafter.
+    - `vocab`, `shortlist`: what the drafter scores where a call says nothing; see `LLM`.
+    """
+
+    def __init__(self, load: Load | None, vocab: str | None, shortlist: int | None) -> None:
+        self._load, self._vocab, self._shortlist = load, vocab, shortlist
+        self.drafter: Drafter | None = None
+        self.listed = False  # whether the drafter comes with a list of frequent tokens
+        self._shortlists: Shortlists | None = None
+        # methods keep what they learned in earlier answers
+        self.policies: dict[Setting, Method] = {}
+        self._prepared = set[Asked]()
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of the methods that can be used. Without a drafter, those that need none."""
+        return [
+            name
+            for name, one in METHODS.items()
+            if self._load or one.without or DRAFTER not in one.sources
+        ]
+
+    def method(self, asked: str) -> str:
+        """Return the method that answers where `asked` is asked for. Raises `InvalidInput`."""
+        return stand_in(asked, self._load is not None)
+
+    def drafts(self, method: str) -> bool:
+        """Whether a drafter drafts for this method."""
+        return self._load is not None and DRAFTER in preset(method).sources
+
+    def lacks(self, asked: Asked) -> bool:
+        """Whether `prepare` has something to do."""
+        return self.drafts(asked[0]) and asked not in self._prepared
+
+    def prepare(self, asked: Asked, model: Model, tokenizer: Any) -> None:
+        """Load the drafter and its shortlist, unless they are loaded."""
+        if self.drafter is None:
+            assert self._load is not None
+            self.drafter = self._load(model, tokenizer)
+            self.listed = is_listed(self.drafter)
+            self._shortlists = Shortlists(self.drafter, model)
+        self.shortlist(self.setting(*asked))
+        self._prepared.add(asked)
+
+    def setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
+        """Return the setting of a method. If the method has a drafter, it must be loaded."""
+        vocab = vocab or self._vocab or preset(method).vocab
+        if vocab == SHORTENED:
+            vocab = FREQUENCY + BESIDE if self.listed else FULL
+        return Setting(method, vocab, self._shortlist if shortlist is None else shortlist)
+
+    def shortlist(self, setting: Setting) -> Shortlist | None:
+        """Return what the drafter scores; None without a drafter, and for its full vocabulary."""
+        if self._shortlists is None or not self.drafts(setting.method):
+            return None
+        return self._shortlists.get(setting.vocab, setting.shortlist)
+
+    def policy(self, setting: Setting, params: SamplingParams) -> Method:
+        """Return the method that drafts an answer.
+
+        It is the one that earlier answers of this setting had, unless what it learned there could
+        change a token.
+        """
+        new = make_method(setting.method, self.drafter if self.drafts(setting.method) else None)
+        if params.seed is None or params.greedy or params.coupling == COUPLED:
+            return self.policies.setdefault(setting, new)
+        return new

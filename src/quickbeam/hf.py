@@ -1,0 +1,400 @@
+"""Speculative decoding in transformers' `generate`.
+
+Use it as `model.generate(…, custom_generate=quickbeam.hf.generate)`. transformers prepares a call
+as it always does; `generate` here takes over where the first token would be computed. A setting
+that has no counterpart here is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import logits_process as processing
+
+from quickbeam.answering import Answering
+from quickbeam.drafters.loading import load_drafter
+from quickbeam.drafting import Drafting
+from quickbeam.engine.output import NullTokenizer
+from quickbeam.engine.stream import Stream
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.llm import prepare_kernels
+from quickbeam.models.loading import refuse_unfit
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.opening import Opened, make_model
+from quickbeam.params import SamplingParams
+
+CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
+# arguments of a forward pass that are accepted; `_prompts` checks the first ones
+HARMLESS = {"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"}
+EXTRAS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor: Sequence[Any],
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    drafter: str | None = None,
+    tokenizer: Any = None,
+    method: str = "auto",
+    budget: int | None = None,
+    vocab: str | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Return what `model.generate` returns, computed by speculative decoding.
+
+    Don't call this by hand: `generate` of transformers calls it as `custom_generate`.
+
+    `method`, `budget`, `drafter` and `vocab` are those of `LLM`. They may be given in the call of
+    `model.generate` or in `generator`. `tokenizer` can only be given in `generator`. It is compared
+    with that of a drafter that is a smaller model; None loads it from where the model came from.
+
+    The engine is made from the model's own weights at the first call, and kept with the model. The
+    model itself is not changed. The engine shares the model's weights, except for matrix products
+    on packed weights, which are copies. If the weights change or move, the engine is made anew.
+
+    Above temperature 0, the seed of each row is drawn from torch's generator on the CPU. So
+    `torch.manual_seed` makes the call repeatable, with the same tokens by every method.
+
+    Returns ids `[rows, prompt + answer]`, or with `return_dict_in_generate` an output that holds
+    them as `sequences`. Raises `InvalidInput` for what can't be done exactly.
+    """
+    streamer, config = streamer or _of_the_call("streamer"), generation_config
+    _refuse_call(
+        config, synced_gpus or _of_the_call("synced_gpus"), _of_the_call("assistant_model")
+    )
+    _refuse_model(model, model_kwargs)
+    prompts = _prompts(input_ids, model_kwargs)
+    params = params_of(logits_processor, stopping_criteria, config, input_ids.shape[1], prompts)
+    llm = engine_of(model, drafter, tokenizer)
+    # as in transformers, an end that is not in the vocabulary is one that never comes
+    ends = [token for token in params.stop_token_ids if token < llm.model.vocab_size]
+    begin = partial(llm.stream, method=method, budget=budget, vocab=vocab)
+    streams = list[Stream]()
+    try:
+        for ids in prompts:
+            seed = None if params.greedy else int(torch.randint(2**62, ()))
+            streams.append(begin(ids, replace(params, stop_token_ids=ends, seed=seed)))
+        pad = config._pad_token_tensor
+        sequences = _columns(streams, input_ids, stopping_criteria, pad, streamer)
+    finally:
+        for stream in streams:
+            stream.close()
+    if streamer is not None:
+        streamer.end()
+    asked = config.return_dict_in_generate
+    return GenerateDecoderOnlyOutput(sequences=sequences) if asked else sequences
+
+
+def generator(
+    *,
+    method: str = "auto",
+    budget: int | None = None,
+    drafter: str | None = None,
+    vocab: str | None = None,
+    tokenizer: Any = None,
+) -> Callable[..., Any]:
+    """Return `generate` with these settings, for `custom_generate`. They are explained there."""
+    return partial(generate, **locals())
+
+
+def _of_the_call(name: str) -> Any:
+    """Return an argument of the running `model.generate`; None if there is none.
+
+    It is found in the call's stack frame. transformers (5.17 to 5.23) passes these arguments to its
+    own loops, but not to a callable; a streamer would get the prompt and nothing else.
+    """
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
+    while frame.f_code is not code:
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return frame.f_locals.get(name)
+
+
+def _refuse_call(config: GenerationConfig, synced: bool, assistant: Any) -> None:
+    """Raise `InvalidInput` if the call asks for something that this loop can't do."""
+    mode = config.get_generation_mode(assistant)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise InvalidInput(
+            f"{mode.value}: quickbeam decodes greedily or samples; leave out what asks for it "
+            "(num_beams, assistant_model, …)"
+        )
+    if synced:
+        raise InvalidInput("synced_gpus: quickbeam runs a model that is whole on one device")
+    if config.cache_implementation == "quantized":
+        raise InvalidInput(
+            "cache_implementation='quantized': quickbeam keeps keys and values as "
+            "the model computes them; leave it out"
+        )
+    extras = [name for name in EXTRAS if getattr(config, name)]
+    if config.return_dict_in_generate and extras:
+        raise InvalidInput(
+            f"{extras[0]}=True: quickbeam gives sequences alone; leave it out, or "
+            "use model.generate without custom_generate"
+        )
+
+
+def _refuse_model(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise `InvalidInput` if the model is none that can run here, or gets more than token ids."""
+    if model.training:
+        raise InvalidInput(
+            "the model is in training mode, where dropout changes its answers: call "
+            "model.eval() first"
+        )
+    if any(hasattr(module, "get_base_layer") for module in model.modules()):
+        raise InvalidInput(
+            "the model has adapters that are not merged: call merge_and_unload() of "
+            "the peft model first"
+        )
+    refuse_unfit(type(model), model.config)
+    for name, value in kwargs.items():
+        if value is not None and name not in HARMLESS:
+            raise InvalidInput(
+                f"{name}: quickbeam gives the model token ids and nothing else; leave it out"
+            )
+
+
+def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
+    """Return the rows' token ids without the padding on their left.
+
+    Raises `InvalidInput` for other masks, for other positions, and for a KV cache of the caller's.
+    """
+    if input_ids.dim() != 2 or not input_ids.shape[1]:
+        raise InvalidInput(
+            f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings"
+        )
+    mask = kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
+        raise InvalidInput(
+            "attention_mask: must be zeros (padding), then ones, in each row; make "
+            "the tokenizer with padding_side='left'"
+        )
+    positions, given = (mask.cumsum(1) - 1).clamp(min=0), kwargs.get("position_ids")
+    if given is not None and not ((given.to(mask.device) == positions) | (mask == 0)).all():
+        raise InvalidInput(
+            "position_ids: quickbeam counts positions from the first token of a "
+            "prompt; leave them out"
+        )
+    for name in CACHES:
+        if getattr(kwargs.get(name), "_is_user_defined", False):
+            raise InvalidInput(
+                f"{name}: quickbeam keeps its own keys and values, those of "
+                "earlier prompts too; leave it out"
+            )
+    return [row[on.bool()].tolist() for row, on in zip(input_ids, mask, strict=True)]
+
+
+def _columns(
+    streams: Sequence[Stream],
+    ids: torch.Tensor,
+    criteria: StoppingCriteriaList,
+    pad: torch.Tensor | None,
+    streamer: Any,
+) -> torch.Tensor:
+    """Return all rows, decoded token by token: ids `[rows, prompt + answer]`.
+
+    As in `_sample` of transformers, the stopping criteria and the streamer are called after each
+    token. If an end-of-sequence token may end rows, finished rows get padding. Otherwise they go on
+    until all rows are finished. Raises the error that ended a stream, or `QuickbeamError` if the
+    engine was closed.
+    """
+    ends = any(hasattr(one, "eos_token_id") for one in criteria)
+    going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
+    filler = 0 if pad is None else int(pad)
+    while bool(going.any()):
+        tokens = torch.full((len(streams),), filler, dtype=ids.dtype)
+        needed = [row for row, on in enumerate(going.tolist()) if on or not ends]
+        for row in needed:
+            streams[row].wait(column + 1)
+            if len(streams[row].token_ids) <= column:
+                raise QuickbeamError("the answer was interrupted: the engine was closed")
+            tokens[row] = streams[row].token_ids[column]
+        ids = torch.cat([ids, tokens.to(ids.device)[:, None]], dim=1)
+        going &= ~criteria(ids, None)
+        if streamer is not None:
+            streamer.put(tokens)
+        for row in needed:
+            if ends and not going[row]:
+                streams[row].close()
+        column += 1
+    return ids
+
+
+# the state of a model that an engine was made from, and the engine
+_engines = WeakKeyDictionary[PreTrainedModel, tuple[Hashable, Answering]]()
+_making = threading.Lock()
+
+
+def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> Answering:
+    """Return the engine of a model. The model itself is not changed.
+
+    It is made if there is none for this drafter and for the model's weights as they are now.
+    Raises `InvalidInput` if the weights are not all on one device.
+    """
+    weights = [*model.parameters(), *model.buffers()]
+    places = {weight.device for weight in weights}
+    if len(places) > 1 or any(place.type == "meta" for place in places):
+        raise InvalidInput(
+            f"the model lies on {', '.join(sorted(map(str, places)))}: quickbeam "
+            "needs all of it on one device"
+        )
+    # An in-place change raises a tensor's version, unless it is made through `.data`.
+    versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
+    state = drafter, *versions
+    with _making:
+        if model not in _engines or _engines[model][0] != state:
+            _engines.pop(model, None)  # frees its copies before new ones are made
+            tokenizer = _tokenizer(model, tokenizer) if drafter else NullTokenizer()
+            prepare_kernels(model.device, model.dtype)
+            twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
+            # no end-of-sequence ids: the call says what ends an answer
+            opened = Opened(twin, tokenizer, set(), {})
+            name = model.name_or_path or type(model).__name__
+            load = partial(load_drafter, drafter, weights=BFLOAT16) if drafter else None
+            _engines[model] = state, Answering(opened, name, Drafting(load, None, None))
+        return _engines[model][1]
+
+
+def _tokenizer(model: PreTrainedModel, given: Any) -> Any:
+    """Return the tokenizer that is given, or else the model's own.
+
+    Raises `InvalidInput` if the model's own can't be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path) if given is None else given
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"no tokenizer in {model.name_or_path!r}: give "
+            "quickbeam.hf.generator(drafter=…, tokenizer=…)"
+        ) from error
+
+
+def _biases(processor: Any) -> dict[str, Any]:
+    if longer := [sequence for sequence in processor.sequence_bias if len(sequence) > 1]:
+        raise InvalidInput(
+            f"{type(processor).__name__} of the sequence {list(longer[0])}: "
+            "quickbeam takes single tokens alone"
+        )
+    return {"logit_bias": {one[0]: float(bias) for one, bias in processor.sequence_bias.items()}}
+
+
+def _suppressed(processor: Any) -> dict[str, Any]:
+    return {"logit_bias": dict.fromkeys(processor.suppress_tokens.tolist(), -torch.inf)}
+
+
+# How a logits processor becomes parameters: its place in the order in which `SamplingParams` are
+# applied, and a function, or the parameter's name and that of the processor's attribute.
+READERS: dict[type, tuple[int, Callable[[Any], dict[str, Any]] | tuple[str, str] | None]] = {
+    processing.SequenceBiasLogitsProcessor: (0, _biases),
+    processing.RepetitionPenaltyLogitsProcessor: (1, ("repetition_penalty", "penalty")),
+    processing.NoBadWordsLogitsProcessor: (2, _biases),
+    processing.SuppressTokensLogitsProcessor: (2, _suppressed),
+    processing.MinLengthLogitsProcessor: (2, ("min_length", "min_length")),
+    processing.MinNewTokensLengthLogitsProcessor: (2, ("min_tokens", "min_new_tokens")),
+    processing.TemperatureLogitsWarper: (3, ("temperature", "temperature")),
+    processing.TopKLogitsWarper: (4, ("top_k", "top_k")),
+    processing.TopPLogitsWarper: (5, ("top_p", "top_p")),
+    processing.MinPLogitsWarper: (6, ("min_p", "min_p")),
+    processing.LogitNormalization: (7, None),
+}
+
+
+def _read(processor: Any) -> tuple[int, dict[str, Any]]:
+    """Return a processor's place in the order, and its parameters."""
+    if type(processor) not in READERS:
+        known = ", ".join(kind.__name__ for kind in READERS)
+        name = type(processor).__name__
+        raise InvalidInput(f"logits processor {name}: not supported; known: {known}")
+    rank, how = READERS[type(processor)]
+    if isinstance(how, tuple):
+        return rank, {how[0]: getattr(processor, how[1])}
+    return rank, {} if how is None else how(processor)
+
+
+def params_of(
+    processors: Sequence[Any],
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    width: int,
+    prompts: Sequence[Sequence[int]],
+) -> SamplingParams:
+    """Return the parameters of all rows.
+
+    `width` is the length of the rows with padding, in tokens. Raises `InvalidInput` for a processor
+    without a counterpart, and names its class.
+    """
+    eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+    ends = {int(end) for ids in eos for end in ids.tolist()}
+    padding = [width - len(prompt) for prompt in prompts]
+    options, biases, rank = dict[str, Any](), dict[int, float](), 0
+    for processor in processors:
+        name, (place, own) = type(processor).__name__, _read(processor)
+        if place < rank:
+            raise InvalidInput(
+                f"logits processor {name}: quickbeam applies it before those that "
+                "stand in front of it; put it first"
+            )
+        rank = place
+        _check(processor, own, padding, ends)
+        if own.keys() & options.keys() - {"min_tokens"}:
+            raise InvalidInput(f"logits processor {name}: it is there twice; leave one out")
+        for token, bias in own.pop("logit_bias", {}).items():
+            biases[token] = biases.get(token, 0.0) + bias
+        least = own.get("min_tokens", 0), own.pop("min_length", 0) - width
+        own["min_tokens"] = max(options.get("min_tokens", 0), *least)
+        options.update(own)
+    options.setdefault("temperature", 1.0)
+    if not config.do_sample:  # greedy: these don't change which token is the most probable
+        options.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    longest = (criteria.max_length or config.max_length) - width
+    options["min_tokens"] = min(options.get("min_tokens", 0), longest)
+    fixed: dict[str, Any] = {"stop_token_ids": sorted(ends), "ignore_eos": True}
+    return SamplingParams(max_tokens=longest, logit_bias=biases, **fixed, **options)
+
+
+def _check(processor: Any, own: dict[str, Any], padding: list[int], ends: set[int]) -> None:
+    """Raise `InvalidInput` for a setting of a processor that its parameters `own` can't have."""
+    name, least = type(processor).__name__, getattr(processor, "min_tokens_to_keep", 1)
+    if least > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf:
+        raise InvalidInput(
+            f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"
+        )
+    if "repetition_penalty" in own:
+        # the first tokens of each row that are ignored must be exactly the row's padding
+        ignored = processor.prompt_ignore_length
+        if not isinstance(ignored, torch.Tensor):
+            ignored = torch.tensor([ignored or 0] * len(padding))
+        if ignored.tolist() != padding:
+            more = ", or give rows of one length, as this version of transformers counts padding"
+            raise InvalidInput(
+                f"{name}: quickbeam counts all of a prompt, and no padding; leave "
+                f"prompt_ignore_length out{more if any(padding) else ''}"
+            )
+    if own.keys() & {"min_length", "min_tokens"} and set(processor.eos_token_id.tolist()) != ends:
+        raise InvalidInput(
+            f"{name}: its eos_token_id is not the one that ends the answer "
+            f"({sorted(ends)}); give both the same"
+        )
