@@ -12,10 +12,12 @@ import torch.nn.functional as F
 
 from quickbeam.models.stack import (
     Attention,
+    Experts,
     FeedForward,
     Linear,
     Norm,
     Rotary,
+    Routing,
     Stack,
     norm_weight,
     query_factors,
@@ -143,10 +145,67 @@ def _attend(
     return _linear(mixed, of.out, parameters)
 
 
-def _feed(x: torch.Tensor, of: FeedForward, parameters: Parameters) -> torch.Tensor:
-    activation = ACTIVATIONS[of.activation]
+def _feed(x: torch.Tensor, of: FeedForward | Experts, parameters: Parameters) -> torch.Tensor:
+    if isinstance(of, Experts):
+        return _feed_experts(x, of, parameters)
     up = _linear(x, of.up, parameters)
+    if of.activation == "clamped":
+        gate, rest = up.chunk(2, -1)
+        gate, rest = gate.clamp(max=of.limit), rest.clamp(-of.limit, of.limit)
+        return _linear((rest + 1) * gate * (of.slope * gate).sigmoid(), of.down, parameters)
+    activation = ACTIVATIONS[of.activation]
     if of.gated:
         gate, rest = up.chunk(2, -1)
         return _linear(activation(gate) * rest, of.down, parameters)
     return _linear(activation(up), of.down, parameters)
+
+
+def _feed_experts(x: torch.Tensor, of: Experts, parameters: Parameters) -> torch.Tensor:
+    weight, expert = _route(
+        _linear(x, of.routing.logits, parameters).float(), of.routing, parameters
+    )
+    total = torch.zeros_like(x)
+    for i, one in enumerate(of.chosen):
+        rows, place = torch.where(expert == i)
+        total[rows] += weight[rows, place, None].to(x.dtype) * _feed(x[rows], one, parameters)
+    if of.shared is not None:
+        shared = _feed(x, of.shared, parameters)
+        if of.shared_gate is not None:
+            shared = shared * _linear(x, of.shared_gate, parameters).sigmoid()
+        total = total + shared
+    return total
+
+
+def _route(
+    logits: torch.Tensor, of: Routing, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights and numbers of each row's experts, `[n, top]` each."""
+    if of.scores == "mixer":
+        weight, expert = _mix(logits, of)
+    else:
+        scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(of.scores, logits)
+        choice = scores
+        if of.correction is not None:
+            choice = choice + parameters[of.correction].float().flatten()
+        parts = choice.unflatten(-1, (of.groups, -1))
+        worth = parts.topk(of.best_of_group, -1).values.sum(-1)
+        kept = torch.zeros_like(worth).scatter(-1, worth.topk(of.top_groups, -1).indices, 1)
+        choice = parts.masked_fill(kept[..., None] == 0, -torch.inf).flatten(-2)
+        expert = choice.topk(of.top, -1).indices
+        weight = scores.gather(-1, expert)
+        if of.scores == "softmax_of_chosen":
+            weight = weight.softmax(-1)
+    if of.renormalised:
+        weight = weight / (weight.sum(-1, keepdim=True) + of.plus).clamp(min=of.least)
+    return weight * of.factor, expert
+
+
+def _mix(logits: torch.Tensor, of: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    left, weights, experts = logits, [], []
+    for _ in range(of.top):
+        top, expert = left.max(-1, keepdim=True)
+        far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * of.jitter
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert))
+        experts.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(weights, -1), torch.cat(experts, -1)

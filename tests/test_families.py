@@ -32,15 +32,19 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -70,7 +74,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native_model import why_not_native
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Layer, Stack
+from quickbeam.models.stack import Experts, Layer, Stack
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -84,6 +88,8 @@ YARN = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+# experts of 24 numbers inside, three of seven for a token
+EXPERTS = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
 CONFIGS: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**SIZES, use_qk_norm=True),
     "cohere2": Cohere2Config(**SIZES | MIXED, sliding_window=6, head_dim=8),
@@ -129,13 +135,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "ministral3": Ministral3Config(**SIZES, sliding_window=7, head_dim=16, rope_parameters=YARN),
     "mistral": MistralConfig(**SIZES, sliding_window=7, head_dim=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=7),
     "nemotron": NemotronConfig(**SIZES, head_dim=8),
     "olmo2": Olmo2Config(**SIZES),
     "olmo3": Olmo3Config(**SIZES | MIXED, sliding_window=6),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=7, num_experts_per_tok=3),
     "phi": PhiConfig(**SIZES),
     "phi3": Phi3Config(**SIZES, sliding_window=7, partial_rotary_factor=0.5),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES | EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+    ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES | EXPERTS, head_dim=16, norm_topk_prob=True),
     "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
     "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
     "stablelm": StableLmConfig(**SIZES, partial_rotary_factor=0.5),
@@ -220,6 +232,26 @@ def each_attention(**changes: Any) -> Callable[[Stack], Stack]:
     return each_layer(lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
 
 
+def each_experts(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
+        of = layer.feed_forward
+        return replace(
+            layer, feed_forward=replace(of, **changes) if isinstance(of, Experts) else of
+        )
+
+    return each_layer(changed)
+
+
+def each_routing(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
+        of = layer.feed_forward
+        if not isinstance(of, Experts):
+            return layer
+        return replace(layer, feed_forward=replace(of, routing=replace(of.routing, **changes)))
+
+    return each_layer(changed)
+
+
 def wider(layer: Layer, by: int) -> Layer:
     window = layer.attention.window
     return replace(layer, attention=replace(layer.attention, window=window and window + by))
@@ -284,6 +316,11 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
         ),
     ),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),
+    "weights of experts as they are": ("mixtral", each_routing(renormalised=False)),
+    "weights of experts that add up to 1": ("olmoe", each_routing(renormalised=True)),
+    "an expert fewer": ("qwen3_moe", each_routing(top=2)),
+    "no shared expert": ("qwen2_moe", each_experts(shared=None, shared_gate=None)),
+    "a shared expert without its gate": ("qwen2_moe", each_experts(shared_gate=None)),
 }
 
 

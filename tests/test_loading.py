@@ -159,13 +159,12 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = Path(shutil.copytree(folder, tmp_path / "plain"))
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    write(folder, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    write(folder, model_type="helium", architectures=["HeliumForCausalLM"])
     with caplog.at_level("INFO", "quickbeam"), LLM(str(folder)) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
     assert not answer.statistics.exact and answer.to_json()["exact"] is False
     (line,) = [record.message for record in caplog.records if "promise" in record.message]
-    assert "Qwen3MoeForCausalLM" in line and "Qwen3MoeForCausalLM" in llm.kernels
+    assert "HeliumForCausalLM" in line and "HeliumForCausalLM" in llm.kernels
     caplog.clear()
     with caplog.at_level("INFO", "quickbeam"), LLM(str(write(plain))) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))

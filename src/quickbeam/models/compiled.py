@@ -6,6 +6,7 @@ rotary angles are in float32 here, where that code rounds each of them to the mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.models.angles import AngleTable
+from quickbeam.models.compiled_layer import CompiledLayer, CompiledNorm
+from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import room_for_weights
@@ -23,13 +26,13 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import (
+    Experts,
     Layer,
     Linear,
-    Norm,
     Stack,
     linears,
-    norm_weight,
     rows_of,
+    tensor_of,
 )
 from quickbeam.models.weight_file import WeightFile
 
@@ -38,57 +41,6 @@ def kv_shapes(stack: Stack) -> list[KVShape]:
     """Return what each layer keeps of a token."""
     mixers = [layer.attention for layer in stack.layers]
     return [KVShape(mixer.kv_heads, mixer.head_dim, mixer.head_dim) for mixer in mixers]
-
-
-class CompiledNorm:
-    """A norm's numbers in float32."""
-
-    def __init__(self, norm: Norm, parameter: Callable[[str], torch.Tensor]) -> None:
-        self.weight = norm_weight(norm, parameter)
-        self.bias = None if norm.bias is None else parameter(norm.bias).detach().float().clone()
-        self.epsilon, self.centred = norm.epsilon, norm.centred
-
-    def add(self, program: Program, source: Buffer, target: Buffer, **more: Any) -> None:
-        """Add the norm to a program. `more`: as of `Program.norm`."""
-        program.norm(
-            source,
-            target,
-            self.weight,
-            self.epsilon,
-            bias=self.bias,
-            centred=self.centred,
-            **more,
-        )
-
-
-class CompiledLayer:
-    """One layer's packed weights, and its other numbers in float32. `place` packs a `Linear`."""
-
-    def __init__(
-        self,
-        layer: Layer,
-        place: Callable[[Linear, bool], Any],
-        parameter: Callable[[str], torch.Tensor],
-    ) -> None:
-        self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
-        self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
-        self.up, self.down = place(fed.up, fed.gated), place(fed.down, False)
-
-        def norm(of: Norm | None) -> CompiledNorm | None:
-            return None if of is None else CompiledNorm(of, parameter)
-
-        self.attention_before, self.attention_after = (
-            norm(layer.attention_before),
-            norm(layer.attention_after),
-        )
-        self.fed_before, self.fed_after = (
-            norm(layer.feed_forward_before),
-            norm(layer.feed_forward_after),
-        )
-        self.norms = (
-            None if mixer.norms is None else tuple(CompiledNorm(n, parameter) for n in mixer.norms)
-        )
-        self.sinks = None if mixer.sinks is None else parameter(mixer.sinks).detach().float()
 
 
 class CompiledStack:
@@ -126,12 +78,15 @@ class CompiledStack:
             room = self._weights[first:used]
             return pack.pack(weights, self._bias_of(linear), gated, room, found is not None)
 
+        def experts(of: Experts) -> CompiledExperts:
+            return CompiledExperts(of, place, self._parameter, pages.kernels, self._float32)
+
         modules: Any = model.get_submodule(stack.inside)
         self.layers: list[CompiledLayer] = []
         for i, layer in enumerate(stack.layers):
             if kept is not None and found is None:
                 kept.progress(f"quantising to {name}", i / len(stack.layers))
-            self.layers.append(CompiledLayer(layer, place, self._parameter))
+            self.layers.append(CompiledLayer(layer, place, self._parameter, experts))
             modules[i] = nn.Identity()  # frees the weights that were packed
         packed = place(stack.head, False, head_pack)
         self._head, self.vocab = NativeLinear(self._kernels, packed), packed.outputs
@@ -141,7 +96,7 @@ class CompiledStack:
 
     def _begin(self, model: PreTrainedModel, stack: Stack, pages: PagePool) -> None:
         """Set what does not depend on where the weights are."""
-        self.stack, self._parameter = stack, model.get_parameter
+        self.stack, self._parameter = stack, functools.partial(tensor_of, model)
         self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
         self._float32 = pages.dtype is torch.float32
         self._norm = CompiledNorm(stack.norm, self._parameter)
@@ -191,8 +146,11 @@ class CompiledStack:
             "query": program.buffer(widest, wide),
             "attended": program.buffer(widest, wide),
             "qkv": program.buffer(max(layer.qkv.outputs for layer in self.layers), True),
-            "inner": program.buffer(max(layer.down.inputs for layer in self.layers), wide),
+            "inner": program.buffer(max(layer.fed.inner for layer in self.layers), wide),
         }
+        for name in ("scores", "routes"):  # of routers
+            columns = max(getattr(layer.fed, name) for layer in self.layers)
+            buffers |= {name: program.buffer(columns, True)} if columns else {}
         x, last = buffers["x"], len(self.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, wide)
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
@@ -257,15 +215,19 @@ class CompiledStack:
 
     def _feed(self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer) -> None:
         """Add a layer's feed-forward."""
-        of, source = layer.layer.feed_forward, "normed"
+        fed, source = layer.fed, "normed"
         if layer.layer.parallel and layer.fed_before is not None:
             source = "beside"
         elif not layer.layer.parallel:
             _normed(program, buffers["x"], buffers["normed"], layer.fed_before)
-        epilogue = library.GATED if of.gated else library.ACTIVATE
-        inner = buffers["inner"]
-        self._linear(program, layer.up, buffers[source], inner, epilogue, activation=of.activation)
-        self._add(program, buffers, layer.down, "inner", layer.fed_after, layer.layer)
+        if isinstance(fed, CompiledExperts):
+            fed.add(program, buffers, buffers[source], buffers["made"])
+            self._add_made(program, buffers, layer.fed_after, layer.layer)
+            return
+        epilogue = library.GATED if fed.of.gated else library.ACTIVATE
+        inner, kind = buffers["inner"], fed.of.activation
+        self._linear(program, fed.up, buffers[source], inner, epilogue, activation=kind)
+        self._add(program, buffers, fed.down, "inner", layer.fed_after, layer.layer)
 
     def _add(
         self,
@@ -288,7 +250,16 @@ class CompiledStack:
             )
             return
         self._linear(program, weight, buffers[source], buffers["made"])
-        after.add(program, buffers["made"], buffers["x"], add=layer.residual)
+        self._add_made(program, buffers, after, layer)
+
+    @staticmethod
+    def _add_made(
+        program: Program, buffers: dict[str, Buffer], after: CompiledNorm | None, layer: Layer
+    ) -> None:
+        if after is None:
+            program.copy(buffers["made"], buffers["x"], add=True, scale=layer.residual)
+        else:
+            after.add(program, buffers["made"], buffers["x"], add=layer.residual)
 
     @property
     def _width(self) -> int:

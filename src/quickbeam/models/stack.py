@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Tensor:
 
     `part` of `parts`: which of so many equal pieces. With `heads`, each of so many heads holds its
     parts one after the other, and the pieces of all heads are taken. `transposed`: the weight is
-    stored as `[inputs, outputs]`.
+    stored as `[inputs, outputs]`. `expert`: which of several weights that are stored in one.
     """
 
     name: str
@@ -29,11 +30,12 @@ class Tensor:
     parts: int = 1
     heads: int = 1
     transposed: bool = False
+    expert: int | None = None
 
     @property
     def plain(self) -> bool:
         """Whether its rows follow one another in the checkpoint as they do here."""
-        return self.heads == 1 and not self.transposed
+        return self.heads == 1 and not self.transposed and self.expert is None
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,72 @@ class FeedForward:
     """`down(activation(up(x)))`, or with `gated` `down(activation(gate(x)) * rest(x))`.
 
     Of a gated one, `up` has two weights: the gate's, and the rest's. `activation`: one of the
-    kernels' (`native/library.py`).
+    kernels' (`native/library.py`); `clamped` is `(u + 1) * g * sigmoid(slope * g)` with g at most
+    `limit` and u between it and its negative.
     """
 
     up: Linear
     down: Linear
     activation: str
     gated: bool
+    limit: float = 0.0
+    slope: float = 1.0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row's experts are chosen, and what their weights are.
+
+    `scores`: the weight of an expert before anything else. `softmax` is over all experts, `sigmoid`
+    of each, `softmax_of_chosen` over the chosen. `mixer` is Phi-MoE's rule for two: a softmax that
+    leaves out logits further below the largest than `2 * jitter` of them, and the same again
+    without the largest.
+
+    The `top` experts with the largest scores are chosen, each score plus `correction` `[experts]`;
+    with several `groups` only among the `top_groups` whose `best_of_group` largest ones have the
+    largest sum. `renormalised`: weights are divided by the larger of their sum + `plus` and
+    `least`. In the end they are taken times `factor`.
+    """
+
+    logits: Linear
+    top: int
+    scores: str = "softmax"
+    correction: str | None = None
+    groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    renormalised: bool = False
+    plus: float = 0.0
+    least: float = 0.0
+    factor: float = 1.0
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The sum over a row's experts of their results times their weights.
+
+    `chosen`: gated feed-forwards of one shape. `shared`: one of all rows, with weight 1, or the
+    sigmoid of `shared_gate`. In native passes, `routing.logits` and `shared_gate` keep every bit.
+    """
+
+    routing: Routing
+    chosen: tuple[FeedForward, ...]
+    shared: FeedForward | None = None
+    shared_gate: Linear | None = None
+
+    @property
+    def all(self) -> tuple[FeedForward, ...]:
+        """The chosen ones, then the shared one if there is one."""
+        return self.chosen if self.shared is None else (*self.chosen, self.shared)
+
+    @property
+    def scoring(self) -> Linear:
+        """The logits of the chosen ones, then that of the shared one's weight if it has one."""
+        logits, gate = self.routing.logits, self.shared_gate
+        if gate is None:
+            return logits
+        return Linear((*logits.weights, *gate.weights), (*logits.biases, *gate.biases))
 
 
 @dataclass(frozen=True)
@@ -134,7 +195,7 @@ class Layer:
     """
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     attention_before: Norm | None
     feed_forward_before: Norm | None
     attention_after: Norm | None = None
@@ -175,13 +236,30 @@ class Stack:
 
 
 def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
-    """Yield all weights in the order of a pass, the head last, and whether each is gated."""
+    """Yield all weights in the order of a pass, the head last, and whether each is gated.
+
+    Those of routers are left out.
+    """
     for layer in stack.layers:
         yield layer.attention.qkv, False
         yield layer.attention.out, False
-        yield layer.feed_forward.up, layer.feed_forward.gated
-        yield layer.feed_forward.down, False
+        for one in feed_forwards(layer):
+            yield one.up, one.gated
+            yield one.down, False
     yield stack.head, False
+
+
+def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
+    """Return a layer's feed-forward, or all of its experts."""
+    of = layer.feed_forward
+    return of.all if isinstance(of, Experts) else (of,)
+
+
+def experts(stack: Stack) -> Iterator[Experts]:
+    """Yield the feed-forwards that are of experts."""
+    for layer in stack.layers:
+        if isinstance(layer.feed_forward, Experts):
+            yield layer.feed_forward
 
 
 def norms(stack: Stack) -> Iterator[Norm]:
@@ -202,10 +280,19 @@ def names(stack: Stack) -> set[str]:
     """Return the names of all parameters that a stack uses."""
     found = {stack.embedding, *([stack.positions] if stack.positions else [])}
     found |= {layer.attention.sinks for layer in stack.layers if layer.attention.sinks}
-    for linear, _ in linears(stack):
+    routers = list(experts(stack))
+    found |= {of.routing.correction for of in routers if of.routing.correction}
+    for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):
         found |= {tensor.name for tensor in (*linear.weights, *linear.biases)}
     for norm in norms(stack):
         found |= {*norm.weights, *([norm.bias] if norm.bias else [])}
+    return found
+
+
+def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
+    """Return a model's parameter or buffer."""
+    owner, _, last = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(owner), last)
     return found
 
 
@@ -214,7 +301,7 @@ def rows_of(rows: Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
     `tensor`: the whole of it, as it is stored.
     """
-    tensor = tensor.detach()
+    tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()
     if rows.parts == 1:

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.compiled import CompiledLayer, CompiledStack
+from quickbeam.models.compiled import CompiledStack
+from quickbeam.models.compiled_layer import CompiledLayer
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import head_format
@@ -28,7 +29,7 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Linear, Stack, linears, rows_of
+from quickbeam.models.stack import Linear, Stack, experts, linears, rows_of
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 
@@ -306,6 +307,8 @@ def streamable(model: PreTrainedModel, found: Kernels | None, reason: str) -> St
         )
     try:
         stack = describe(model)
+        if any(experts(stack)):
+            raise NotDescribed("its experts can't be read from disk")
         if any(not part.plain for linear, _ in linears(stack) for part in linear.weights):
             raise NotDescribed("its checkpoint stores weights in another order")
     except NotDescribed as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,14 +18,15 @@ from quickbeam.models.families.gpt_neox import gpt_neox
 from quickbeam.models.families.hunyuan import hunyuan
 from quickbeam.models.families.llama import granite, llama, seed_oss, smollm3
 from quickbeam.models.families.mistral import ministral3, mistral
+from quickbeam.models.families.mixtral import mixtral
 from quickbeam.models.families.nemotron import nemotron
-from quickbeam.models.families.olmo import olmo
+from quickbeam.models.families.olmo import olmo, olmoe
 from quickbeam.models.families.phi import phi, phi3
-from quickbeam.models.families.qwen import qwen2, qwen3
+from quickbeam.models.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
 from quickbeam.models.families.starcoder2 import starcoder2
-from quickbeam.models.stack import Stack, linears, names
+from quickbeam.models.stack import Stack, linears, names, tensor_of
 
 MOVING = {"dynamic", "longrope"}  # angles that change with a text's length, where not held
 
@@ -46,13 +46,17 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,
+    "mixtral": mixtral,
     "nemotron": nemotron,
     "olmo2": olmo,
     "olmo3": olmo,
+    "olmoe": olmoe,
     "phi": phi,
     "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "stablelm": stablelm,
@@ -75,7 +79,8 @@ def describe(model: PreTrainedModel) -> Stack:
     stack = family(reading)
     reading.refuse_unknown()
     found = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if odd := sorted(found ^ names(stack)):
+    buffers = {name for name, _ in model.named_buffers()}
+    if odd := sorted(found ^ (names(stack) - buffers)):
         told = "a parameter" if odd[0] in found else "no parameter"
         raise NotDescribed(f"this {kind.__name__} has {told} {odd[0]}")
     for name, module in model.named_modules():
@@ -83,11 +88,13 @@ def describe(model: PreTrainedModel) -> Stack:
             raise NotDescribed(f"{name} has a forward of its own")
     for linear, _ in linears(stack):
         for tensor in linear.weights:
-            owner = model.get_submodule(tensor.name.removesuffix(".weight"))
-            if type(owner) not in (nn.Linear, Conv1D):
-                raise NotDescribed(f"{tensor.name} is of a {type(owner).__name__}")
-            if model.dtype is torch.bfloat16 and _inputs(owner) % 2:
+            shape = tensor_of(model, tensor.name).shape
+            if model.dtype is torch.bfloat16 and shape[-2 if tensor.transposed else -1] % 2:
                 raise NotDescribed(f"{tensor.name} has an odd number of inputs")
+            of = type(model.get_submodule(tensor.name.rpartition(".")[0]))
+            stacked = tensor.expert is not None and of.__module__ == kind.__module__
+            if of not in (nn.Linear, Conv1D) and not stacked:
+                raise NotDescribed(f"{tensor.name} is of a {of.__name__}")
     embedding = type(model.get_input_embeddings())
     if not embedding.__module__.startswith(("torch.nn.", "transformers.")):
         raise NotDescribed(f"its embedding is a {embedding.__name__}")
@@ -96,10 +103,3 @@ def describe(model: PreTrainedModel) -> Stack:
         if MOVING & ({*held.values()} if isinstance(held, dict) else {held}):
             raise NotDescribed("its rotary angles change with the length of a text")
     return stack
-
-
-def _inputs(linear: nn.Module) -> int:
-    if isinstance(linear, nn.Linear):
-        return linear.in_features
-    weight: Any = linear.weight
-    return int(weight.shape[0])

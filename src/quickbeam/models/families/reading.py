@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 
 from quickbeam.models.stack import (
     Attention,
+    Experts,
     FeedForward,
     Layer,
     Linear,
     Norm,
     Rotary,
+    Routing,
     Stack,
     Tensor,
 )
@@ -47,17 +49,22 @@ HARMLESS = {
     "hidden_dropout",
     "hidden_size",
     "initializer_range",
+    "input_jitter_noise",
     "intermediate_size",
     "is_llama_config",
     "max_position_embeddings",
     "max_window_layers",
+    "moe_intermediate_size",
     "n_positions",
     "original_max_position_embeddings",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
     "resid_pdrop",
     "residual_dropout",
+    "router_aux_loss_coef",
     "sep_token_id",
+    "shared_expert_intermediate_size",
     "tie_word_embeddings",
     "torch_dtype",
     "transformers.js_config",
@@ -192,13 +199,30 @@ def head_norms(c: Config, i: int, names: tuple[str, str], plus_one: bool = False
     return query, key
 
 
-def gated(c: Config, i: int, bias: bool = False, act: str | None = None) -> FeedForward:
-    """Return Llama's feed-forward of layer `i`."""
-    at = f"model.layers.{i}.mlp"
+def gated(
+    c: Config, i: int, bias: bool = False, act: str | None = None, name: str = "mlp"
+) -> FeedForward:
+    """Return Llama's feed-forward of layer `i`. `name`: its module's in the layer."""
+    at = f"model.layers.{i}.{name}"
     up = tensors(f"{at}.gate_proj", f"{at}.up_proj", bias=bias)
     return FeedForward(
         up, tensors(f"{at}.down_proj", bias=bias), activation(act or c.hidden_act), True
     )
+
+
+def experts(
+    c: Config, i: int, routing: Routing, count: int, name: str = "mlp", **more: Any
+) -> Experts:
+    """Return the experts of layer `i`, whose weights are stacked: `[count, 2 * inner, d]`, gates
+    first, and `[count, d, inner]`. `more`: other fields of `Experts`."""
+    at = f"model.layers.{i}.{name}.experts"
+
+    def one(n: int) -> FeedForward:
+        up = (Tensor(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))
+        down = Linear((Tensor(f"{at}.down_proj", expert=n),))
+        return FeedForward(Linear(tuple(up)), down, activation(c.hidden_act), True)
+
+    return Experts(routing, tuple(one(n) for n in range(count)), **more)
 
 
 def plain(c: Config, up: str, down: str, bias: bool) -> FeedForward:
@@ -207,7 +231,9 @@ def plain(c: Config, up: str, down: str, bias: bool) -> FeedForward:
     return FeedForward(first, last, activation(c.hidden_act), False)
 
 
-def before(c: Config, i: int, mixer: Attention, feed_forward: FeedForward, **more: Any) -> Layer:
+def before(
+    c: Config, i: int, mixer: Attention, feed_forward: FeedForward | Experts, **more: Any
+) -> Layer:
     """Return a layer with Llama's norms."""
     at = f"model.layers.{i}"
     return Layer(

@@ -19,10 +19,13 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 9
-EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
+VERSION = 10
+EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS = range(9)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+# "clamped" is for experts alone
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped")
+# of routers: what the weights of the chosen experts are
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 # of weights; an operation names one by its index
 FORMATS = ("bfloat16", "int8", "int4", "float32")
 
@@ -78,6 +81,35 @@ class Op(Structure):
             )
         ),
         *((name, c_int32) for name in ("activation", "centred", "interleaved", "norm_last")),
+        ("experts", c_void_p),
+    )
+
+
+class Expert(Structure):
+    """The structure `Expert` of experts.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("up", "down", "up_bias", "down_bias"))
+
+
+class Experts(Structure):
+    """The structure `Experts` of experts.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("expert", "correction")),
+        *(
+            (name, c_int64)
+            for name in (
+                "count",
+                "top",
+                "inner",
+                "shared",
+                "groups",
+                "top_groups",
+                "best_of_group",
+            )
+        ),
+        *((name, c_int32) for name in ("scores", "renormalised", "gated")),
+        *((name, c_float) for name in ("plus", "least", "factor", "jitter")),
     )
 
 

@@ -9,7 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "activation.h"
 #include "attention.h"
+#include "experts.h"
 #include "noise.h"
 #include "quantised.h"
 #include "ranking.h"
@@ -24,9 +26,8 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
-enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
 struct Op {
@@ -42,7 +43,7 @@ struct Op {
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
-  int32_t key, value;                       // buffers of SPLIT
+  int32_t key, value;                       // buffers of SPLIT and EXPERTS
   int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
   int64_t norm_stride;                      // numbers between the norms of two heads
@@ -52,6 +53,7 @@ struct Op {
   int32_t centred;                          // a layer norm: the mean is taken away first
   int32_t interleaved;                      // dimensions 2i and 2i + 1 turn together, not i and i + rotary / 2
   int32_t norm_last;                        // queries and keys are normed after they are turned
+  const Experts* experts;                   // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
 };
 
 struct Call {
@@ -138,6 +140,7 @@ class Worker {
         case SPLIT: split(op); break;
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
+        case EXPERTS: experts(op); break;
       }
       meet();
     }
@@ -265,11 +268,11 @@ class Worker {
 
   template <class Each, class Done>
   void product(const Op& op, int64_t n, Each each, bool even, Done done) {
-    const bf16* x = at<bf16>(op.source) + op.source_offset;
-    if (op.format == FLOAT32)
-      panels(at<float>(op.source) + op.source_offset, op.source_stride, n, static_cast<const float*>(op.weight), op.inputs, each, even, sums_, done);
-    else if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, each, even, sums_, done);
-    else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, each, even, sums_, done);
+    const auto of = [&](auto* x) {
+      any_panels(op.format, x + op.source_offset, op.source_stride, n, op.weight, op.inputs, each, even, sums_, done);
+    };
+    if (op.format == FLOAT32) of(at<float>(op.source));
+    else of(at<bf16>(op.source));
   }
 
   void linear(const Op& op) {
@@ -310,30 +313,6 @@ class Worker {
       if (op.softcap > 0) y = mul(hyperbolic_tangent(div(y, all(op.softcap))), all(op.softcap));
       put(op, row, to, count, y);
       if (op.epilogue == BEST) note_best(row, to, count, y);
-    }
-  }
-
-  static Lanes activate(int32_t kind, Lanes x) {
-    switch (kind) {
-      case GELU: {  // x * (1 + erf(x / sqrt(2))) / 2, erf by Abramowitz and Stegun's 7.1.26, off by at most 2e-7
-        const Lanes z = mul(x, all(0.70710678f)), size = greatest(z, sub(zero(), z));
-        const Lanes t = div(all(1.0f), fma(size, all(0.3275911f), all(1.0f)));
-        Lanes p = all(1.061405429f);
-        for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, all(c));
-        const Lanes rest = mul(mul(p, t), exponential(sub(zero(), mul(size, size))));  // 1 - erf(|z|)
-        const Lanes half = mul(x, all(0.5f)), wide = greatest(half, sub(zero(), half));
-        return sub(add(half, wide), mul(wide, rest));
-      }
-      case GELU_TANH: {
-        const Lanes inner = mul(mul(x, all(0.7978845608f)), fma(mul(x, x), all(0.044715f), all(1.0f)));
-        return mul(mul(x, all(0.5f)), add(all(1.0f), hyperbolic_tangent(inner)));
-      }
-      case RELU: return greatest(zero(), x);
-      case RELU_SQUARED: {
-        const Lanes y = greatest(zero(), x);
-        return mul(y, y);
-      }
-      default: return div(x, add(all(1.0f), exponential(sub(zero(), x))));
     }
   }
 
@@ -408,6 +387,28 @@ class Worker {
         }
     };
     product(op, n, ranges, false, done);
+  }
+
+  void experts(const Op& op) {
+    if (op.source_float) experts_of<float>(op);
+    else experts_of<bf16>(op);
+  }
+
+  template <class T>
+  void experts_of(const Op& op) {
+    const Experts& of = *op.experts;
+    const int64_t stride = of.count + of.gated;
+    const float* scores = at<float>(op.key);
+    Route* routes = at<Route>(op.value);
+    Router router(of);
+    for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) router.route(scores + r * stride, routes + r * of.top);
+    meet();
+    const Grouped grouped(of, routes, batch_.rows, scores, stride);
+    const ExpertPass<T> pass{of, op.format, op.activation, op.softcap, op.scaling, at<T>(op.source), op.source_stride, batch_.rows, op.inputs,
+                             op.outputs, at<T>(op.best), at<float>(op.target), op.target_stride};
+    pass.up(grouped, thread_, threads_, sums_);
+    meet();
+    pass.down(grouped, thread_, threads_, sums_);
   }
 
   // The sequence of a row; rows come in order, so the search goes on from the last one's.
@@ -522,7 +523,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 9; }
+int64_t qb_version() { return 10; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 

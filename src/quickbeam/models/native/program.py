@@ -337,6 +337,43 @@ class Program:
             sinks=sinks,
         )
 
+    def experts(
+        self,
+        experts: library.Experts,
+        format: int,
+        source: Buffer,
+        scores: Buffer,
+        routes: Buffer,
+        inner: Buffer,
+        target: Buffer,
+        *,
+        activation: str,
+        limit: float = 0.0,
+        slope: float = 1.0,
+    ) -> None:
+        """A feed-forward of experts, to a float32 target.
+
+        `format`: of their weights. `scores`: the router's float32 results. `routes`: float32, two
+        numbers for each of a row's experts. `inner`: like the source, what a row's experts have
+        inside, one beside the other.
+        """
+        self._keep.append(experts)
+        self._add(
+            library.EXPERTS,
+            source,
+            target,
+            inputs=source.width,
+            outputs=target.width,
+            format=format,
+            key=scores.index,
+            value=routes.index,
+            best=inner.index,
+            experts=ctypes.addressof(experts),
+            activation=library.ACTIVATIONS.index(activation),
+            softcap=limit,
+            scaling=slope,
+        )
+
     def copy(
         self,
         source: Buffer,

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bytes.h"
+#include "product.h"
 
 namespace qb {
 
@@ -253,6 +254,19 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
   const uint8_t* w = static_cast<const uint8_t*>(weight);
   if (format == INT8) quantised_panels_of<Whole>(x, x_stride, rows, w, inputs, each, even, sums, done);
   else quantised_panels_of<Halves>(x, x_stride, rows, w, inputs, each, even, sums, done);
+}
+
+// A product with a weight of any format, as `panels`.
+template <class Each, class Done>
+static void any_panels(int32_t, const float* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each, bool even,
+                       float* sums, Done done) {
+  panels(x, x_stride, rows, static_cast<const float*>(weight), inputs, each, even, sums, done);
+}
+template <class Each, class Done>
+static void any_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each, bool even,
+                       float* sums, Done done) {
+  if (format != BFLOAT16) quantised_panels(format, x, x_stride, rows, weight, inputs, each, even, sums, done);
+  else panels(x, x_stride, rows, static_cast<const bf16*>(weight), inputs, each, even, sums, done);
 }
 
 // --- weights ---

@@ -1,0 +1,247 @@
+"""Experts on the native kernels: what each row gets, and that it gets it whatever the other rows
+chose. On every instruction set that the machine runs.
+
+pytest tests/test_native_experts.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2MoeConfig
+
+import interpreter
+from cases import few
+from kernels import SETS, best_set, every_set, load, number, plain_rows
+from models import SIZES, tiny
+from quickbeam.models.experts import CompiledExperts
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import FLOAT32, Packer
+from quickbeam.models.opening import make_model
+from quickbeam.models.stack import Experts, FeedForward, Linear, Routing, Tensor, rows_of
+from quickbeam.models.target import Target
+from test_exact import one_at_a_time, rows_that_differ
+from test_native_bits import native, text
+
+__all__ = ["native"]  # a fixture
+INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+LOGITS = Linear((Tensor("router"),), (Tensor("router_bias"),))
+RULES = {
+    "softmax": Routing(Linear(LOGITS.weights), 3, renormalised=True),
+    "softmax, not renormalised": Routing(LOGITS, 3),
+    "of the chosen": Routing(LOGITS, 4, "softmax_of_chosen"),
+    "groups": Routing(
+        LOGITS, 3, "sigmoid", "correction", 4, 2, 2, renormalised=True, plus=1e-20, factor=2.5
+    ),
+    "corrected": Routing(LOGITS, 3, correction="correction", renormalised=True, least=0.4),
+    "mixer": Routing(LOGITS, 2, "mixer", jitter=0.05),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Callable[[int], None]]:
+    """One thread, unless a test sets another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    """Weights large enough that experts and their weights matter."""
+    shapes = {
+        "router": (COUNT, INPUTS),
+        "router_bias": (COUNT,),
+        "correction": (COUNT,),
+        "gate_up": (COUNT, 2 * INNER, INPUTS),
+        "gate_up_bias": (COUNT, 2 * INNER),
+        "down": (COUNT, INPUTS, INNER),
+        "down_bias": (COUNT, INPUTS),
+        "shared_gate": (40, INPUTS),
+        "shared_up": (40, INPUTS),
+        "shared_down": (INPUTS, 40),
+        "scale": (1, INPUTS),
+    }
+    return {
+        name: (number(*shape, seed=i) * (0.2 if len(shape) > 1 else 0.5)).float()
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def one(i: int, activation: str) -> FeedForward:
+    up, bias = (
+        tuple(Tensor(name, k, 2, expert=i) for k in (0, 1)) for name in ("gate_up", "gate_up_bias")
+    )
+    down = Linear((Tensor("down", expert=i),), (Tensor("down_bias", expert=i),))
+    return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
+
+
+def experts(rule: str = "softmax", shared: bool = True, activation: str = "silu") -> Experts:
+    routing, chosen = RULES[rule], tuple(one(i, activation) for i in range(COUNT))
+    if not shared:
+        return Experts(routing, chosen)
+    up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
+    beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
+    if routing.logits.biases:
+        return Experts(routing, chosen, beside)
+    return Experts(routing, chosen, beside, Linear((Tensor("scale"),)))
+
+
+Pass = Callable[[torch.Tensor], torch.Tensor]
+
+
+def by_kernels(isa: str, of: Experts, name: str) -> Pass:
+    """`[n, INPUTS]` to `[n, INPUTS]` float32."""
+    kernels, numbers, wide = load(isa), parameters(), name == "float32"
+    pack = Packer(kernels, name)
+
+    def place(linear: Linear, gated: bool) -> object:
+        weights = [rows_of(part, numbers[part.name]) for part in linear.weights]
+        bias = [rows_of(part, numbers[part.name]) for part in linear.biases]
+        return pack.pack(weights, torch.cat(bias) if bias else None, gated)
+
+    compiled = CompiledExperts(of, place, numbers.__getitem__, kernels, wide)
+    program = Program(kernels)
+    source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
+    buffers = {
+        "scores": program.buffer(compiled.scores, True),
+        "routes": program.buffer(compiled.routes, True),
+        "inner": program.buffer(compiled.inner, wide),
+    }
+    compiled.add(program, buffers, source, target)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = torch.full((len(x), INPUTS), torch.nan)
+        x = x.to(torch.float32 if wide else torch.bfloat16).contiguous()
+        program.run(plain_rows(len(x)), {"x": x, "y": y})
+        return y
+
+    run.compiled = compiled  # type: ignore[attr-defined]  # keeps what the program reads
+    return run
+
+
+def error(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).abs().max() / right.abs().max())
+
+
+@every_set
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_choosing_is_the_interpreters(isa: str, rule: str) -> None:
+    of, x = experts(rule), number(ROWS, INPUTS).float()
+    right = interpreter._feed_experts(x, of, parameters())
+    assert error(by_kernels(isa, of, "float32")(x), right) < 1e-5
+    # rounding inside, which changes no choice of these rows
+    assert error(by_kernels(isa, of, "bfloat16")(x), right) < 0.02
+
+
+@best_set
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_experts_compute_is_the_interpreters(isa: str, activation: str, shared: bool) -> None:
+    of, x = experts(shared=shared, activation=activation), number(ROWS, INPUTS).float()
+    right = interpreter._feed_experts(x, of, parameters())
+    for name, most in zip(FORMATS, (1e-5, 0.02, 0.03, 0.3), strict=True):
+        assert error(by_kernels(isa, of, name)(x), right) < most
+
+
+def rows_that_depend_on_others(run: Pass) -> int:
+    """Run any rows side by side, and count those that give other bits than alone."""
+    x, rng, wrong = number(ROWS, INPUTS), random.Random(0), 0
+    alone = torch.cat([run(x[i : i + 1]) for i in range(ROWS)])
+    for width in range(1, ROWS + 1):
+        rows = rng.choices(range(ROWS), k=width)
+        wrong += int((run(x[rows]) != alone[rows]).any(1).sum())
+    return wrong
+
+
+@every_set
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_does_not_depend_on_what_others_chose(isa: str, name: str) -> None:
+    assert rows_that_depend_on_others(by_kernels(isa, experts(), name)) == 0
+
+
+@pytest.mark.parametrize(
+    ("isa", "count"),
+    few([(isa, count) for isa in SETS for count in (2, 3)], [(SETS[0], 2), (SETS[-1], 3)]),
+)
+def test_a_row_does_not_depend_on_threads(
+    isa: str, count: int, threads: Callable[[int], None]
+) -> None:
+    x = number(ROWS, INPUTS)
+    for name in FORMATS:
+        run = by_kernels(isa, experts(), name)
+        threads(1)
+        alone = run(x), run(x[:1])
+        threads(count)
+        assert all(map(torch.equal, (run(x), run(x[:1])), alone))
+
+
+@best_set
+def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
+    """The same products, added as the rows of a pass bring their experts up."""
+    of, numbers = experts(shared=False), parameters()
+    parts = [
+        by_kernels(
+            isa, replace(of, chosen=(feed,) * COUNT, routing=replace(of.routing, top=1)), FLOAT32
+        )
+        for feed in of.chosen
+    ]
+
+    def run(x: torch.Tensor, by_number: bool) -> torch.Tensor:
+        # row by row, as PyTorch's products depend on the number of rows
+        logits = torch.cat(
+            [interpreter._linear(row, of.routing.logits, numbers) for row in x.float()[:, None]]
+        )
+        weight, expert = interpreter._route(logits, of.routing, numbers)
+        order = sorted(set(expert.flatten().tolist())) if by_number else expert.flatten().tolist()
+        total = torch.zeros(len(x), INPUTS)
+        for number_of in dict.fromkeys(order):
+            rows, place = torch.where(expert == number_of)
+            total[rows] += weight[rows, place, None] * parts[number_of](x[rows])
+        return total
+
+    assert rows_that_depend_on_others(lambda x: run(x, by_number=False)) > 100
+    assert rows_that_depend_on_others(lambda x: run(x, by_number=True)) == 0
+
+
+@best_set
+def test_a_row_that_is_not_finite_spoils_no_other(isa: str) -> None:
+    x = number(8, INPUTS)
+    run = by_kernels(isa, experts(), "bfloat16")
+    right = run(x)
+    x[3] = torch.nan
+    got = run(x)
+    assert got[3].isnan().all()
+    assert torch.equal(got[[0, 1, 2, 4, 5, 6, 7]], right[[0, 1, 2, 4, 5, 6, 7]])
+
+
+CONFIG = Qwen2MoeConfig(
+    **SIZES,
+    num_experts=7,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+)
+
+
+@pytest.mark.parametrize(
+    ("isa", "weights"),
+    few(
+        [(isa, name) for isa in SETS for name in FORMATS[1:]],
+        [(isa, FORMATS[1 + i % 3]) for i, isa in enumerate(SETS)],
+    ),
+)
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(
+    isa: str, weights: str, native: Callable[[str], None]
+) -> None:
+    native(isa)
+    target = Target(make_model(tiny("", torch.bfloat16, config=CONFIG), weights=weights))
+    ids = text(78)
+    prompt, tokens = ids[:52], ids[52:]
+    expected = one_at_a_time(target, prompt, tokens)
+    assert rows_that_differ(target, prompt, tokens, expected, 0) == 0
