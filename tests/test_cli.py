@@ -67,18 +67,8 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    expected = {"trust_remote_code": False} | dict.fromkeys(
-        (
-            "device",
-            "budget",
-            "drafter",
-            "vocab",
-            "shortlist",
-            "memory",
-            "kv_memory",
-            "draft_weights",
-        )
-    )
+    unset = "device budget drafter vocab shortlist memory kv_memory draft_weights"
+    expected = {"trust_remote_code": False, **dict.fromkeys(unset.split())}
     assert options == expected | dict.fromkeys(("dtype", "weights"), "bfloat16")
     assert (call, messages, params) == ("chat", [("user", "hello")], SamplingParams())
 
@@ -92,17 +82,12 @@ def test_verbose_says_how_an_answer_was_made(run):
     assert run("chat", "--verbose", input="hello\n").stderr.endswith(line)
 
 
-def test_verbose_statistics_tell_the_seed_of_a_sampled_answer():
-    completion = Completion("a", [1], "stop", Statistics(1, 1, 0.5), method="ar", seed=7)
-    assert ", seed 7, not bit-identical, kernels: k" in statistics_line(
-        completion, "k", verbose=True
-    )
+def test_the_line_of_statistics_says_what_was_special():
+    completion = Completion("a", [1], "length", Statistics(1, 1, 0.5), method="ar", seed=7)
+    line = statistics_line(completion, "k", verbose=True)
+    assert line.startswith("[ar] 1 tokens (length), ")
+    assert line.endswith(", seed 7, not bit-identical, kernels: k")
     assert "seed" not in statistics_line(replace(completion, seed=None), "k", verbose=True)
-
-
-def test_an_answer_that_was_cut_says_so():
-    completion = Completion("a", [1], "length", Statistics(1, 1, 0.5), method="ar")
-    assert statistics_line(completion, "k").startswith("[ar] 1 tokens (length), ")
 
 
 def test_every_option_arrives(run):
@@ -125,27 +110,12 @@ def test_every_option_arrives(run):
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
-    assert params == SamplingParams(
-        max_tokens=7,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={3: -2.5, 9: -math.inf},
-        stop=("END", "."),
-        stop_token_ids=(3, 4),
-        ignore_eos=True,
-        logprobs=2,
-        seed=5,
-        min_tokens=1,
-        bad_words=("no",),
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        coupling="residual",
-    )
+    expected = dict(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=5)
+    expected |= dict(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3)
+    expected |= dict(logit_bias={3: -2.5, 9: -math.inf}, stop=("END", "."), stop_token_ids=(3, 4))
+    expected |= dict(ignore_eos=True, logprobs=2, min_tokens=1, bad_words=("no",))
+    expected |= dict(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert params == SamplingParams(**expected, coupling="residual")
 
 
 def test_a_grammar_arrives(run, tmp_path):
@@ -164,12 +134,11 @@ def test_a_grammar_arrives(run, tmp_path):
         assert fake_llm.CALLS[-1][2].grammar == grammar
 
 
-@pytest.mark.parametrize(
-    ("given", "budget"), [(["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)]
-)
-def test_a_budget_is_given_measured_or_the_methods_own(run, given, budget):
-    assert run("generate", "hello", *given).exit_code == 0
-    assert fake_llm.CALLS[0][1][2]["budget"] == budget
+def test_a_budget_is_given_measured_or_the_methods_own(run):
+    for given, budget in ((["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)):
+        fake_llm.CALLS.clear()
+        assert run("generate", "hello", *given).exit_code == 0
+        assert fake_llm.CALLS[0][1][2]["budget"] == budget
 
 
 def test_raw_skips_the_template_and_dash_reads_standard_input(run):
@@ -181,16 +150,9 @@ def test_json_is_the_completion_and_nothing_else(run):
     result = run("generate", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     record = json.loads(result.stdout)
-    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == (
-        "one two",
-        "stop",
-        "fake",
-        "auto",
-    )
-    assert (
-        record["sources"] == {"ngram": {"drafted": 8, "accepted": 3}}
-        and record["kernels"] == "scripted"
-    )
+    expected = {"text": "one two", "finish_reason": "stop", "model": "fake", "method": "auto"}
+    expected |= {"sources": {"ngram": {"drafted": 8, "accepted": 3}}, "kernels": "scripted"}
+    assert {name: record[name] for name in expected} == expected
 
 
 def test_ctrl_c_keeps_what_was_produced(run):
@@ -202,61 +164,51 @@ def test_ctrl_c_keeps_what_was_produced(run):
     assert json.loads(result.stdout)["finish_reason"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["generate", "hi", "--method", "lgitspec"], ["unknown method 'lgitspec'", *METHODS]),
-        (["generate", "hi", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
-        (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
-        (["generate", "hi", "--dtype", "int8"], ["--dtype", "bfloat16", "float32"]),
-        (["generate", "hi", "--device", "tpu"], ["--device", "cpu", "cuda"]),
-        (["generate", "hi", "--coupling", "loose"], ["--coupling", "coupled", "residual"]),
-        (["generate", "hi", "--budget", "0"], ["--budget '0'", "auto"]),
-        (["generate", "hi", "--budget", "lots"], ["--budget 'lots'", "auto"]),
-        (["generate", "hi", "--raw", "--system", "x"], ["--system", "--raw"]),
-        (["generate", "hi", "--logprobs", "2"], ["--logprobs", "--json"]),
-        (["generate", "hi", "--regex", "a", "--json-object"], ["--json-object and --regex", "one"]),
-        (["generate", "hi", "--json-schema", "{nope"], ["json_schema", "not JSON"]),
-        (
-            ["generate", "hi", "--json-schema", "missing.json"],
-            ["--json-schema missing.json", "No such file"],
-        ),
-        (["generate", "hi", "--lark", "."], ["--lark .", "directory"]),
-        (["generate", "hi", "--method", "hf"], ["unknown method 'hf'"]),
-        (["generate", ""], ["prompt is empty"]),
-        (["generate", "\udcff"], ["not UTF-8"]),
-        (["generate", "too long"], ["longer than the context"]),
-        (["generate"], ["prompt"]),
-        (["generate", "hi", "--nonsense"], ["--nonsense"]),
-        (["gnerate"], ["gnerate"]),
-        (["pull", "nope"], ["unknown embedded model 'nope'", "smollm2-135m"]),
-        (
-            ["generate", "hi", "--method", "pld", "--drafter", "small"],
-            ["--drafter small", "'pld' drafts without a model", "dyspec"],
-        ),
-        (["chat", "--min-p", "2"], ["min_p=2.0"]),
-        (["demo", "--method", "nope"], ["unknown method 'nope'"]),
-        (
-            ["chat", "--method", "dyspec", "--model", "other"],
-            ["method 'dyspec' drafts with a model", "--drafter"],
-        ),
-        (["serve", "--method", "nope"], ["unknown method 'nope'"]),
-        (["serve", "--model", "./nope"], ["no such model folder or file: ./nope"]),
-        (["generate", "hi", "--model", "folder/config.json"], ["is a file", ".gguf", "folder"]),
-        (["bench", "--model", "./nope"], ["no such model folder or file: ./nope"]),
-        (["bench", "throughput", "--model", "./nope"], ["no such model folder or file: ./nope"]),
-        (["bench", "throughput", "--methods", "nope"], ["unknown method 'nope'"]),
-        (["generate", "hi", "--drafter", "nope.gguf"], ["no such model folder or file: nope"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bad_input_is_one_line_and_exit_code_2(run, arguments, words):
-    refused(run(*arguments), 2, *words)
+BAD = {
+    "generate hi --method lgitspec": ["unknown method 'lgitspec'", *METHODS],
+    "generate hi --temperature -1": ["temperature=-1.0", "at least 0"],
+    "generate hi --max-tokens many": ["--max-tokens"],
+    "generate hi --dtype int8": ["--dtype", "bfloat16", "float32"],
+    "generate hi --device tpu": ["--device", "cpu", "cuda"],
+    "generate hi --coupling loose": ["--coupling", "coupled", "residual"],
+    "generate hi --budget 0": ["--budget '0'", "auto"],
+    "generate hi --budget lots": ["--budget 'lots'", "auto"],
+    "generate hi --raw --system x": ["--system", "--raw"],
+    "generate hi --logprobs 2": ["--logprobs", "--json"],
+    "generate hi --regex a --json-object": ["--json-object and --regex", "one"],
+    "generate hi --json-schema {nope": ["json_schema", "not JSON"],
+    "generate hi --json-schema missing.json": ["--json-schema missing.json", "No such file"],
+    "generate hi --lark .": ["--lark .", "directory"],
+    "generate hi --method hf": ["unknown method 'hf'"],
+    "generate \udcff": ["not UTF-8"],
+    "generate": ["prompt"],
+    "generate hi --nonsense": ["--nonsense"],
+    "gnerate": ["gnerate"],
+    "pull nope": ["unknown embedded model 'nope'", "smollm2-135m"],
+    "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
+    "chat --min-p 2": ["min_p=2.0"],
+    "demo --method nope": ["unknown method 'nope'"],
+    "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],
+    "serve --method nope": ["unknown method 'nope'"],
+    "serve --model ./nope": ["no such model folder or file: ./nope"],
+    "generate hi --model folder/config.json": ["is a file", ".gguf", "folder"],
+    "bench --model ./nope": ["no such model folder or file: ./nope"],
+    "bench throughput --model ./nope": ["no such model folder or file: ./nope"],
+    "bench throughput --methods nope": ["unknown method 'nope'"],
+    "generate hi --drafter nope.gguf": ["no such model folder or file: nope"],
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run, line):
+    refused(run(*line.split()), 2, *BAD[line])
 
 
 def test_standard_input_that_is_no_text_is_bad_input(run):
     refused(run("generate", "-", input=b"\xff\xfe"), 2, "not UTF-8")
-    refused(run("generate", "-", input=""), 2, "prompt is empty")
+    for empty in (run("generate", "-", input=""), run("generate", "")):
+        refused(empty, 2, "prompt is empty")
+    refused(run("generate", "too long"), 2, "longer than the context")
 
 
 def test_a_failure_is_one_line_and_exit_code_1(run, monkeypatch):
@@ -278,12 +230,8 @@ def test_help_and_version(run):
 
 
 def test_chat_remembers_until_reset(run):
-    result = run(
-        "chat",
-        "--system",
-        "Be kind.",
-        input="first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n",
-    )
+    typed = "first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n"
+    result = run("chat", "--system", "Be kind.", input=typed)
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
     assert result.stderr.startswith("the default, method auto. /reset forgets")
     assert result.stderr.count("tokens a step") == 3
@@ -329,23 +277,11 @@ def test_demo_sets_both_answers_side_by_side(run):
     assert answered == [first] * 2 + [first] * 4 + [second] * 4  # the first 2 warm up
 
 
-@pytest.mark.parametrize("share", [5.0, 40.0])
-def test_demo_says_when_the_machine_is_busy(run, monkeypatch, share):
-    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: share)
-    result = run("demo")
-    assert ("The machine is busy: other programs used 40 %" in result.stdout) == (share > 10)
-
-
-def test_demo_says_when_the_tokens_differ():
-    from quickbeam.cli.demo import verdict
-
-    plain = Completion("a b c", [1, 2, 3], "length", Statistics(3, 2, seconds=2.0))
-    fast = Completion("a b d", [1, 2, 4], "length", Statistics(3, 1, seconds=1.0))
-    assert verdict(plain, fast) == "the tokens differ, 2.00 times as fast"
-    assert (
-        verdict(plain, Completion("a", [1], "stop", Statistics(1, 0)))
-        == "the tokens differ; too short to time"
-    )
+def test_demo_says_when_the_machine_is_busy(run, monkeypatch):
+    for share in (5.0, 40.0):
+        monkeypatch.setattr(psutil, "cpu_percent", lambda seconds, share=share: share)
+        shown = "The machine is busy: other programs used 40 %" in run("demo").stdout
+        assert shown == (share > 10)
 
 
 def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_path):
@@ -438,10 +374,8 @@ def test_chat_on_a_terminal():
 
 
 def test_importing_the_package_is_quick():
-    code = (
-        "import sys, quickbeam; sys.exit(bool({'torch', 'transformers', 'typer'} & "
-        "set(sys.modules)))"
-    )
+    heavy = "{'torch', 'transformers', 'typer'} & set(sys.modules)"
+    code = f"import sys, quickbeam; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Sequence
 
 import psutil
 import pytest
@@ -30,7 +31,6 @@ from quickbeam.engine.budget import Budget
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods.auto import Auto
@@ -229,11 +229,7 @@ def test_a_step_that_mixes_sequences_up_is_noticed(world, monkeypatch):
     monkeypatch.setattr(PagedStore, "_shared", lambda self: [])
     prompt = [7 + i % 50 for i in range(70)]
     engine = here.engine(share=False)
-    first = engine.add(
-        request(
-            here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), prompt, budget=1
-        )
-    )
+    first = plain(engine, prompt, 60)
     while not first.started:
         engine.step()
     fork = first.cache.fork()
@@ -246,6 +242,12 @@ def test_a_step_that_mixes_sequences_up_is_noticed(world, monkeypatch):
     assert first.output.token_ids != expected
 
 
+def plain(engine: Engine, prompt: Sequence[int], tokens: int = 30) -> SequenceState:
+    """A request of plain decoding, added to the engine."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return engine.add(request(engine.model, NoDraft(), params, prompt, budget=1))
+
+
 def run(engine: Engine, *sequences: SequenceState) -> None:
     while not all(one.over for one in sequences):
         engine.step()
@@ -255,10 +257,7 @@ def test_sequences_are_preempted_and_go_on(world):
     here = world("llama", "native")
     prompts = [tuple((i * 7 + k) % 90 + 3 for k in range(100)) for i in range(4)]
     engine = here.engine(pages=7)
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    ones = [
-        engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts
-    ]
+    ones = [plain(engine, prompt, 120) for prompt in prompts]
     run(engine, *ones)
     assert sum(one.statistics.preemptions for one in ones) > 0
     assert ones[0].statistics.preemptions == 0  # whoever came first is never preempted
@@ -273,17 +272,11 @@ def test_nobody_starves(world):
     """However many come later, whoever waits runs next."""
     here = world("llama", "native")
     engine = here.engine(most=2, share=False)
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
     order: list[int] = []
-    ones = [
-        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
-        for i in range(6)
-    ]
+    ones = [plain(engine, [5, 6, 7 + i], 6) for i in range(6)]
     for late in range(40):
         if late < 20:
-            ones.append(
-                engine.add(request(here.model, NoDraft(), params, [9, 9, late + 3], budget=1))
-            )
+            ones.append(plain(engine, [9, 9, late + 3], 6))
         engine.step()
         order += [i for i, one in enumerate(ones) if one.started and i not in order]
     run(engine, *ones)
@@ -294,26 +287,10 @@ def test_a_long_prompt_does_not_hold_up_the_others(world):
     """While it is read, every step still gives each running answer a token."""
     here = world("llama", "native")
     engine = here.engine(share=False)
-    first = engine.add(
-        request(
-            here.model,
-            NoDraft(),
-            SamplingParams(max_tokens=60, ignore_eos=True),
-            [5, 6, 7],
-            budget=1,
-        )
-    )
+    first = plain(engine, [5, 6, 7], 60)
     while not first.started:
         engine.step()
-    long = engine.add(
-        request(
-            here.model,
-            NoDraft(),
-            SamplingParams(max_tokens=2, ignore_eos=True),
-            [3 + i % 90 for i in range(1500)],
-            budget=1,
-        )
-    )
+    long = plain(engine, [3 + i % 90 for i in range(1500)], 2)
     steps = 0
     while not long.started:
         before = len(first.output.token_ids)
@@ -322,40 +299,6 @@ def test_a_long_prompt_does_not_hold_up_the_others(world):
         assert first.over or len(first.output.token_ids) == before + 1
     assert steps >= 1500 // 64
     engine.close()
-
-
-def test_nan_in_one_sequence_ends_that_one_alone(world):
-    here = world("llama", "native")
-    engine = here.engine(share=False)
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    good, bad = (
-        engine.add(request(here.model, NoDraft(), params, prompt, budget=1))
-        for prompt in ([5, 6, 7], [8, 9, 10])
-    )
-    while not (good.started and bad.started):
-        engine.step()
-    forward = here.model.forward
-
-    def broken(batch):
-        passed = forward(batch)
-        return [
-            one._replace(
-                logits=torch.full_like(one.logits, float("nan")),
-                best=None if one.best is None else [-1] * len(one.best),
-            )
-            if part.cache is bad.cache
-            else one
-            for part, one in zip(batch.parts, passed, strict=True)
-        ]
-
-    here.model.forward = broken
-    try:
-        run(engine, good, bad)
-    finally:
-        del here.model.forward
-    assert isinstance(bad.error, QuickbeamError)
-    assert good.error is None and good.output.token_ids == here.alone((5, 6, 7), 20)
-    assert here.model.pool.used == 0
 
 
 def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
@@ -419,8 +362,7 @@ def test_samples_of_one_prompt_read_it_once(world):
     here = world("llama", "native")
     engine = here.engine()
     prompt = [3 + (i * 5) % 90 for i in range(200)]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for _ in range(5)]
+    ones = [plain(engine, prompt, 4) for _ in range(5)]
     run(engine, *ones)
     size = here.model.granularity
     assert [one.statistics.cached_tokens for one in ones] == [0] + [199 // size * size] * 4
@@ -432,19 +374,13 @@ def test_too_much_for_the_memory_is_refused_at_once(world):
     here = world("llama", "native")
     engine = here.engine(pages=2)
     with pytest.raises(InvalidInput, match="kv-memory"):
-        engine.add(
-            request(here.model, NoDraft(), SamplingParams(max_tokens=200), [5] * 100, budget=1)
-        )
+        plain(engine, [5] * 100, 200)
 
 
 def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
     here = world("llama", "native")
     engine = here.engine()
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    ones = [
-        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
-        for i in range(3)
-    ]
+    ones = [plain(engine, [5, 6, 7 + i]) for i in range(3)]
     for _ in range(5):
         engine.step()
     forward, here.model.forward = (
@@ -463,8 +399,8 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
             one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)]
             and len(one.output.token_ids) > 2
         )
-    found = answer(here.model, NoDraft(), params, [5, 6, 7], engine=engine, budget=1)
-    assert found.output.token_ids == here.alone((5, 6, 7), 30)
+    run(engine, again := plain(engine, [5, 6, 7]))
+    assert again.output.token_ids == here.alone((5, 6, 7), 30)
     engine.close()
     assert here.model.pool.used == 0
 
@@ -472,11 +408,7 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
 def test_an_interrupt_while_one_is_preempted_loses_none(world, monkeypatch):
     here = world("llama", "native")
     engine, broken = here.engine(pages=7, share=False), list[SequenceState]()
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    ones = [
-        engine.add(request(here.model, NoDraft(), params, [3 + i] * 100, budget=1))
-        for i in range(4)
-    ]
+    ones = [plain(engine, [3 + i] * 100, 120) for i in range(4)]
     release = SequenceState.release
 
     def interrupted(self):
@@ -510,8 +442,8 @@ def test_an_observer_can_not_begin_a_step_within_a_step(world):
 
 def test_a_limit_that_is_lowered_ends_nobody_who_needs_no_page(world):
     here = world("llama", "native")
-    engine, params = here.engine(pages=3), SamplingParams(max_tokens=30, ignore_eos=True)
-    one = engine.add(request(here.model, NoDraft(), params, (5, 6, 7), budget=1))
+    engine = here.engine(pages=3)
+    one = plain(engine, (5, 6, 7))
     for _ in range(3):
         engine.step()
     here.model.pool.limit = 0  # as where a drafter is loaded
@@ -527,8 +459,7 @@ def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
     engine = here.engine(pages=8)
     size, page = engine.prefixes.size, here.model.pool.page
     prompt = tuple(3 + i * 7 % 90 for i in range(5 * max(size, page) + 1))
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    run(engine, engine.add(request(here.model, NoDraft(), params, prompt[:-page], budget=1)))
+    run(engine, plain(engine, prompt[:-page], 1))
     params = SamplingParams(max_tokens=8 * page - len(prompt) - 1, ignore_eos=True)
     one = engine.add(request(here.model, here.policies()["dyspec"], params, prompt, budget=8))
     run(engine, one)
@@ -541,9 +472,7 @@ def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
 def test_a_smaller_model_reads_a_long_prompt_step_by_step_with_the_target(world):
     here = world("llama", "native")
     engine = here.engine(share=False)
-    beside = engine.add(
-        request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), [5, 6, 7])
-    )
+    beside = plain(engine, [5, 6, 7], 60)
     engine.step()
     prompt, params = tuple(3 + i * 7 % 90 for i in range(400)), SamplingParams(max_tokens=9)
     one = engine.add(request(here.model, here.policies()["small"], params, prompt, budget=4))
@@ -668,37 +597,6 @@ def test_memory_stays_flat(world):
     assert not engine._nodes
 
 
-class Waits:
-    def __init__(self, arrival):
-        self.arrival = arrival
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_admitted_came_first(seed):
-    """The queue's order is that of arrival, whoever was added, taken, added again or removed
-    before. Against a sorted list."""
-    chance, queue = random.Random(seed), Queue()
-    away, there = [Waits(arrival) for arrival in range(30)], []
-    for _ in range(400):
-        if away and (not there or chance.random() < 0.5):
-            one = away.pop(chance.randrange(len(away)))
-            queue.add(one)
-            there.append(one)
-        else:
-            one = queue.first() if chance.random() < 0.5 else chance.choice(there)
-            queue.remove(one)
-            queue.remove(one)  # it isn't there any more
-            there.remove(one)
-            away.append(one)
-        assert list(queue) == sorted(there, key=lambda one: one.arrival)
-        assert len(queue) == len(there) and (
-            not there or queue.first() is min(there, key=lambda one: one.arrival)
-        )
-    for one in there:
-        queue.remove(one)
-    assert not queue and not queue._order
-
-
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
     """Those that stay begin in order of arrival and answer as alone, some of them preempted
@@ -709,11 +607,8 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
         random.Random(0),
         here.model.pool.used,
     )
-    params = SamplingParams(max_tokens=100, ignore_eos=True)
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]
-    ones = [
-        engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts
-    ]
+    ones = [plain(engine, prompt, 100) for prompt in prompts]
     order: list[int] = []
     left = [5]
     engine.cancel(ones[5])  # before a step saw it
@@ -736,40 +631,6 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
         assert one.output.token_ids == here.alone(prompts[i], 100)[: len(one.output.token_ids)]
         assert (len(one.output.token_ids) < 100) == (i in left)
     assert here.model.pool.used == before
-
-
-def storage(tensor: torch.Tensor) -> int:
-    """Bytes that stay in memory with a tensor."""
-    return tensor.untyped_storage().nbytes()
-
-
-def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
-    """Slices of what all rows gave would keep all of it: hidden states that the drafter has not
-    read, logits of one set back."""
-    here = world("llama", "native")
-    engine, kept, waited = here.engine(pages=7, share=False), 0, 0
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    names, policies = ("auto", "logitspec", "logitspec", "dyspec", "auto"), here.policies()
-    prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(100)) for i in range(5)]
-    ones = [
-        engine.add(request(here.model, policies[name], params, prompt, budget=nodes, setting=name))
-        # the drafter of the fourth is not asked, so its hidden states wait
-        for name, prompt, nodes in zip(names, prompts, (6, 6, 6, 1, 6), strict=True)
-    ]
-    while engine.busy:
-        engine.step()
-        for one in ones:
-            # those of the last pass are usually read in the next step, and may be a slice of it
-            unread = getattr(one.draft_state, "unread", None)
-            for rows in unread._parts[:-1] if unread is not None else ():
-                assert storage(rows) == rows.nbytes
-                kept += 1
-            if one.started and one.cache is None and not one.over:
-                assert storage(one.logits) == one.logits.nbytes > 0
-                waited += 1
-    assert kept > 50 and waited > 5
-    assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
-    assert all(storage(one.logits) == 0 for one in ones)
 
 
 def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, monkeypatch):
