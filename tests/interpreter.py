@@ -16,6 +16,7 @@ from quickbeam.models.stack import (
     FeedForward,
     Linear,
     Norm,
+    Recurrent,
     Rotary,
     Routing,
     Stack,
@@ -46,8 +47,12 @@ def logits(
         x = x + F.embedding(positions, parameters[stack.positions])
     for layer in stack.layers:
         normed = _norm(x, layer.attention_before, parameters)
-        mixed = _attend(normed, layer.attention, parameters, angles, positions)
-        mixed = _norm(mixed, layer.attention_after, parameters) * layer.residual
+        both = []
+        if layer.attention is not None:
+            both.append(_attend(normed, layer.attention, parameters, angles, positions))
+        if layer.recurrent is not None:
+            both.append(_recur(normed, layer.recurrent, parameters))
+        mixed = sum(_norm(one, layer.attention_after, parameters) * layer.residual for one in both)
         if not layer.parallel:
             x, mixed = x + mixed, torch.zeros_like(mixed)
         if not layer.parallel or layer.feed_forward_before is not None:
@@ -143,6 +148,18 @@ def _attend(
     weight = score.softmax(-1)[..., :n]
     mixed = torch.einsum("hqk,khd->qhd", weight, value).reshape(n, -1)
     return _linear(mixed, of.out, parameters)
+
+
+def _recur(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.Tensor:
+    b, c, x = _linear(x, of.into, parameters).chunk(3, -1)
+    return _linear(c * _convolve(b * x, of, parameters), of.out, parameters)
+
+
+def _convolve(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.Tensor:
+    """The convolution of `[n, channels]` over the last `taps` tokens."""
+    bias = None if of.bias is None else parameters[of.bias]
+    padded = F.pad(x.t(), (of.taps - 1, 0))
+    return F.conv1d(padded, parameters[of.weight], bias, groups=of.channels).t()
 
 
 def _feed(x: torch.Tensor, of: FeedForward | Experts, parameters: Parameters) -> torch.Tensor:

@@ -29,6 +29,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -74,6 +75,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native_model import why_not_native
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
+from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Experts, Layer, Stack
 from quickbeam.params import SamplingParams
 
@@ -81,6 +83,7 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 
 ONE_HEAD_A_KEY = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+CONVOLVED = ["conv", "full_attention", "conv"]
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -129,6 +132,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_multiplier=0.2,
     ),
     "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
+    "lfm2": Lfm2Config(**SIZES, layer_types=CONVOLVED, conv_bias=True),
     "llama": LlamaConfig(**SIZES),
     "llama-bias": LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -189,7 +193,7 @@ def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
 def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     kernels = library.kernels()
     assert kernels is not None
-    pool = PagePool(kv_shapes(stack), kernels, dtype=torch.float32)
+    pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
     compiled, store, rows = CompiledStack(model, stack, pool), pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
     return compiled(rows.rows(), len(IDS) - 1)
@@ -252,6 +256,16 @@ def each_routing(**changes: Any) -> Callable[[Stack], Stack]:
     return each_layer(changed)
 
 
+def swapped(layer: Layer) -> Layer:
+    """A convolution whose two gates are taken for each other."""
+    if layer.recurrent is None:
+        return layer
+    (whole,) = layer.recurrent.into.weights
+    b, c, x = (replace(whole, part=i, parts=3) for i in range(3))
+    into = replace(layer.recurrent.into, weights=(c, b, x), biases=())
+    return replace(layer, recurrent=replace(layer.recurrent, into=into))
+
+
 def wider(layer: Layer, by: int) -> Layer:
     window = layer.attention.window
     return replace(layer, attention=replace(layer.attention, window=window and window + by))
@@ -291,6 +305,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
             )
         ),
     ),
+    "the wrong gate": ("lfm2", each_layer(swapped)),
     "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
     "norms before the angles": ("hunyuan", each_attention(norm_last=False)),
     "norms by head": ("olmo2", lambda s: each_attention(norms=None)(s)),

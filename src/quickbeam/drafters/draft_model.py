@@ -30,10 +30,12 @@ class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
     The shadow is explained at `LMDrafter`. `calls`: how many passes over trees were run.
+    `recurrent`: whether the model has recurrent layers.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
+    def __init__(self, cache: SequenceCache, ids: Sequence[int], recurrent: bool = False) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
+        self.recurrent = recurrent
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -65,6 +67,8 @@ class LMState(DrafterState):
 
     def share(self, chunk: int, tokens: int) -> Any:
         whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
+        if self.recurrent:  # a text can't go on behind keys and values alone
+            return None
         return self.cache.share(chunk, tokens) if whole else None
 
     def adopt(
@@ -122,7 +126,7 @@ class LMDrafter(Drafter):
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
         self.check_shortlist(shortlist)
-        return LMState(self.model.pool.new(), ids)
+        return LMState(self.pool.new(), ids, self.pool.state_pages > 0)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:

@@ -8,6 +8,9 @@ A drafter's rows are kept beside the target's. The drafter's last row of a chunk
 token after the chunk. If texts differ there, the cache holds the row of the text that came first.
 That may cost accepted drafts, but never changes an answer. If the drafter has not read a chunk yet,
 the chunk holds its hidden states. A sequence that drafts makes the rows from these.
+
+Where the target has recurrent layers, a text can go on only behind a chunk whose state is kept: a
+*snapshot*. There are at most `SNAPSHOTS`; the least recently used one goes first.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.kv import NoRoom, Pool
+from quickbeam.models.kv import NoRoom, Page, Pool
+
+SNAPSHOTS = 32
 
 
 class Chunk:
@@ -31,9 +36,10 @@ class Chunk:
     - `draft`: the drafter's rows, if known.
     - `edge`: the hidden states `[1, layers * d]` of the last token, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
+    - `snapshot`: the state of recurrent layers behind it, if kept.
     """
 
-    __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent")
+    __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent", "snapshot")
 
     def __init__(
         self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None
@@ -41,6 +47,7 @@ class Chunk:
         self.parent, self.key, self.held, self.edge = parent, key, held, edge
         self.draft: Any = None
         self.hidden: torch.Tensor | None = None
+        self.snapshot: Page | None = None
         self.children: dict[tuple[int, ...], Chunk] = {}
 
 
@@ -54,6 +61,8 @@ class PrefixCache:
 
     def __init__(self, size: int, pool: Pool) -> None:
         self.size, self._pool = size, pool
+        pool.snapshots = pool.state_pages > 0
+        self._snapshots: OrderedDict[Chunk, None] = OrderedDict()  # least recently used first
         self.drafter: Drafter | None = None
         self._root = Chunk(None, (), None, None)
         # least recently used first; children come before their parents
@@ -81,6 +90,8 @@ class PrefixCache:
                 break
             chunk = following
             found.append(chunk)
+        while self._pool.state_pages and found and found[-1].snapshot is None:
+            found.pop()
         self._touch(found)
         return found
 
@@ -107,6 +118,8 @@ class PrefixCache:
             elif chunk.edge is None:
                 chunk.edge = sequence.edges.get(at)
             chunks.append(chunk)
+            if chunk.snapshot is None:
+                self._keep_snapshot(chunk, cache.snapshot((at + 1) * self.size))
         if (
             self.drafter is not None
             and state is not None
@@ -125,36 +138,55 @@ class PrefixCache:
                     chunks[at].hidden = state.unread_hidden(at, self.size)
         self._touch(chunks)
 
+    def _keep_snapshot(self, chunk: Chunk, snapshot: Page | None) -> None:
+        if snapshot is None:
+            return
+        self._pool.keep([snapshot])
+        chunk.snapshot = snapshot
+        self._snapshots[chunk] = None
+        if len(self._snapshots) > SNAPSHOTS:
+            self._drop_snapshot(next(iter(self._snapshots)))
+
+    def _drop_snapshot(self, chunk: Chunk) -> None:
+        if chunk.snapshot is not None:
+            self._pool.drop([chunk.snapshot])
+            del self._snapshots[chunk]
+            chunk.snapshot = None
+
     def idle_pages(self, enough: int, kept: Sequence[Chunk] = ()) -> int:
         """Return how many pages could be freed by dropping chunks other than `kept`.
 
         It counts up to `enough`.
         """
-        pages, size = 0, -(-self.size // self._pool.page)
-        without = set(kept)
+        pages, without = 0, set(kept)
         for chunk in self._order:
             if pages >= enough:
                 break
             if chunk not in without:
-                pages += size * self._pool.idle(chunk.held)
+                pages += self._idle_pages(chunk.held, chunk.snapshot)
         return pages
+
+    def _idle_pages(self, held: Sequence[Page], snapshot: Page | None) -> int:
+        """Return how many pages dropping a chunk frees."""
+        if not self._pool.idle(held):
+            return 0
+        free = snapshot is not None and self._pool.idle([snapshot])
+        return -(-self.size // self._pool.page) + free * self._pool.state_pages
 
     def idle(self) -> int:
         """Return about how many pages could be freed by dropping chunks.
 
         May be called from any thread. Chunks that are dropped meanwhile don't count.
         """
-        held = [chunk.held for chunk in list(self._order)]
-        return -(-self.size // self._pool.page) * sum(
-            self._pool.idle(one) for one in held if one is not None
-        )
+        held = [(chunk.held, chunk.snapshot) for chunk in list(self._order)]
+        return sum(self._idle_pages(one, snapshot) for one, snapshot in held if one is not None)
 
     def evict(self) -> bool:
         """Drop the least recently used chunk that nothing else holds. Returns whether there was
         one.
 
         Chunks behind it, which a sequence may still hold, are only forgotten with it where there is
-        no other.
+        no other. Where all are held, a snapshot goes.
         """
         inner: Chunk | None = None
         for chunk in self._order:
@@ -165,6 +197,9 @@ class PrefixCache:
                 return True
             inner = inner or chunk
         if inner is None:
+            for chunk in self._snapshots:
+                self._drop_snapshot(chunk)
+                return True
             return False
         below = [inner]
         for chunk in below:  # grows meanwhile
@@ -184,6 +219,7 @@ class PrefixCache:
         if chunk.parent is not None:
             chunk.parent.children.pop(chunk.key, None)
         self._pool.drop(chunk.held)
+        self._drop_snapshot(chunk)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
             self.drafter.pool.drop(chunk.draft)
         chunk.held = chunk.draft = chunk.edge = chunk.hidden = None
@@ -193,3 +229,5 @@ class PrefixCache:
         for chunk in reversed(chunks):
             if chunk in self._order:
                 self._order.move_to_end(chunk)
+        if chunks and chunks[-1] in self._snapshots:
+            self._snapshots.move_to_end(chunks[-1])

@@ -150,11 +150,14 @@ class Scheduler:
     def check(self, sequence: SequenceState) -> None:
         """Raise `InvalidInput` for a request for which there can never be room."""
         tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
-        if limit is not None and tokens + 1 > limit * self.pool.page:
+        if limit is None:
+            return
+        room = (limit - self.pool.most_state_pages) * self.pool.page
+        if tokens + 1 > room:
             raise InvalidInput(
                 f"a prompt of {len(sequence.request.prompt)} tokens and "
                 f"max_tokens={sequence.params.max_tokens} need more keys and values "
-                f"than the {limit * self.pool.page} tokens that there is memory for: raise "
+                f"than the {max(0, room)} tokens that there is memory for: raise "
                 "--kv-memory or ask for less"
             )
 
@@ -210,7 +213,7 @@ class Scheduler:
         if self.prefixes is not None and not sequence.scoring:
             found = self.prefixes.find(sequence.ids, sequence.drafter)
         known = len(found) * self.prefixes.size if self.prefixes is not None else 0
-        needed = -(-(len(sequence.ids) - known + TREE) // page)
+        needed = -(-(len(sequence.ids) - known + TREE) // page) + self.pool.most_state_pages
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
@@ -250,7 +253,7 @@ class Scheduler:
         if not chunks or sequence.cache is None:
             return
         # looked up first, since making room for the sequence may drop chunks that it adopts
-        held = [chunk.held for chunk in chunks]
+        held, snapshot = [chunk.held for chunk in chunks], chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
             known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
             parts = [
@@ -260,7 +263,7 @@ class Scheduler:
             hidden = [rows for rows in parts if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
-        sequence.cache.adopt(held, prefixes.size)
+        sequence.cache.adopt(held, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size

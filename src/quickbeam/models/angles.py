@@ -37,8 +37,8 @@ class AngleTable:
     def __init__(self, model: PreTrainedModel, stack: Stack) -> None:
         self._modules = [(rotary, model.get_submodule(rotary.module)) for rotary in stack.rotaries]
         self._scale = stack.query_scale
-        mixers = [layer.attention for layer in stack.layers]
-        halves = {mixer.rotary: mixer.turned // 2 for mixer in mixers if mixer.rotary is not None}
+        turned = [one for one in stack.attentions if one.rotary is not None]
+        halves = {one.rotary: one.turned // 2 for one in turned if one.rotary is not None}
         self.columns, self.end = dict[Rotary, int](), 0
         for rotary, half in halves.items():
             self.columns[rotary], self.end = self.end, self.end + half

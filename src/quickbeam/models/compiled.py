@@ -25,7 +25,9 @@ from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
 from quickbeam.models.pages import PagePool
+from quickbeam.models.recurrent import place_states
 from quickbeam.models.stack import (
+    Attention,
     Experts,
     Layer,
     Linear,
@@ -39,8 +41,10 @@ from quickbeam.models.weight_file import WeightFile
 
 def kv_shapes(stack: Stack) -> list[KVShape]:
     """Return what each layer keeps of a token."""
-    mixers = [layer.attention for layer in stack.layers]
-    return [KVShape(mixer.kv_heads, mixer.head_dim, mixer.head_dim) for mixer in mixers]
+    return [
+        KVShape(0, 0, 0) if of is None else KVShape(of.kv_heads, of.head_dim, of.head_dim)
+        for of in (layer.attention for layer in stack.layers)
+    ]
 
 
 class CompiledStack:
@@ -88,6 +92,7 @@ class CompiledStack:
                 kept.progress(f"quantising to {name}", i / len(stack.layers))
             self.layers.append(CompiledLayer(layer, place, self._parameter, experts))
             modules[i] = nn.Identity()  # frees the weights that were packed
+        self._recur(pages)
         packed = place(stack.head, False, head_pack)
         self._head, self.vocab = NativeLinear(self._kernels, packed), packed.outputs
         if kept is not None and found is None:
@@ -110,6 +115,12 @@ class CompiledStack:
         # are not finite
         self.best: list[int] = []
         self._program: Program | None = None
+
+    def _recur(self, pages: PagePool) -> None:
+        """Tell the pool how a state follows from another."""
+        found = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        if found:
+            pages.recurrences = place_states(found, self.stack)
 
     def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
         return [rows_of(one, self._parameter(one.name)) for one in linear.weights]
@@ -136,8 +147,10 @@ class CompiledStack:
 
     def _make(self) -> Program:
         program, width, wide = Program(self._kernels), self._width, self._float32
-        mixers = [layer.attention for layer in self.stack.layers]
-        widest = max(mixer.heads * mixer.head_dim for mixer in mixers)
+        recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        mixed = [of.heads * of.head_dim for of in self.stack.attentions]
+        widest = max([*mixed, *(of.out.inputs for of in recurrent)])
+        read = [layer.qkv.outputs for layer in self.layers if layer.layer.attention is not None]
         buffers = {
             "x": program.buffer(width, True),
             "made": program.buffer(width, True),  # what a norm reads before it is added
@@ -145,7 +158,7 @@ class CompiledStack:
             "beside": program.buffer(width, wide),  # what a feed-forward beside attention reads
             "query": program.buffer(widest, wide),
             "attended": program.buffer(widest, wide),
-            "qkv": program.buffer(max(layer.qkv.outputs for layer in self.layers), True),
+            "qkv": program.buffer(max([*read, *(of.into.outputs for of in recurrent)]), True),
             "inner": program.buffer(max(layer.fed.inner for layer in self.layers), wide),
         }
         for name in ("scores", "routes"):  # of routers
@@ -158,7 +171,7 @@ class CompiledStack:
         if self._positions is not None:
             program.learned_positions(self._positions, x)
         for i, layer in enumerate(self.layers):
-            self._attend(program, buffers, layer, i)
+            self._mix(program, buffers, layer, i)
             self._feed(program, buffers, layer)
             if i + 1 in columns:
                 program.copy(x, hidden, column=columns[i + 1])
@@ -168,16 +181,39 @@ class CompiledStack:
         self._project(program, buffers["normed"])
         return program
 
-    def _attend(
+    def _mix(
         self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer, i: int
     ) -> None:
-        """Add a layer's attention, and what reads the residual stream before it is added."""
-        of, x, qkv = layer.layer.attention, buffers["x"], buffers["qkv"]
-        shape, offset, normed = self._shapes[i], self._offsets[i], buffers["normed"]
+        """Add what mixes tokens, and what reads the residual stream before it is added."""
+        x, normed = buffers["x"], buffers["normed"]
         _normed(program, x, normed, layer.attention_before)
         if layer.layer.parallel and layer.fed_before is not None:
             layer.fed_before.add(program, x, buffers["beside"])
-        self._linear(program, layer.qkv, normed, qkv)
+        if layer.layer.attention is not None:
+            self._attend(program, buffers, layer, layer.layer.attention, i)
+        if layer.recurrent is not None:
+            self._linear(program, layer.recurrent.into, normed, buffers["qkv"])
+            layer.recurrent.add(program, buffers["qkv"], buffers["attended"])
+            self._add(
+                program,
+                buffers,
+                layer.recurrent.out,
+                "attended",
+                layer.attention_after,
+                layer.layer,
+            )
+
+    def _attend(
+        self,
+        program: Program,
+        buffers: dict[str, Buffer],
+        layer: CompiledLayer,
+        of: Attention,
+        i: int,
+    ) -> None:
+        """Add a layer's attention."""
+        qkv, shape, offset = buffers["qkv"], self._shapes[i], self._offsets[i]
+        self._linear(program, layer.qkv, buffers["normed"], qkv)
         if layer.norms is not None and of.norm_all:
             first = 0
             for norm, heads in zip(layer.norms, (of.heads, of.kv_heads), strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.recurrent import compile_recurrent
 from quickbeam.models.stack import Experts, FeedForward, Layer, Linear, Norm, norm_weight
 
 
@@ -57,7 +58,13 @@ class CompiledLayer:
         experts: Callable[[Experts], CompiledExperts] | None = None,
     ) -> None:
         self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
-        self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
+        if mixer is not None:
+            self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
+        self.recurrent = (
+            None
+            if layer.recurrent is None
+            else compile_recurrent(layer.recurrent, place, parameter)
+        )
         self.fed: CompiledFeedForward | CompiledExperts
         if isinstance(fed, FeedForward):
             self.fed = CompiledFeedForward(fed, place)
@@ -76,7 +83,7 @@ class CompiledLayer:
             norm(layer.feed_forward_before),
             norm(layer.feed_forward_after),
         )
-        self.norms = (
-            None if mixer.norms is None else tuple(CompiledNorm(n, parameter) for n in mixer.norms)
-        )
-        self.sinks = None if mixer.sinks is None else parameter(mixer.sinks).detach().float()
+        norms = None if mixer is None else mixer.norms
+        self.norms = None if norms is None else [CompiledNorm(n, parameter) for n in norms]
+        sinks = None if mixer is None else mixer.sinks
+        self.sinks = None if sinks is None else parameter(sinks).detach().float()

@@ -60,10 +60,12 @@ class Page:
     """Keys and values of `Pool.page` tokens, of all layers.
 
     `data`: where they are, in a form that only the pool knows. `users`: how many sequences and
-    caches hold the page. A page with several users is never written.
+    caches hold the page. A page with several users is never written. `size`: how many pages of
+    memory it takes.
     """
 
     __slots__ = ("data", "users")
+    size = 1
 
     def __init__(self, data: Any) -> None:
         self.data, self.users = data, 0
@@ -75,12 +77,18 @@ class Pool(ABC):
     `page`: tokens of a page; `page_bytes`: bytes of a page; `limit`: how many pages there are, None
     for any number; `used`: how many are given out.
 
+    `state_pages`: how many pages of memory a state of recurrent layers takes; 0 where there are no
+    such layers. `snapshots`: whether sequences keep their states at the borders of pages for a
+    prefix cache (`SequenceCache.snapshot`).
+
     `spare`: a function that frees pages that nobody needs at the moment, and returns whether there
     were any. It is called before `NoRoom` is raised.
     """
 
     page: int
     page_bytes: int
+    state_pages = 0
+    snapshots = False
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
@@ -108,20 +116,34 @@ class Pool(ABC):
         """How many pages are left; None for any number."""
         return None if self.limit is None else self.limit - self.used
 
+    @property
+    def most_state_pages(self) -> int:
+        """How many pages the states of one sequence may take.
+
+        They are that of its committed tokens, the next one, and two at borders of pages.
+        """
+        return self.state_pages * (4 if self.snapshots else 2)
+
     def page_for(self) -> Page:
         """Return a page for one user. Raises `NoRoom`."""
-        while self._bounded and self.limit is not None and self.used + 1 > self.limit:
-            if not self.spare():
-                raise NoRoom(
-                    f"all {self.limit} pages of keys and values ({self.page} tokens each) "
-                    "are taken: raise --kv-memory"
-                )
+        self._make_room(1)
         if self._unused:
             page = self._unused.pop()
             self.renew(page)
         else:
             page = self.make()
-        self.used += 1
+        return self._give(page)
+
+    def _make_room(self, pages: int) -> None:
+        while self._bounded and self.limit is not None and self.used + pages > self.limit:
+            if not self.spare():
+                raise NoRoom(
+                    f"all {self.limit} pages of keys and values ({self.page} tokens each) "
+                    "are taken: raise --kv-memory"
+                )
+
+    def _give(self, page: Page) -> Page:
+        self.used += page.size
         page.users = 1
         return page
 
@@ -129,8 +151,12 @@ class Pool(ABC):
         """Take one user from a page. Without users, the page is free again."""
         page.users -= 1
         if not page.users:
-            self.used -= 1
-            self._unused.append(page)
+            self.used -= page.size
+            self.recycle(page)
+
+    def recycle(self, page: Page) -> None:
+        """Keep a page without users for the next one that is wanted."""
+        self._unused.append(page)
 
     def keep(self, chunk: Sequence[Page]) -> None:
         """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life."""
@@ -227,8 +253,20 @@ class SequenceCache(ABC):
         pages = tokens // self.page
         return self._pages[chunk * pages : (chunk + 1) * pages]
 
-    def adopt(self, chunks: Sequence[Sequence[Page]], tokens: int) -> None:
-        """Begin an empty sequence with chunks of `tokens` tokens each, as `share` returned them."""
+    def snapshot(self, tokens: int) -> Page | None:
+        """Return the state of the recurrent layers behind the first `tokens` committed tokens.
+
+        None where it is not kept. Whoever keeps it counts as a user (`Pool.keep`).
+        """
+        return None
+
+    def adopt(
+        self, chunks: Sequence[Sequence[Page]], tokens: int, snapshot: Page | None = None
+    ) -> None:
+        """Begin an empty sequence with chunks of `tokens` tokens each, as `share` returned them.
+
+        `snapshot`: the state behind them, which recurrent layers need.
+        """
         for page in (page for chunk in chunks for page in chunk):
             page.users += 1
             self._pages.append(page)

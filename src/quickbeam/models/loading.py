@@ -28,6 +28,7 @@ from transformers.utils import cached_file, find_adapter_config_file, is_peft_av
 from quickbeam import hub
 from quickbeam.conversion import refuse_incomplete
 from quickbeam.errors import InvalidInput
+from quickbeam.models.families import FAMILIES
 from quickbeam.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -110,31 +111,36 @@ def causal_class(config: PreTrainedConfig) -> type:
     )
 
 
-def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
+def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> None:
     """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens.
 
     These are encoder-decoders, recurrent and hybrid models, and models with layers other than full
-    and sliding-window attention. Needs no weights.
+    and sliding-window attention. `native`: those that the native kernels run are none of them.
+    Needs no weights.
     """
+    if native and config.model_type in FAMILIES:
+        return
     name = kind.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(
             f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models"
         )
-    if getattr(kind, "_is_stateful", False):
-        raise InvalidInput(
-            f"{name} is recurrent or hybrid: its state can't take a draft back; use "
-            "an attention-only model"
-        )
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
     }
-    if kinds:
+    if not kinds and not getattr(kind, "_is_stateful", False):
+        return
+    has = f"layers of kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+    if config.model_type in FAMILIES:
         raise InvalidInput(
-            f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam "
-            "verifies full and sliding-window attention"
+            f"{name} is recurrent or hybrid ({has}), which only the native kernels run, on a CPU "
+            "in bfloat16 or float32 with all weights in memory: use device cpu and no memory bound"
         )
+    raise InvalidInput(
+        f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "
+        "full and sliding-window attention, and of recurrent families lfm2: use one of these"
+    )
 
 
 def hold_angles(model: PreTrainedModel) -> None:
@@ -271,7 +277,7 @@ def load_model(
     try:
         base = _adapted(name, revision)
         config = AutoConfig.from_pretrained(base or name, **told)
-        refuse_unfit(causal_class(config), config)
+        refuse_unfit(causal_class(config), config, native=True)
         quantised = _quantisation(config)
         if quantised and device_map is None:
             # most quantised models can't be moved afterwards

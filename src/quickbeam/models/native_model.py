@@ -31,6 +31,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.recurrent import state_shape
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.streamed_stack import StreamedStack
 from quickbeam.models.weight_file import WeightFile
@@ -82,7 +83,7 @@ class NativeModel(Model):
         vocab_size = int(model.get_output_embeddings().weight.shape[0])
         with torch.inference_mode():
             stack = describe(model)
-            pages = PagePool(kv_shapes(stack), kernels, dtype=model.dtype)
+            pages = PagePool(kv_shapes(stack), kernels, None, model.dtype, state_shape(stack))
             super().__init__(config, model.dtype, torch.device("cpu"), vocab_size, pages)
             if source is None:
                 self._compiled = CompiledStack(model, stack, pages, weights, kept)

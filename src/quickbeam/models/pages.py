@@ -9,17 +9,19 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from quickbeam.models.kv import Page, Pool, SequenceCache
+from quickbeam.models.kv import Page, SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.states import StatePool, States, StateShape
 from quickbeam.tree import TokenTree
 
 
-class PagePool(Pool):
+class PagePool(StatePool):
     """Pages for all sequences of a model.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
     `offsets`: where each layer begins in a page, in numbers. `dtype`: bfloat16 or float32.
+    `states`: what recurrent layers keep of a sequence; None where there are none.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class PagePool(Pool):
         kernels: Kernels,
         limit: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        states: StateShape | None = None,
     ) -> None:
         super().__init__(limit)
         self.dtype = dtype
@@ -43,6 +46,8 @@ class PagePool(Pool):
             dtype=np.int64,
         )
         self.layers_at = self.layers.ctypes.data
+        if states is not None:
+            self.has_states(states)
 
     def new(self) -> PagedStore:
         return PagedStore(self)
@@ -55,13 +60,15 @@ class PagePool(Pool):
 
 
 class PagedStore(SequenceCache):
-    """One sequence's pages, and the table in which the kernels find them."""
+    """One sequence's pages, the table in which the kernels find them, and its states if the model
+    has recurrent layers."""
 
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool)
         self.pool, self.shapes, self.offsets = pool, pool.shapes, pool.offsets
         self.device, self.kernels = torch.device("cpu"), pool.kernels
         self._table = (ctypes.c_void_p * 0)()
+        self._states = None if pool.state_shape is None else States(pool)
 
     @property
     def table(self) -> int:
@@ -84,7 +91,14 @@ class PagedStore(SequenceCache):
         self.reserve(start + n)
         places = range(start, start + n)
         rows.add(
-            self.table, tokens, places, places, range(start + 1, start + n + 1), [()] * n, wanted
+            self.table,
+            tokens,
+            places,
+            places,
+            range(start + 1, start + n + 1),
+            [()] * n,
+            wanted,
+            0 if self._states is None else self._states.chain(start, n),
         )
 
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
@@ -107,7 +121,57 @@ class PagedStore(SequenceCache):
             [start] * count,
             paths[base:],
             range(count),
+            0 if self._states is None else self._states.tree(tree, base),
         )
+
+    # --- states of recurrent layers ---
+
+    def missing(self, tokens: int) -> int:
+        found = super().missing(tokens)
+        return found if self._states is None else found + self._states.missing(self.length, tokens)
+
+    def reserve(self, tokens: int) -> None:
+        super().reserve(tokens)
+        if self._states is not None:
+            self._states.reserve(self.length, tokens)
+
+    def commit(self, path: Sequence[int]) -> None:
+        if self._states is not None:
+            self._states.commit(path, self.length)
+        super().commit(path)
+
+    def snapshot(self, tokens: int) -> Page | None:
+        return None if self._states is None else self._states.snapshot(tokens)
+
+    def adopt(
+        self, chunks: Sequence[Sequence[Page]], tokens: int, snapshot: Page | None = None
+    ) -> None:
+        super().adopt(chunks, tokens)
+        if self._states is not None:
+            self._states.adopt(snapshot, self.length)
+
+    def fork(self) -> SequenceCache:
+        other = super().fork()
+        if self._states is not None:
+            assert isinstance(other, PagedStore) and other._states is not None
+            self._states.fork(other._states, self.length)
+        return other
+
+    def release(self) -> None:
+        super().release()
+        if self._states is not None:
+            self._states.release()
+
+    def truncate(self, length: int) -> None:
+        """See `SequenceCache.truncate`. With recurrent layers, only to 0 or to all tokens."""
+        if self._states is not None and length != self.length:
+            if length:
+                raise ValueError(
+                    f"a sequence of {self.length} tokens with recurrent layers can't go back to "
+                    f"{length}: only to 0"
+                )
+            self._states.release()
+        super().truncate(length)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         count, pool = len(source), self.pool

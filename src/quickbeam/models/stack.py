@@ -113,6 +113,25 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution, of `channels`: `out(c * conv(b * x))`.
+
+    `into`: b, c and x one below the other. `weight`: `[channels, 1, taps]`, of the last `taps`
+    tokens of each channel, the oldest first; `bias`: `[channels]`.
+    """
+
+    into: Linear
+    out: Linear
+    weight: str
+    bias: str | None
+    channels: int
+    taps: int
+
+
+Recurrent = ShortConv
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """`down(activation(up(x)))`, or with `gated` `down(activation(gate(x)) * rest(x))`.
 
@@ -189,12 +208,13 @@ class Experts:
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
-    Norms `before` stand before them, norms `after` before they are added; None for none.
+    `recurrent`: what stands in the attention's place, or beside it and reads the same. Norms
+    `before` stand before them, norms `after` before they are added; None for none.
     `parallel`: the feed-forward reads what the attention read, and without a norm of its own the
     attention's.
     """
 
-    attention: Attention
+    attention: Attention | None
     feed_forward: FeedForward | Experts
     attention_before: Norm | None
     feed_forward_before: Norm | None
@@ -202,6 +222,7 @@ class Layer:
     feed_forward_after: Norm | None = None
     parallel: bool = False
     residual: float = 1.0
+    recurrent: Recurrent | None = None
 
 
 @dataclass(frozen=True)
@@ -224,15 +245,25 @@ class Stack:
     softcap: float | None = None
 
     @property
+    def attentions(self) -> list[Attention]:
+        """Return the attention of all layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def recurrents(self) -> list[Recurrent]:
+        """Return what is recurrent, of all layers that have such."""
+        return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+
+    @property
     def rotaries(self) -> list[Rotary]:
         """Return the different angles of all layers, in the order of their first use."""
-        found = [layer.attention.rotary for layer in self.layers]
+        found = [attention.rotary for attention in self.attentions]
         return list(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     @property
     def query_scale(self) -> QueryScale | None:
         """Return the queries' factor by position; all layers that have one have the same."""
-        return next((layer.attention.query_scale for layer in self.layers), None)
+        return next((attention.query_scale for attention in self.attentions), None)
 
 
 def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
@@ -241,8 +272,12 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
     Those of routers are left out.
     """
     for layer in stack.layers:
-        yield layer.attention.qkv, False
-        yield layer.attention.out, False
+        if layer.attention is not None:
+            yield layer.attention.qkv, False
+            yield layer.attention.out, False
+        if layer.recurrent is not None:
+            yield layer.recurrent.into, False
+            yield layer.recurrent.out, False
         for one in feed_forwards(layer):
             yield one.up, one.gated
             yield one.down, False
@@ -270,7 +305,7 @@ def norms(stack: Stack) -> Iterator[Norm]:
             layer.attention_after,
             layer.feed_forward_before,
             layer.feed_forward_after,
-            *(layer.attention.norms or ()),
+            *((layer.attention and layer.attention.norms) or ()),
         )
         yield from (norm for norm in of_layer if norm is not None)
     yield stack.norm
@@ -279,7 +314,9 @@ def norms(stack: Stack) -> Iterator[Norm]:
 def names(stack: Stack) -> set[str]:
     """Return the names of all parameters that a stack uses."""
     found = {stack.embedding, *([stack.positions] if stack.positions else [])}
-    found |= {layer.attention.sinks for layer in stack.layers if layer.attention.sinks}
+    found |= {attention.sinks for attention in stack.attentions if attention.sinks}
+    for recurrent in stack.recurrents:
+        found |= {recurrent.weight, *([recurrent.bias] if recurrent.bias else [])}
     routers = list(experts(stack))
     found |= {of.routing.correction for of in routers if of.routing.correction}
     for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):

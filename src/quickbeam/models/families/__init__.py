@@ -16,6 +16,7 @@ from quickbeam.models.families.glm import glm, glm4
 from quickbeam.models.families.gpt2 import gpt2
 from quickbeam.models.families.gpt_neox import gpt_neox
 from quickbeam.models.families.hunyuan import hunyuan
+from quickbeam.models.families.lfm2 import lfm2
 from quickbeam.models.families.llama import granite, llama, seed_oss, smollm3
 from quickbeam.models.families.mistral import ministral3, mistral
 from quickbeam.models.families.mixtral import mixtral
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "gpt_neox": gpt_neox,
     "granite": granite,
     "hunyuan_v1_dense": hunyuan,
+    "lfm2": lfm2,
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,

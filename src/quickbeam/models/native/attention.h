@@ -20,6 +20,7 @@ constexpr int64_t PAGE = 64;
 struct Span {  // rows of one sequence
   int64_t row, rows;
   void* const* pages;
+  const void* nodes;  // of recurrent.h; null where a model has no recurrent layers
 };
 
 struct Batch {

@@ -19,9 +19,10 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 10
-EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS = range(9)
+VERSION = 11
+EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR = range(10)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
+CONVOLUTION = 0  # of recurrences
 # "clamped" is for experts alone
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped")
 # of routers: what the weights of the chosen experts are
@@ -116,7 +117,40 @@ class Experts(Structure):
 class Span(Structure):
     """The structure `Span` of attention.h."""
 
-    _fields_ = (("row", c_int64), ("rows", c_int64), ("pages", c_void_p))
+    _fields_ = (("row", c_int64), ("rows", c_int64), ("pages", c_void_p), ("nodes", c_void_p))
+
+
+class Recurrence(Structure):
+    """The structure `Recurrence` of recurrent.h."""
+
+    _fields_ = (
+        *(
+            (name, c_int64)
+            for name in (
+                "kind",
+                "state",
+                "input",
+                "inputs",
+                "channels",
+                "taps",
+                "column",
+                "gate",
+                "gate_out",
+                "activated",
+            )
+        ),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Nodes(Structure):
+    """The structure `Nodes` of recurrent.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("state", "next", "border", "inputs", "parent")),
+        *((name, c_int64) for name in ("border_node", "base", "nodes")),
+    )
 
 
 class Batch(Structure):
@@ -214,6 +248,11 @@ class Kernels:
         self.read = library.qb_read
         self.read.argtypes, self.read.restype = (
             (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+            None,
+        )
+        self.fold = library.qb_fold
+        self.fold.argtypes, self.fold.restype = (
+            (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
             None,
         )
         self.philox = library.qb_philox

@@ -145,6 +145,7 @@ class Rows:
     each row the orders of the draft tree's nodes that it sees, itself last. An empty path is that
     of a row that sees only the orders below its prefix. `spans`: for each sequence its number of
     rows and the address of its page table. `wanted`: the rows for which the head is computed.
+    `nodes`: for each sequence the address of its `library.Nodes`, of models with recurrent layers.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Rows:
         paths: Sequence[Sequence[int]] = (),
         spans: Sequence[tuple[int, int]] = (),
         wanted: Sequence[int] | range = (),
+        nodes: Sequence[int] = (),
     ) -> None:
         self.rows, n, self.tokens = len(tokens), len(tokens), tokens
         ends, flat = [0], list[int]()
@@ -178,6 +180,8 @@ class Rows:
         self._spans = (library.Span * max(1, len(spans)))()
         for span, (rows, pages) in zip(self._spans, spans, strict=False):
             span.row, span.rows, span.pages, first = first, rows, pages, first + rows
+        for span, at in zip(self._spans, nodes, strict=False):
+            span.nodes = at
         at, _ = self._numbers.buffer_info()
         starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
         self.batch = library.Batch(
@@ -195,6 +199,7 @@ class RowList:
         self._prefix: list[int] = []
         self._paths: list[Sequence[int]] = []
         self._spans: list[tuple[int, int]] = []
+        self._nodes: list[int] = []
         self.wanted: list[int] = []
 
     def add(
@@ -206,10 +211,12 @@ class RowList:
         prefix: Sequence[int] | range,
         paths: Sequence[Sequence[int]],
         wanted: Sequence[int] | range,
+        nodes: int = 0,
     ) -> None:
         """Add rows of the sequence whose page table is at the address `table`.
 
         The other arguments are as in `Rows`; `wanted` counts from the sequence's first row.
+        `nodes`: the address of the sequence's `library.Nodes`.
         """
         first = len(self.tokens)
         self.tokens += tokens
@@ -218,6 +225,7 @@ class RowList:
         self._prefix += prefix
         self._paths += paths
         self._spans.append((len(tokens), table))
+        self._nodes.append(nodes)
         self.wanted += [first + row for row in wanted]
 
     def rows(self) -> Rows:
@@ -230,6 +238,7 @@ class RowList:
             self._paths,
             self._spans,
             self.wanted,
+            self._nodes,
         )
 
 

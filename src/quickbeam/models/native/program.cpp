@@ -15,6 +15,7 @@
 #include "noise.h"
 #include "quantised.h"
 #include "ranking.h"
+#include "recurrent.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -26,7 +27,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -141,6 +142,7 @@ class Worker {
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
         case EXPERTS: experts(op); break;
+        case RECUR: recur(op); break;
       }
       meet();
     }
@@ -502,6 +504,13 @@ class Worker {
     }
   }
 
+  void recur(const Op& op) {
+    const Recurrence& of = *static_cast<const Recurrence*>(op.weight);
+    const auto result = [&](int64_t row, int64_t column, int64_t count, Lanes y) { put(op, row, column, count, y); };
+    const int64_t blocks = (of.channels + 15) / 16;
+    convolve(of, batch_, at<float>(op.source) + op.source_offset, op.source_stride, low(blocks), high(blocks), result);
+  }
+
   void attend(const Op& op) {
     if (op.source_float) attend_in<float>(op, scratch_.wide_weights);
     else attend_in<bf16>(op, scratch_.weights);
@@ -523,7 +532,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 10; }
+int64_t qb_version() { return 11; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -628,6 +637,15 @@ void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const in
       if (wide) qb::move_token<float>(pages, kv, from[i], to[i]);
       else qb::move_token<qb::bf16>(pages, kv, from[i], to[i]);
   }
+}
+
+// The state behind `count` nodes of a path, of all recurrences.
+void qb_fold(const qb::Recurrence* recurrences, int64_t recurring, const float* state, const float* inputs, const int64_t* path, int64_t count,
+             float* next) {
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+  for (int64_t i = 0; i < recurring; ++i) qb::fold(recurrences[i], state, inputs, path, count, next);
 }
 
 // Keys [kv_heads][count][key_dim] and values of the first `count` orders of one layer, as plain rows.

@@ -374,6 +374,11 @@ class Program:
             scaling=slope,
         )
 
+    def recur(self, recurrence: library.Recurrence, source: Buffer, target: Buffer) -> None:
+        """Add a recurrence along the paths of each sequence's rows. The source is float32."""
+        self._keep.append(recurrence)
+        self._add(library.RECUR, source, target, weight=ctypes.addressof(recurrence))
+
     def copy(
         self,
         source: Buffer,

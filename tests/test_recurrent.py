@@ -1,0 +1,345 @@
+"""Recurrent layers: a node's bits are those of its path, and states belong to sequences.
+
+pytest tests/test_recurrent.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import Lfm2Config, PreTrainedConfig
+
+from answers import answer, request
+from cases import few
+from kernels import SETS, load
+from models import SIZES, VOCAB, random_tree, tiny
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine import prefix_cache
+from quickbeam.engine.engine import Engine
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.logitspec import LogitSpec
+from quickbeam.models.base import Batch, Chain, Draft, Model
+from quickbeam.models.kv import SequenceCache
+from quickbeam.models.native import library
+from quickbeam.models.native_model import NativeModel
+from quickbeam.models.opening import make_model, open_model
+from quickbeam.models.states import States
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+KINDS: dict[str, PreTrainedConfig] = {
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+PAGE = 64
+IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def made(kind: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Model:
+    model = make_model(tiny("", dtype, config=KINDS[kind]), **options)
+    assert model.exact and isinstance(model, NativeModel)
+    return model
+
+
+def read(model: Model, ids: list[int], chunks: tuple[int, ...] = ()) -> SequenceCache:
+    """A sequence of `ids`, read in pieces that end at `chunks`."""
+    cache, done = model.pool.new(), 0
+    for end in (*chunks, len(ids)):
+        model.forward(Batch([Chain(cache, ids[done:end])]))
+        cache.commit(range(end - done))
+        done = end
+    return cache
+
+
+def of_path(model: Model, ids: list[int]) -> torch.Tensor:
+    """The logits after a text that is run by itself."""
+    cache = model.pool.new()
+    try:
+        (passed,) = model.forward(Batch([Chain(cache, ids)]))
+        return passed.logits[0]
+    finally:
+        cache.release()
+
+
+def wrong_rows(model: Model, seed: int = 0, steps: int = 4, nodes: int = 9) -> int:
+    """Grow random trees behind sequences side by side, in one pass or two; count nodes with other
+    logits than their path's by itself. Then commit a path, and go on."""
+    generator, wrong = torch.Generator().manual_seed(seed), 0
+    texts = [IDS[:PAGE], IDS[7:10], IDS[20 : 18 + 2 * PAGE]]
+    caches = [read(model, texts[0], (5, 50)), read(model, texts[1]), read(model, texts[2], (PAGE,))]
+    for _ in range(steps):
+        trees = [random_tree(generator, nodes) for _ in texts]
+        half = [Draft(cache, tree.first(3)) for cache, tree in zip(caches, trees, strict=True)]
+        passed = model.forward(Batch([*half]))
+        wrong += differ(model, texts[0], trees[0].first(3), passed[0].logits, 0)
+        whole = [Draft(caches[0], trees[0], 3), *map(Draft, caches[1:], trees[1:])]
+        for i, got in enumerate(model.forward(Batch([*whole]))):
+            wrong += differ(model, texts[i], trees[i], got.logits, 3 * (i == 0))
+        for cache, text, tree in zip(caches, texts, trees, strict=True):
+            path = max(map(tree.path, range(len(tree))), key=len)
+            cache.commit(path)
+            text += [tree.token[node] for node in path]
+    for cache in caches:
+        cache.release()
+    return wrong
+
+
+def differ(model: Model, ids: list[int], tree: TokenTree, got: torch.Tensor, base: int) -> int:
+    paths = [[tree.token[i] for i in tree.path(node)] for node in range(base, len(tree))]
+    rows = zip(got, paths, strict=True)
+    return sum(not torch.equal(row, of_path(model, [*ids, *path])) for row, path in rows)
+
+
+@every_kind
+@pytest.mark.parametrize("isa", SETS)
+def test_nodes_have_the_bits_of_their_paths(
+    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(isa)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+    monkeypatch.setenv("QUICKBEAM_ISA", isa)
+    model = made(kind)
+    assert isa in model.describe()
+    assert wrong_rows(model, steps=3 if isa == SETS[0] else 2) == 0
+    assert model.pool.used == 0
+
+
+@every_kind
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: str) -> None:
+    wide = weights == "float32"
+    model = made(
+        kind, torch.float32 if wide else torch.bfloat16, weights="bfloat16" if wide else weights
+    )
+    model.pool.snapshots = True
+    assert wrong_rows(model, 1) == 0
+
+
+# --- mistakes ---
+
+
+class Siblings:
+    """A tree whose nodes take their older siblings for their parents."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.parent = list(tree.parent)
+        for node, parent in enumerate(tree.parent):
+            older = [i for i in range(1, node) if tree.parent[i] == parent]
+            self.parent[node] = older[-1] if older else parent
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+TREE, FOLD = States.tree, States._fold
+MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),  # type: ignore[arg-type]
+    "a state committed twice": (
+        "_fold",
+        lambda self, state, path, target: FOLD(self, state, [*path, path[-1]], target),
+    ),
+    "a state without the last token": (
+        "_fold",
+        lambda self, state, path, target: FOLD(self, state, path[:-1], target),
+    ),
+    "a state that is not committed": (
+        "_fold",
+        lambda self, state, path, target: FOLD(self, state, [], target),
+    ),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(kind: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (name, wrong) = made(kind), MISTAKES[mistake]
+    monkeypatch.setattr(States, name, wrong)
+    assert wrong_rows(model) > 3
+
+
+@every_kind
+@torch.inference_mode()
+def test_a_convolution_whose_window_is_off_by_one_is_seen(kind: str) -> None:
+    plain = tiny("", torch.float32, config=KINDS[kind])
+    right = plain(input_ids=torch.tensor([IDS[:40]]), use_cache=False).logits[0, -1]
+    for by in (0, 1):
+        model = made(kind, torch.float32)
+        assert isinstance(model, NativeModel)
+        for layer in model._compiled.layers:
+            if layer.recurrent is not None:
+                weight = layer.recurrent._weight
+                weight.copy_(weight.roll(by, 0))
+        off = (of_path(model, IDS[:40]) - right).abs().max() / right.abs().max()
+        assert (off > 2e-4) == bool(by)
+
+
+@every_kind
+def test_a_pass_that_fails_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, generator = made(kind), torch.Generator().manual_seed(0)
+    cache = read(model, IDS[:70])
+    assert isinstance(model, NativeModel)
+    tree, run = random_tree(generator, 8), model._kernels.run
+
+    def failing(*arguments: Any) -> None:
+        run(*arguments)
+        raise RuntimeError("failed")
+
+    monkeypatch.setattr(model._kernels, "run", failing)
+    for part in (Draft(cache, tree), Chain(cache, IDS[:30])):
+        with pytest.raises(RuntimeError, match="failed"):
+            model.forward(Batch([part]))
+    monkeypatch.undo()
+    other = random_tree(generator, 8)
+    (passed,) = model.forward(Batch([Draft(cache, other)]))
+    assert differ(model, IDS[:70], other, passed.logits, 0) == 0
+
+
+@every_kind
+def test_forks_go_their_own_ways(kind: str) -> None:
+    model = made(kind)
+    cache, ways = read(model, IDS[:70]), ([5, 6, 7], [8, 9])
+    forks = [cache.fork() for _ in ways]
+    for fork, way in zip(forks, ways, strict=True):
+        model.forward(Batch([Chain(fork, way)]))
+        fork.commit(range(len(way)))
+    for fork, way in zip([*forks, cache], [*ways, []], strict=True):
+        (passed,) = model.forward(Batch([Chain(fork, [4])]))
+        assert torch.equal(passed.logits[0], of_path(model, [*IDS[:70], *way, 4]))
+        fork.release()
+    assert model.pool.used == 0
+
+
+@every_kind
+def test_what_cannot_be_committed_is_refused(kind: str) -> None:
+    model = made(kind)
+    cache = read(model, IDS[:10])
+    model.forward(Batch([Chain(cache, IDS[:5])]))
+    with pytest.raises(ValueError, match="commit all of them"):
+        cache.commit(range(3))
+    cache.commit(range(5))
+    with pytest.raises(ValueError, match="commit all of them"):  # nothing has run since
+        cache.commit(range(5))
+    with pytest.raises(ValueError, match="only to 0"):
+        cache.truncate(3)
+    cache.truncate(0)
+    (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
+    assert torch.equal(passed.logits[0], of_path(model, IDS[:3]))
+
+
+# --- answers ---
+
+
+def policies(kind: str) -> dict[str, Any]:
+    """The drafter has recurrent layers, too."""
+    drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
+    return {
+        "logitspec": LogitSpec(Ngram(), LastLogits()),
+        "dyspec": DySpec(drafter),
+        "auto": Auto(drafter, Ngram(), LastLogits()),
+    }
+
+
+def conversation(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+    """Prompts of several pages, and answers by plain decoding without a cache."""
+    found, prompt = [], [*IDS[:100], *IDS[:40]]
+    for more in (IDS[5:70], IDS[9:12]):
+        engine = Engine(model, share=False)
+        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
+        found.append((prompt, said))
+        prompt = [*prompt, *said, *more]
+    return found
+
+
+FORMATS = ("bfloat16", "float32", "int8", "int4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    few(
+        [(kind, weights) for kind in KINDS for weights in FORMATS],
+        [(kind, "bfloat16") for kind in KINDS],
+    ),
+)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["0", "0.8"])
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(
+    kind: str, weights: str, sampling: dict[str, Any]
+) -> None:
+    wide = weights == "float32"
+    dtype = torch.float32 if wide else torch.bfloat16
+    model = made(kind, dtype, weights="bfloat16" if wide else weights, chunk=PAGE + 32)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    right, engine, found = conversation(model, params), Engine(model), policies(kind)
+    for policy in found.values():
+        for prompt, said in right:
+            state = answer(model, policy, params, prompt, engine=engine, budget=8)
+            assert state.output.token_ids == said
+    # the second turn began behind the whole pages of the first one's prompt and answer
+    assert state.statistics.cached_tokens > len(right[0][0])
+    states = [
+        (engine.add(request(model, policy, params, prompt, budget=8)), said)
+        for policy in found.values()
+        for prompt, said in right
+    ]
+    while any(not state.over for state, _ in states):
+        engine.step()
+    assert all(one.error is None and one.output.token_ids == said for one, said in states)
+
+
+@every_kind
+def test_snapshots_are_counted_bounded_and_freed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "SNAPSHOTS", 3)
+    model = made(kind, chunk=PAGE)
+    engine, params = Engine(model), SamplingParams(max_tokens=3, ignore_eos=True)
+    for begin in range(4):
+        answer(model, NoDraft(), params, IDS[begin : begin + 3 * PAGE + 5], engine=engine)
+    prefixes, pool = engine.prefixes, model.pool
+    assert prefixes is not None and len(prefixes._snapshots) == 3
+    assert pool.used == 4 * 3 + 3 * pool.state_pages
+    assert prefixes.idle() == pool.used
+    again = answer(model, NoDraft(), params, IDS[3 : 3 + 3 * PAGE + 5], engine=engine)
+    assert again.statistics.cached_tokens == 3 * PAGE
+    prefixes.clear()
+    assert pool.used == 0
+
+
+@every_kind
+def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind: str) -> None:
+    model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [IDS[begin : begin + 90] for begin in range(4)]
+    policy = LogitSpec(Ngram(), LastLogits())
+    right = [
+        answer(model, policy, params, prompt, engine=Engine(model, share=False)).output.token_ids
+        for prompt in prompts
+    ]
+    engine = Engine(model)
+    model.pool.limit = 2 * (3 + model.pool.most_state_pages)
+    states = [engine.add(request(model, policy, params, prompt, budget=8)) for prompt in prompts]
+    while any(not state.over for state in states):
+        engine.step()
+        assert model.pool.used <= model.pool.limit
+    assert [state.output.token_ids for state in states] == right
+
+
+# --- what does not run them ---
+
+
+@every_kind
+def test_pytorch_and_streaming_refuse_them_by_name(kind: str, tmp_path: Any) -> None:
+    plain = tiny("", torch.bfloat16, config=KINDS[kind])
+    with pytest.raises(InvalidInput, match=r"recurrent or hybrid.*only the native kernels"):
+        make_model(plain, native=False)
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=r"recurrent or hybrid.*no memory bound"):
+        open_model(str(tmp_path), None, torch.device("cpu"), memory=1 << 16)
