@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.eagle_state import EagleState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
@@ -54,10 +53,14 @@ def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> Eagle
 class Pair:
     """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of
     the drafter and its target, whose weights both pairs then have; `native`: None takes the
-    kind's."""
+    kind's; `weights`: of the drafter."""
 
     def __init__(
-        self, kind: str, dtype: torch.dtype = torch.float32, native: bool | None = None
+        self,
+        kind: str,
+        dtype: torch.dtype = torch.float32,
+        native: bool | None = None,
+        weights: str | None = None,
     ) -> None:
         layout, usual, self.config = KINDS[kind]
         native = usual if native is None else native
@@ -72,7 +75,7 @@ class Pair:
         )
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
-        self.drafter = EagleDrafter(network, self.target, native=native)
+        self.drafter = EagleDrafter(network, self.target, native=native, weights=weights)
 
     @torch.inference_mode()
     def layer(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_sequences_get_the_distributions_that_they_get_alone(
     read and with nothing; two steps."""
     pair = Pair(kind, take(way))
     # prompts are read over several passes, some of them side by side
-    monkeypatch.setattr("quickbeam.drafters.eagle.CHUNK", 50)
+    monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", 50)
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
     kinds = [
         (3, None, 1.0),
@@ -186,15 +187,15 @@ def test_a_call_that_fails_can_be_made_again(
     second.context.extend([12])  # nobody heard its hidden state
     with pytest.raises(ValueError, match="not read yet"):
         pair.drafter.answer([first.request(tree, [0]), second.request(TokenTree(12), [0])])
-    alone, run = pair.begin([5, 6, 7], 8), pair.drafter._run
+    alone, run = pair.begin([5, 6, 7], 8), pair.drafter.passes.run
 
-    def failing(works: list[object]) -> object:
-        run(works)
+    def failing(*args: Any) -> object:
+        run(*args)
         raise RuntimeError("broken")
 
     for nodes in ([0], [1]):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
-            patch.setattr(pair.drafter, "_run", failing)
+            patch.setattr(pair.drafter.passes, "run", failing)
             first.distributions(tree, nodes)
         same(way, first.distributions(tree, nodes), alone.distributions(tree, nodes))
 

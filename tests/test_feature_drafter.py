@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from cases import examples
 from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
-from quickbeam.drafters import eagle
+from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_passes import Passed, Rows
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.train.shards import Conversation
@@ -63,9 +65,11 @@ def test_distributions_are_those_of_the_equations(
             fit = [
                 node
                 for node in range(len(tree))
-                if node not in asked and (not node or tree.parent[node] in (*asked, 0))
+                if node not in asked and tree.parent[node] in asked
             ]
-            if ready := [node for node in fit if node == 0 or rng.random() < 0.7]:
+            # the root is asked for alone
+            ready = [node for node in fit if rng.random() < 0.7] if 0 in asked else [0]
+            if ready:
                 text.check(tree, ready)
                 asked += ready
             for _ in range(rng.randint(1, 4)):
@@ -84,16 +88,14 @@ def test_distributions_are_those_of_the_equations(
 
 def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, passes = Pair("attention"), list[int]()
-    run = pair.drafter._run
-    monkeypatch.setattr(
-        pair.drafter,
-        "_run",
-        lambda works: (
-            works and passes.append(sum(len(work.tokens) for work in works)),
-            run(works),
-        )[1],
-    )
-    monkeypatch.setattr(eagle, "CHUNK", 5)
+    run = pair.drafter.passes.run
+
+    def counted(rows: list[Rows], router: Any) -> Passed:
+        passes.append(sum(len(one.tokens) for one in rows))
+        return run(rows, router)
+
+    monkeypatch.setattr(pair.drafter.passes, "run", counted)
+    monkeypatch.setattr(feature, "CHUNK", 5)
     prompt = list(range(10, 22))
     text, tree = pair.begin(prompt, 50), TokenTree(50)
     text.check(tree, [0])
@@ -120,15 +122,14 @@ def test_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     of their
     own kind."""
     pair, passes = Pair("attention"), list[list[int]]()
-    run = pair.drafter._run
-    monkeypatch.setattr(
-        pair.drafter,
-        "_run",
-        lambda works: (works and passes.append([len(work.tokens) for work in works]), run(works))[
-            1
-        ],
-    )
-    monkeypatch.setattr(eagle, "CHUNK", 8)
+    run = pair.drafter.passes.run
+
+    def counted(rows: list[Rows], router: Any) -> Passed:
+        passes.append([len(one.tokens) for one in rows])
+        return run(rows, router)
+
+    monkeypatch.setattr(pair.drafter.passes, "run", counted)
+    monkeypatch.setattr(feature, "CHUNK", 8)
     texts = [pair.begin(list(range(n)), 50) for n in (3, 12, 1)]
     pair.drafter.read([text.state for text in texts], 3)
     assert passes == [[8], [3]] and [text.state.cache.length for text in texts] == [0, 11, 0]
@@ -177,6 +178,9 @@ def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(
         text.distributions(tree, [2])
     with pytest.raises(ValueError, match="parent 1 first"):
         text.distributions(tree, [1, 2])
+    with pytest.raises(ValueError, match="alone"):
+        text.distributions(tree, [0, 1])
+    text.check(tree, [0])
     text.check(tree, [1])
     with pytest.raises(ValueError, match="ask for its root first"):
         text.distributions(TokenTree(2), [1])

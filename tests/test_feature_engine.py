@@ -22,11 +22,10 @@ from drafters import DRAFTED
 from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
-from quickbeam.drafters import eagle
+from quickbeam.drafters import feature
 from quickbeam.drafters.base import DraftProbs, DraftRequest
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_state import EagleState
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
@@ -130,8 +129,8 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
         list(range(20)),
     )
     target, drafter = pair.target, pair.drafter
-    monkeypatch.setattr(eagle, "CHUNK", 6)
-    engine, run = Engine(target), drafter._run
+    monkeypatch.setattr(feature, "CHUNK", 6)
+    engine, run = Engine(target), drafter.passes.run
     fresh = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
     whole = fresh.output.token_ids
     engine.forget()
@@ -150,7 +149,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
             return out
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(drafter, "_run", interrupted)
+            patch.setattr(drafter.passes, "run", interrupted)
             answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
         assert not engine.busy
         if not shared:

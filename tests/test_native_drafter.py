@@ -23,6 +23,7 @@ from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
 from quickbeam.drafters.shortlist.context import ContextTokens, PlainRows
 from quickbeam.drafters.shortlist.head import BlockHead
 from quickbeam.drafters.shortlist.layout import Layout
@@ -88,30 +89,31 @@ def distance(pair: Pair) -> float:
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
-    isa: str, kind: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    isa: str, kind: str, native: Callable[[str], None]
 ) -> None:
     """The head's rows in 8 bits add little to what rounding does."""
     found = {}
     for way in (isa, "eager"):
         native(way)
         pair = Pair(kind, torch.bfloat16, native=True)
-        assert (pair.drafter._native is not None) is (way != "eager")
+        assert isinstance(pair.drafter.passes, NativeEagle) is (way != "eager")
         found[way] = distance(pair)
     assert found[isa] <= 1.25 * found["eager"] + 0.02, found
     native(isa)
-    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
-    assert distance(Pair(kind, torch.bfloat16, native=True)) <= 1.25 * found["eager"] + 1e-3
+    assert (
+        distance(Pair(kind, torch.bfloat16, native=True, weights=BFLOAT16))
+        <= 1.25 * found["eager"] + 1e-3
+    )
 
 
 @every_set
 def test_every_set_computes_the_same_distributions_up_to_rounding(
-    isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    isa: str, native: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     native("eager")
     usual = distance(Pair("ours", torch.bfloat16, native=True))
     native(isa)
-    pair = Pair("ours", torch.bfloat16, native=True)
+    pair = Pair("ours", torch.bfloat16, native=True, weights=BFLOAT16)
     assert distance(pair) <= 1.25 * usual + 1e-3
 
 
@@ -172,7 +174,7 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(
     pair, distributions = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
-        monkeypatch.setattr("quickbeam.drafters.eagle.CHUNK", chunk)
+        monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", chunk)
         text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
         distributions.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
     assert torch.equal(distributions[0], distributions[1]) and torch.equal(
@@ -447,10 +449,9 @@ def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(
 def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators() -> None:
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
-        assert (
-            EagleDrafter(head_of(config, model), make_model(tiny("llama", torch.bfloat16)))._native
-            is None
-        )
+        target = make_model(tiny("llama", torch.bfloat16))
+        drafter = EagleDrafter(head_of(config, model), target)
+        assert isinstance(drafter.passes, TorchEagle)
 
 
 @best_set
@@ -461,12 +462,11 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
 def test_an_embedding_that_scales_is_not_passed_over(
     isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
     found = {}
     for way in (isa, "eager"):
         native(way)
-        found[way] = distance(Pair("scaled", torch.bfloat16))
+        found[way] = distance(Pair("scaled", torch.bfloat16, weights=BFLOAT16))
     assert found[isa] <= 1.25 * found["eager"] + 1e-3, found
 
 
@@ -483,6 +483,6 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
         )
         target = make_model(model, native=fast)
         drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
-        assert drafter._native is not None
+        assert isinstance(drafter.passes, NativeEagle)
         right = quantised.product(feature, quantised.quantise(weight, INT8)) + bias
-        torch.testing.assert_close(drafter._native.logits(feature), right, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(drafter.passes.logits(feature), right, rtol=1e-3, atol=1e-3)

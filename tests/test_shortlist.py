@@ -65,20 +65,35 @@ def nodes(n: int, seed: int = 1, device: str = "cpu") -> tuple[torch.Tensor, tor
     return torch.randn(n, D, device=device), torch.randn(n, EMBED, device=device)
 
 
+def route(
+    shortlist: Shortlist,
+    hidden: torch.Tensor,
+    embedded: torch.Tensor,
+    depths: list[int],
+    above: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The clusters of one call, as a drafter asks for them."""
+    if not shortlist.routes(depths, above):
+        return shortlist.kept(above)
+    assert shortlist.router is not None
+    with torch.inference_mode():
+        return shortlist.choose(shortlist.router(hidden, embedded))
+
+
 # Room
 
 
 def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -> None:
     shortlist = make(deepest=1)
     hidden, embedded = nodes(2)
-    root = shortlist.route(hidden[:1], embedded[:1], [0])
-    first = shortlist.route(hidden, embedded, [1, 2], root)
+    root = route(shortlist, hidden[:1], embedded[:1], [0])
+    first = route(shortlist, hidden, embedded, [1, 2], root)
     assert (
-        first is not root and first.tolist() == shortlist.route(hidden, embedded, [1, 2]).tolist()
+        first is not root and first.tolist() == route(shortlist, hidden, embedded, [1, 2]).tolist()
     )
-    assert shortlist.route(hidden, embedded, [2, 3], first) is first
+    assert route(shortlist, hidden, embedded, [2, 3], first) is first
     # nothing above: routed
-    assert len(shortlist.route(hidden, embedded, [2, 2])) == 4
+    assert len(route(shortlist, hidden, embedded, [2, 2])) == 4
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
@@ -153,7 +168,7 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
     with nullcontext() if first else torch.inference_mode():
         state.extend(range(60))
         hidden, embedded = nodes(2)
-        state.score(hidden, shortlist.route(hidden, embedded, [0, 1]))
+        state.score(hidden, route(shortlist, hidden, embedded, [0, 1]))
     state.extend(range(VOCAB))
 
 
@@ -221,10 +236,10 @@ def test_every_call_scores_as_many_clusters() -> None:
     shortlist = make("router")
     for n, seed in ((1, 0), (1, 1), (3, 2), (8, 3)):
         hidden, embedded = nodes(n, seed)
-        assert len(shortlist.route(hidden, embedded, [0] * n)) == 4
+        assert len(route(shortlist, hidden, embedded, [0] * n)) == 4
         # nodes that agree, too
         hidden, embedded = hidden[:1].expand(5, -1), embedded[:1].expand(5, -1)
-        assert len(shortlist.route(hidden, embedded, [0] * 5)) == 4
+        assert len(route(shortlist, hidden, embedded, [0] * 5)) == 4
     assert make("router", chosen=99).chosen == 11  # all there are
 
 
@@ -233,7 +248,7 @@ def test_routing_is_repeatable_and_leaves_chance_alone(device: str) -> None:
     shortlist = make("router", device)
     hidden, embedded = nodes(8, device=device)
     state = torch.get_rng_state()
-    first, second = (shortlist.route(hidden, embedded, [0] * 8) for _ in range(2))
+    first, second = (route(shortlist, hidden, embedded, [0] * 8) for _ in range(2))
     assert torch.equal(first, second) and len(first) == 4
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -247,7 +262,7 @@ def test_making_a_shortlist_leaves_chance_alone() -> None:
 
 def test_without_a_router_nothing_is_routed() -> None:
     for kind in ("frequency", "context"):
-        assert make(kind).route(*nodes(2), [0, 1]).tolist() == []
+        assert route(make(kind), *nodes(2), [0, 1]).tolist() == []
 
 
 # Scoring
@@ -268,7 +283,7 @@ def test_what_is_scored_is_what_is_held_and_counted(
     sizes = []
     for seed in range(4):
         hidden, embedded = nodes(3, seed, device)
-        routed = shortlist.route(hidden, embedded, [0, 1, 5])
+        routed = route(shortlist, hidden, embedded, [0, 1, 5])
         scores = state.score(hidden, routed)
         found, full = spread(scores, VOCAB), (hidden @ weight.T).cpu()
         held = torch.tensor([state.holds(token, routed) for token in range(VOCAB)])
@@ -294,7 +309,7 @@ def test_padded_clusters_are_the_same_shortlist() -> None:
 @pytest.mark.parametrize("kind", ["context", "all"])
 def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
     shortlist, (hidden, embedded) = make(kind), nodes(1)
-    routed = shortlist.route(hidden, embedded, [0])
+    routed = route(shortlist, hidden, embedded, [0])
     rare = [token for token in range(VOCAB) if not shortlist.holds(token, routed)]
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
     alone = spread(second.score(hidden, routed), VOCAB)
@@ -311,7 +326,7 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
 def test_a_context_alone_must_hold_a_token() -> None:
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
-        shortlist.begin([]).score(hidden, shortlist.route(hidden, hidden, [0]))
+        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden, [0]))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

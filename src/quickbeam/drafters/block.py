@@ -9,7 +9,7 @@ import torch
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import CHUNK, FeatureState, usable_kernels
+from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Model, inference
@@ -115,17 +115,11 @@ class BlockDrafter(Drafter):
 
     def _read(self, states: Sequence[BlockState]) -> None:
         """Write keys and values of all tokens whose hidden states are unread."""
-        while states := [state for state in states if state.waiting]:
-            part, room = list[BlockState](), CHUNK
-            for state in states:
-                if part and state.waiting > room:
-                    break
-                room -= state.waiting
-                part.append(state)
-            hidden = [state.unread.first(min(state.waiting, CHUNK)) for state in part]
-            self.passes.read([state.cache for state in part], hidden)
-            for state, rows in zip(part, hidden, strict=True):
-                state.commit(len(rows))
+        for part in in_parts(states, lambda state: state.waiting):
+            hidden = [state.unread.first(count) for state, count in part]
+            self.passes.read([state.cache for state, _ in part], hidden)
+            for state, count in part:
+                state.commit(count)
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
         """Run the blocks of the trees' roots in one pass."""

@@ -1,4 +1,4 @@
-"""The feature drafter at work: it gives distributions after the nodes of growing trees.
+"""The EAGLE drafter at work: it gives distributions after the nodes of growing trees.
 
 It computes them from the target's hidden states with the network of `eagle_model.py`.
 """
@@ -6,31 +6,113 @@ It computes them from the target's hidden states with the network of `eagle_mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
+from quickbeam.drafters.base import (
+    DEPTHS,
+    Drafter,
+    DrafterState,
+    DraftProbs,
+    DraftRequest,
+    HeadUse,
+    probs_of,
+)
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_native import NativeEagle
-from quickbeam.drafters.eagle_state import EagleState, Work
+from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
+from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, LayerShape, Pool
-from quickbeam.models.native.library import kernels
-from quickbeam.models.native.operands import RowList
-from quickbeam.models.pages import PagedStore
+from quickbeam.models.kv import Pool, SequenceCache
 
-CHUNK = 512  # the most rows of committed tokens that one pass runs
 # How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
 # that follow the root.
 OFFERED = 16
-NOTHING = (torch.empty(0), torch.empty(0))  # outputs and features of rows that only leave keys
+Works = list[tuple["EagleState", Rows, dict[int, int]]]
+"""Sequences' rows of a pass, with the nodes whose distributions are computed, and their depths."""
+
+
+class EagleState(FeatureState):
+    """What the EAGLE drafter keeps of one sequence.
+
+    It holds a key and a value for every row of the committed text, and what is known of the tree
+    that is being grown. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`).
+
+    - `out`, `feature`: `[k, d]`, of the root's row, then of the rows of the requested nodes.
+    - `place`: by node, its row in `out`. `paths`: for each row below the root, the rows that it
+      sees, counted from the first below the root, itself last.
+    - `routed`: by node, the clusters scored for its distribution.
+    """
+
+    def __init__(
+        self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
+    ) -> None:
+        super().__init__(cache, ids)
+        self.shortlist = shortlist
+        self.unseen: list[int] = []  # committed tokens that the shortlist has yet to read
+        self.counted = HeadUse()
+        self.out = self.feature = torch.empty(0)
+        self.place: dict[int, int] = {}
+        self.paths: list[list[int]] = []
+        self.routed: dict[int, torch.Tensor] = {}
+
+    @property
+    def used(self) -> HeadUse:
+        """The counters of the head.
+
+        Off the CPU this may wait for the device, which counts the scored tokens.
+        """
+        scored = 0 if self.shortlist is None else self.shortlist.scored
+        return replace(self.counted, tokens=self.counted.tokens + scored)
+
+    @property
+    def unread_rows(self) -> int:
+        """How many committed tokens before the root have no row yet."""
+        return len(self.ids) - 1 - self.cache.length
+
+    @property
+    def last_routed(self) -> torch.Tensor | None:
+        """The clusters of the tree's last call."""
+        return next(reversed(self.routed.values()), None)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        super().extend(tokens)
+        if self.shortlist is not None:
+            self._count(self.shortlist, tokens)
+            self.routed.clear()
+            self.unseen.extend(tokens)
+
+    def _count(self, shortlist: ShortlistState, tokens: Sequence[int]) -> None:
+        """Count how many of these committed tokens had been scored."""
+        counted, node = self.counted, 0 if self.tree is not None else None
+        for depth, token in enumerate(tokens):
+            if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
+                return
+            always = shortlist.always(token)
+            held = always or shortlist.holds(token, routed)
+            counted.wanted, counted.held = counted.wanted + 1, counted.held + held
+            if not always:
+                counted.rare[min(depth, DEPTHS - 1)] += 1
+                counted.rare_held[min(depth, DEPTHS - 1)] += held
+            node = self.tree.child(node, token)
+
+    def adopt(
+        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+    ) -> None:
+        super().adopt(chunks, tokens, hidden)
+        if chunks:  # the last row depends on the token after it, too, and is computed anew
+            self.cache.truncate(self.cache.length - 1)
+
+    def release(self) -> None:
+        super().release()
+        self.shortlist = None
+        self.out = self.feature = torch.empty(0)
 
 
 class EagleDrafter(Drafter):
@@ -39,43 +121,35 @@ class EagleDrafter(Drafter):
     The request for a tree's root first reads the tokens that were committed since the last tree,
     with the target's own hidden states. Their rows overwrite those of the last tree, which were
     computed from the drafter's own outputs. Each later request adds one row for each node. A row
-    attends to the rows of the node's ancestors. Where the native kernels run the network, the rows
-    of all requests go in one pass; otherwise each sequence has its own pass.
+    attends to the rows of the node's ancestors. The rows of all sequences that share a router go in
+    one pass.
 
     The drafter takes the network over, and makes `model` return the hidden states that the network
     reads (`Model.watch`). `native`: let the native kernels run the network where they can.
+    `weights`: the format that they keep its weights in; None: 8 bits.
     """
 
     name = "drafter"
     needs_hidden = True
     pool: Pool
 
-    def __init__(self, network: EagleHead, model: Model, *, native: bool = True) -> None:
+    def __init__(
+        self, network: EagleHead, model: Model, *, native: bool = True, weights: str | None = None
+    ) -> None:
         config = network.config
-        self.network = (
-            network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
-        )
+        self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
         self.network.rotary = config.rotary().to(model.device)  # the angles stay float32
-        self.vocab_size, self.device = model.vocab_size, model.device
+        self.vocab_size = model.vocab_size
         self.folder: Path | None = None  # where the drafter was read from
-        library = (
-            kernels()
-            if native and model.device.type == "cpu" and model.dtype is torch.bfloat16
-            else None
-        )
-        self._native = (
-            NativeEagle(self.network, library)
-            if library is not None and NativeEagle.fits(self.network)
-            else None
-        )
         model.watch(config.layers)
-        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = (
-            RowPool([shape], model.dtype, model.device)
-            if self._native is None
-            else self._native.pool
+        found = usable_kernels(model, network.embedding, NativeEagle.sizes(network))
+        fits = native and config.activation == "silu"
+        self.passes: NativeEagle | TorchEagle = (
+            NativeEagle(self.network, found, weights)
+            if fits and found is not None
+            else TorchEagle(self.network, model)
         )
-        self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
+        self.pool = self.passes.pool
 
     def check_shortlist(self, shortlist: Shortlist | None) -> None:
         if shortlist is not None and self.network.config.own_head:
@@ -85,258 +159,126 @@ class EagleDrafter(Drafter):
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
         self.check_shortlist(shortlist)
-        return EagleState(
-            self.pool.new(), ids, shortlist.begin(ids) if shortlist is not None else None
-        )
+        return EagleState(self.pool.new(), ids, None if shortlist is None else shortlist.begin(ids))
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         # `end` bounds the hidden states that were given, so it needs no look here
-        readable = [
-            state
-            for state in states
-            if isinstance(state, EagleState) and self._readable(state, True) >= max(1, least)
-        ]
-        self._read(readable, None)
-
-    @staticmethod
-    def _readable(state: EagleState, early: bool) -> int:
-        """Return how many rows of committed tokens can be computed now.
-
-        A row needs the hidden state of a token and the id of the token after it. `early`: called
-        before a tree is requested. Then the last row is left out, as routing and distributions
-        start from it.
-        """
-        return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
+        mine = [state for state in states if isinstance(state, EagleState)]
+        self._read([one for one in mine if _readable(one, True) >= max(1, least)], early=True)
 
     @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions over the tokens that the head scored, on the target's device.
 
-        This takes one pass, and one more where a tree's first request asks for nodes beside the
-        root. See `Drafter.answer`.
-
-        Raises `ValueError` where a tree's first request doesn't begin with the root, where a node's
-        parent was never requested, or where hidden states of unread tokens are missing.
+        See `Drafter.answer`. Raises `ValueError` where a tree's first request is not for the root
+        alone, where a node's parent was never requested, or where hidden states of unread tokens
+        are missing.
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
+            self._offer(request)
             state = self._state(request)
-            if state.shortlist is not None:
-                began = perf_counter()
-                state.shortlist.extend(state.unseen)
-                state.shortlist.extend(largest(request.context.logits[None], OFFERED)[0][0])
-                state.unseen.clear()
-                state.counted.seconds += perf_counter() - began
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
-            if state.waiting != len(state.ids) - 1 - state.cache.length:
+            if state.waiting != state.unread_rows:
                 raise ValueError(
-                    f"hidden states of {state.waiting} tokens for "
-                    f"{len(state.ids) - 1 - state.cache.length} not read yet"
+                    f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
-        self._read(
-            [self._state(request) for request in firsts if self._state(request).waiting], {0: 0}
-        )
+        self._read([self._state(one) for one in firsts if self._state(one).waiting], early=False)
         for request in firsts:
             state = self._state(request)
-            state.tree, state.place, state.path = request.tree, {0: 0}, {0: []}
+            state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
-            state.visible = torch.zeros(0, 0, dtype=torch.bool)
-        works = [
-            self._below(request)
-            for request in requests
-            if request.nodes[-1] != 0 or len(request.nodes) > 1
-        ]
-        for work, (out, feature) in zip(works, self._run(works), strict=True):
-            state, done = work.state, len(work.state.place)
+        works = [self._below(request) for request in requests if list(request.nodes) != [0]]
+        for (state, _, asked), (out, feature) in zip(works, self._run(works), strict=True):
+            done = len(state.place)
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
-            state.place.update({node: done + i for i, node in enumerate(work.nodes)})
+            state.place.update({node: done + i for i, node in enumerate(asked)})
         return self._distributions(requests)
 
     def _state(self, request: DraftRequest) -> EagleState:
         state: EagleState = request.context.states[self.name]
         return state
 
-    def _read(self, states: Sequence[EagleState], asked: dict[int, int] | None) -> None:
+    def _offer(self, request: DraftRequest) -> None:
+        """Let the shortlist read new tokens, and those that the last logits make likely."""
+        state = self._state(request)
+        if state.shortlist is not None:
+            began = perf_counter()
+            state.shortlist.extend(state.unseen)
+            state.shortlist.extend(largest(request.context.logits[None], OFFERED)[0][0])
+            state.unseen.clear()
+            state.counted.seconds += perf_counter() - began
+
+    def _read(self, states: Sequence[EagleState], early: bool) -> None:
         """Compute rows of the committed tokens that have hidden states.
 
-        With `asked`, the last row of each state stands for the root, whose distribution is
-        computed. Without it, that row is left out.
+        The last row of each state stands for the root, whose distribution is computed. `early`: it
+        is left out.
         """
-        left = list(states)
-        while left:
-            works, room = list[Work](), CHUNK
-            for state in left:
-                count = min(self._readable(state, asked is None), CHUNK)
-                if works and count > room:
-                    break
-                room -= count
+        for part in in_parts(states, lambda state: _readable(state, early)):
+            works: Works = []
+            for state, count in part:
                 at = state.cache.length
-                last = {} if state.waiting > count or asked is None else asked
-                works.append(
-                    Work(state, state.unread.first(count), state.ids[at + 1 : at + 1 + count], last)
-                )
-            for work, (out, feature) in zip(works, self._run(works), strict=True):
-                work.state.commit(len(work.tokens))
-                if work.asked:
-                    work.state.out, work.state.feature = out[-1:], feature[-1:]
-            left = [state for state in left if self._readable(state, asked is None) > 0]
+                asked = {0: 0} if not early and state.waiting == count else {}
+                tokens = state.ids[at + 1 : at + 1 + count]
+                hidden = state.unread.first(count)
+                works.append((state, Rows(state.cache, hidden, tokens, len(asked)), asked))
+            for (state, rows, asked), (out, feature) in zip(works, self._run(works), strict=True):
+                state.commit(len(rows.tokens))
+                if asked:
+                    state.out, state.feature = out[-1:], feature[-1:]
 
-    def _below(self, request: DraftRequest) -> Work:
-        """Return the work for one row for each requested node but the root."""
-        state, tree = self._state(request), request.tree
-        if tree is not state.tree:
-            raise ValueError("a new tree: ask for its root first")
-        nodes = [node for node in request.nodes if node]
+    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
+        """Return the work for one row for each requested node."""
+        state, tree, nodes = self._state(request), request.tree, request.nodes
+        if tree is not state.tree or nodes[0] == 0:
+            raise ValueError("a new tree: ask for its root first, and alone")
+        del state.paths[len(state.place) - 1 :]  # those of a call that failed
+        above = []
         for node in nodes:
-            if (parent := tree.parent[node]) not in state.place:
-                raise ValueError(f"node {node}: ask for its parent {parent} first")
-        above = state.out[[state.place[tree.parent[node]] for node in nodes]]
-        return Work(
-            state,
-            above,
-            [tree.token[node] for node in nodes],
-            {node: tree.depth[node] for node in nodes},
-            nodes,
-        )
+            if (place := state.place.get(tree.parent[node])) is None:
+                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
+            state.paths.append([*(state.paths[place - 1] if place else ()), len(state.paths)])
+            above.append(place)
+        tokens, asked = [tree.token[node] for node in nodes], {n: tree.depth[n] for n in nodes}
+        rows = Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
+        return state, rows, asked
 
-    def _run(self, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Run the works, and return for each its outputs and the features that the head reads.
-
-        The works are either all of committed rows or all of nodes.
-        """
-        for work in works:
-            work.state.calls += 1
-        if self._native is None:
-            outputs = [self._run_alone(work) for work in works]
-            return iter([(out, self.network.feature(out)) for out in outputs])
+    def _run(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Run the works, and return for each its outputs and the features that the head reads."""
         passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         groups: dict[int, list[int]] = {}  # works with the same router go in one pass
-        for i, work in enumerate(works):
-            shortlist = work.state.shortlist
-            groups.setdefault(id(shortlist and shortlist.shared), []).append(i)
+        for i, (state, _, _) in enumerate(works):
+            state.calls += 1
+            groups.setdefault(id(state.shortlist and state.shortlist.shared), []).append(i)
         for group in groups.values():
-            parts = self._run_native(self._native, [works[i] for i in group])
+            parts = self._run_group([works[i] for i in group])
             passed.update(zip(group, parts, strict=True))
         return iter([passed[i] for i in range(len(works))])
 
-    def _run_native(
-        self, native: NativeEagle, works: Sequence[Work]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Run all works, and the router, in one pass of the kernels.
-
-        A committed row sees the committed rows up to itself. A node's row sees all of these and its
-        path. Where no distribution is asked for, only keys and values are computed.
-        """
-        committed, listed = not works[0].nodes, RowList()
-        for work in works:
-            state = work.state
-            assert isinstance(state.cache, PagedStore)
-            if committed:
-                state.cache.add_chain(
-                    listed,
-                    work.tokens,
-                    range(len(work.tokens) - 1, len(work.tokens)) if work.asked else (),
-                )
-                continue
-            assert state.tree is not None
-            done, length, n = len(state.place) - 1, state.cache.length, len(work.nodes)
-            orders = range(length + done, length + done + n)
-            paths = [
-                [*state.path[state.tree.parent[node]], order]
-                for node, order in zip(work.nodes, orders, strict=True)
-            ]
-            state.cache.reserve(orders.stop)
-            positions = [length + len(path) - 1 for path in paths]
-            listed.add(
-                state.cache.table, work.tokens, positions, orders, [length] * n, paths, range(n)
-            )
-            state.path.update(zip(work.nodes, paths, strict=True))
-        hidden = works[0].hidden if len(works) == 1 else torch.cat([work.hidden for work in works])
-        routing = [work for work in works if self._routes(work)]
-        shortlist = routing[0].state.shortlist if routing else None
-        router = shortlist.shared.native_router if shortlist is not None else None
-        rows, last = listed.rows(), max(listed.positions)
-        if not listed.wanted:
-            native.remember(hidden, rows, last)
-            return iter([NOTHING] * len(works))
-        out, feature, scores = native.run(hidden, committed, rows, last, router)
+    def _run_group(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        shared = None if works[0][0].shortlist is None else works[0][0].shortlist.shared
+        routes = [
+            shared is not None
+            and bool(asked)
+            and shared.routes([*asked.values()], state.last_routed)
+            for state, _, asked in works
+        ]
+        router: Any = None if shared is None or not any(routes) else self.passes.router(shared)
+        out, feature, scores = self.passes.run([rows for _, rows, _ in works], router)
         first = 0
-        for work in works:
-            began, count = perf_counter(), len(work.asked)
-            if count and work.state.shortlist is not None:
-                above = next(reversed(work.state.routed.values()), None)
-                depths, shared = list(work.asked.values()), work.state.shortlist.shared
-                routes = scores is not None and shared.routes(depths, above)
-                routed = (
-                    shared.choose(scores[first : first + count])
-                    if routes and scores is not None
-                    else shared.kept(above)
-                )
-                work.state.routed.update(dict.fromkeys(work.asked, routed))
-                work.state.counted.seconds += perf_counter() - began
-            first += count
-        sizes = [len(work.tokens) for work in works]
+        for (state, _, asked), asks in zip(works, routes, strict=True):
+            if shared is not None and asked:
+                began, routed = perf_counter(), shared.kept(state.last_routed)
+                if asks and scores is not None:
+                    routed = shared.choose(scores[first : first + len(asked)])
+                state.routed.update(dict.fromkeys(asked, routed))
+                state.counted.seconds += perf_counter() - began
+            first += len(asked)
+        sizes = [len(rows.tokens) if len(out) else 0 for _, rows, _ in works]
         return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
-
-    @staticmethod
-    def _routes(work: Work) -> bool:
-        """Whether this work asks the router."""
-        shortlist, above = work.state.shortlist, next(reversed(work.state.routed.values()), None)
-        return (
-            shortlist is not None
-            and bool(work.asked)
-            and shortlist.shared.routes(list(work.asked.values()), above)
-        )
-
-    def _run_alone(self, work: Work) -> torch.Tensor:
-        """Run the rows of one sequence with PyTorch's operators, and return their outputs.
-
-        Where no distribution is asked for, only keys and values are computed.
-        """
-        state, hidden = work.state, work.hidden
-        store = state.cache
-        assert isinstance(store, RowStore) and isinstance(self.pool, RowPool)
-        if not work.nodes:
-            hidden = self.network.fuse(hidden)
-            rows = Behind(store, range(len(hidden)))
-        else:
-            assert state.tree is not None
-            done, n = len(state.place) - 1, len(work.nodes)
-            visible = torch.zeros(done + n, done + n, dtype=torch.bool)
-            visible[:done, :done] = state.visible[:done, :done]
-            for row, node in enumerate(work.nodes, done):
-                # the root's row is a committed one, so the tree's own rows begin after it
-                if place := state.place[state.tree.parent[node]]:
-                    visible[row] = visible[place - 1]
-                visible[row, row] = True
-            nodes = [*list(state.place)[1:], *work.nodes]
-            depths = [state.tree.depth[node] - 1 for node in nodes]
-            rows = Behind(store, depths, done, visible[done:].numpy())
-            state.visible = visible
-        step = GatheredStep([rows], self.pool)
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return step.attend(query, self._layer)
-
-        embedded = self.network.embed(
-            torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device)
-        )
-        if not work.asked:
-            _, _, key, value = self.network.project(hidden, embedded, step.positions)
-            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return hidden.new_empty(0, self.network.config.hidden_size)
-        if state.shortlist is None:
-            return self.network(hidden, embedded, step.positions, attend)  # type: ignore[no-any-return]
-        began = perf_counter()
-        parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
-        above = next(reversed(state.routed.values()), None)
-        routed = state.shortlist.shared.route(parents, following, list(work.asked.values()), above)
-        state.routed.update(dict.fromkeys(work.asked, routed))
-        state.counted.seconds += perf_counter() - began
-        return self.network(hidden, embedded, step.positions, attend)  # type: ignore[no-any-return]
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last.
@@ -351,15 +293,14 @@ class EagleDrafter(Drafter):
             for request in requests
         ]
 
-    def _features(self, request: DraftRequest, nodes: Sequence[int]) -> torch.Tensor:
+    def _features(self, request: DraftRequest) -> torch.Tensor:
         state = self._state(request)
-        return state.feature[[state.place[node] for node in nodes]]
+        return state.feature[[state.place[node] for node in request.nodes]]
 
     def _score_whole(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         began, network = perf_counter(), self.network
-        features = [self._features(request, request.nodes) for request in requests]
-        score = network.score if self._native is None else self._native.logits
-        logits = score(torch.cat(features))
+        features = [self._features(request) for request in requests]
+        logits = self.passes.logits(torch.cat(features))
         tokens: Any = network.tokens if network.config.own_head else None
         parts = zip(requests, logits.split_with_sizes([len(f) for f in features]), strict=True)
         probs = [
@@ -373,19 +314,20 @@ class EagleDrafter(Drafter):
         return probs
 
     def _score_part(self, request: DraftRequest) -> DraftProbs:
-        nodes = request.nodes
-        if len(nodes) > 1 and nodes[0] == 0:  # the root was routed in a pass of its own
-            parts = [self._score_nodes(request, part) for part in (nodes[:1], nodes[1:])]
-            return DraftProbs(torch.cat([part.dense() for part in parts]))
-        return self._score_nodes(request, nodes)
-
-    def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> DraftProbs:
         began, state = perf_counter(), self._state(request)
         assert state.shortlist is not None
-        logits, tokens = state.shortlist.score(
-            self._features(request, nodes), state.routed[nodes[-1]]
-        )
+        routed = state.routed[request.nodes[-1]]
+        logits, tokens = state.shortlist.score(self._features(request), routed)
         probs = probs_of(logits, request.context.draft_temperature)
         state.counted.calls += 1
         state.counted.seconds += perf_counter() - began
         return DraftProbs(probs, tokens, self.vocab_size)
+
+
+def _readable(state: EagleState, early: bool) -> int:
+    """Return how many rows of committed tokens can be computed now.
+
+    A row needs the hidden state of a token and the id of the token after it. `early`: called before
+    a tree is requested. Then the last row is left out, as routing and distributions start from it.
+    """
+    return min(state.waiting - early, state.unread_rows)

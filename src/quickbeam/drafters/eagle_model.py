@@ -12,7 +12,6 @@ function.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,13 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quickbeam.drafters.folder import write_folder
+from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
 from quickbeam.errors import InvalidInput
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -263,11 +260,7 @@ class EagleHead(nn.Module):
 
         If the drafter has its own head, `tokens` holds the token of each column.
         """
-        return self.score(self.feature(out))
-
-    def score(self, feature: torch.Tensor) -> torch.Tensor:
-        """Return the same logits as `logits`, from what the head reads (`feature`)."""
-        return self.head(feature)  # type: ignore[no-any-return]
+        return self.head(self.feature(out))  # type: ignore[no-any-return]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors`, each complete or not at all.
@@ -283,29 +276,20 @@ class EagleHead(nn.Module):
     ) -> EagleHead:
         """Load what `save` wrote. Raises `InvalidInput` if the folder holds something else."""
         try:
-            record = json.loads((folder / "config.json").read_text())
-            if record.pop("model_type") != MODEL_TYPE:
-                raise KeyError("model_type")
+            record = read_config(folder)
+            if record.pop("model_type", None) != MODEL_TYPE:
+                raise InvalidInput(f"its model_type is not {MODEL_TYPE}")
             record["layers"] = tuple(record["layers"])
-            network = EagleHead(EagleConfig(**record), embedding, head)
-            state = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            network, stored = (
+                EagleHead(EagleConfig(**record), embedding, head),
+                read_tensors(folder),
+            )
+            own = {k: v for k, v in network.state_dict().items() if not k.startswith("rotary.")}
+            for name, tensor in own.items():
+                check_shape(stored, name, tensor.shape)
+        except (InvalidInput, KeyError, TypeError) as error:
             raise InvalidInput(
                 f"{folder} is not a drafter that `quickbeam train` wrote: {error}"
             ) from error
-        return network.take(state, str(folder))
-
-    def take(self, state: dict[str, torch.Tensor], where: str) -> EagleHead:
-        """Load the named weights of `state` and return this network.
-
-        `where`: the folder that errors name. Raises `InvalidInput` naming tensors that are missing
-        or have another shape.
-        """
-        expected = {k for k in self.state_dict() if not k.startswith("rotary.")}
-        if missing := sorted(expected - state.keys()):
-            raise InvalidInput(f"{where}: the drafter lacks {', '.join(missing[:4])}")
-        try:
-            self.load_state_dict({k: v for k, v in state.items() if k in expected}, strict=False)
-        except RuntimeError as error:
-            raise InvalidInput(f"{where}: {error}") from error
-        return self
+        network.load_state_dict({name: stored[name] for name in own}, strict=False)
+        return network

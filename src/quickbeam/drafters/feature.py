@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from quickbeam.models.stack import Rotary
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
+
+
+State = TypeVar("State", bound="FeatureState")
 
 
 class FeatureState(DrafterState):
@@ -75,6 +78,24 @@ class FeatureState(DrafterState):
         self.cache.release()
         self.unread.reset()
         self.tree = None
+
+
+def in_parts(
+    states: Sequence[State], readable: Callable[[State], int]
+) -> Iterator[list[tuple[State, int]]]:
+    """Yield states and how many of their rows a pass reads, together at most `CHUNK`.
+
+    `readable`: how many rows a state has left. The caller commits them before the next pass.
+    """
+    while left := [state for state in states if readable(state) > 0]:
+        part, room = list[tuple[State, int]](), CHUNK
+        for state in left:
+            count = min(readable(state), CHUNK)
+            if part and count > room:
+                break
+            room -= count
+            part.append((state, count))
+        yield part
 
 
 def usable_kernels(model: Model, embedding: nn.Module, sizes: Sequence[int]) -> Kernels | None:

@@ -36,9 +36,9 @@ class Shortlist:
     - `context`: makes a sequence's `ContextTokens`, empty at first.
     - `backend`: see `BlockHead`.
 
-    The interface is small. A drafter asks `routes` whether a call needs the router, `route` (or
-    `choose`, where the native kernels ran `native_router`) for the call's clusters, an int64 tensor
-    `[k]`, and then `ShortlistState.score` for the logits of what comes out of its layer. Routing is
+    The interface is small. A drafter asks `routes` whether a call needs the router, runs `router`
+    or `native_router` and gives its scores to `choose` for the call's clusters, an int64 tensor
+    `[k]`, and then asks `ShortlistState.score` for the logits of what its layer gives. Routing is
     deterministic and looks at nothing that is drawn later, so the shortlist is known before any
     token is drawn from it. The caller's distributions are softmaxes over the columns.
 
@@ -60,9 +60,9 @@ class Shortlist:
         self.layout, self.make_context, self.deepest = layout, context, deepest
         self.chosen = min(chosen, layout.clusters)
         self.head = BlockHead(weight, layout, most=self.chosen, backend=backend)
-        self._router = self.native_router = None
+        self.router = self.native_router = None
         if router is not None:
-            self._router = copy.deepcopy(router).to(weight.device, weight.dtype)
+            self.router = copy.deepcopy(router).to(weight.device, weight.dtype)
             if native_fits(weight) and (library := kernels()) is not None:
                 self.native_router = NativeRouter(router, library)
         self._none = torch.empty(0, dtype=torch.int64, device=weight.device)
@@ -78,34 +78,20 @@ class Shortlist:
         """Return the state of a sequence that begins with the prompt `ids`."""
         return ShortlistState(self, ids)
 
-    @inference
-    def route(
-        self,
-        hidden: torch.Tensor,
-        embedded: torch.Tensor,
-        depths: Sequence[int],
-        above: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the clusters of one call on nodes of these `depths`: `[k]`, ascending.
-
-        `hidden`: hidden states `[n, dh]`. `embedded`: embeddings `[n, de]`. `above`: the clusters
-        of the tree's last call. If all nodes of this call are below `deepest`, they are returned
-        again.
-        """
-        if self._router is None or not self.routes(depths, above):
-            return self.kept(above)
-        return self.choose(self._router(hidden, embedded))
-
     def routes(self, depths: Sequence[int], above: torch.Tensor | None = None) -> bool:
-        """Whether a call on nodes of these depths asks the router (see `route`)."""
-        return self._router is not None and (above is None or min(depths) <= self.deepest)
+        """Whether a call on nodes of these depths asks the router.
+
+        `above`: the clusters of the tree's last call. If all nodes of this call are below
+        `deepest`, it keeps them.
+        """
+        return self.router is not None and (above is None or min(depths) <= self.deepest)
 
     def kept(self, above: torch.Tensor | None) -> torch.Tensor:
         """Return the clusters of a call that does not ask the router."""
         return self._none if above is None else above
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the clusters of `route`, from the router's scores `[n, clusters]`.
+        """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
 
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
         of the call: that many of them are expected to need it. The best `chosen` are scored; among

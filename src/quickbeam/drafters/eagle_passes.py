@@ -1,0 +1,259 @@
+"""The passes of an EAGLE drafter, by PyTorch's operators and by the native kernels.
+
+The rows of a pass are all of committed tokens, or all of nodes. A committed row sees the committed
+rows up to itself, a node's row sees all of these and its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.feature import Angles, NativeHead, NativeLayer, NativePacker, add_norm
+from quickbeam.drafters.shortlist.native import NativeRouter
+from quickbeam.drafters.shortlist.router import Router
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.models.base import Model
+from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
+from quickbeam.models.kv import Layer, LayerShape, SequenceCache
+from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.pages import PagedStore, PagePool
+
+
+class Rows(NamedTuple):
+    """The rows of one sequence in a pass.
+
+    - `hidden`: the target's hidden states `[n, len(layers) * target_size]` of committed tokens, or
+      for nodes the outputs `[n, d]` of their parents' rows.
+    - `tokens`: the tokens that follow.
+    - `wanted`: how many of the last rows have a distribution computed.
+    - `paths`: for nodes, the paths of all rows of the tree so far, these last: numbers of the
+      tree's rows, itself last. None for committed rows.
+    """
+
+    cache: SequenceCache
+    hidden: torch.Tensor
+    tokens: Sequence[int]
+    wanted: int
+    paths: Sequence[Sequence[int]] | None = None
+
+
+class Passed(NamedTuple):
+    """What a pass returns, one row each; the first two are empty where nothing was wanted.
+
+    - `out`: `[n, d]`, stands in for the next hidden state. `feature`: `[n, d]`, for the head.
+    - `routed`: `[wanted, clusters]`, the router's scores of the wanted rows. None if not asked.
+    """
+
+    out: torch.Tensor
+    feature: torch.Tensor
+    routed: torch.Tensor | None = None
+
+
+NOTHING = Passed(torch.empty(0), torch.empty(0))
+
+
+class TorchEagle:
+    """An `EagleHead` on any device: the reference."""
+
+    def __init__(self, network: EagleHead, model: Model) -> None:
+        self.network, config = network, network.config
+        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.pool = RowPool([shape], model.dtype, model.device)
+        self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
+
+    def router(self, shortlist: Shortlist) -> Router | None:
+        """Return the router of a shortlist, in the form that `run` takes."""
+        return shortlist.router
+
+    def logits(self, feature: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[n, draft vocabulary]` of the whole head."""
+        return self.network.head(feature)  # type: ignore[no-any-return]
+
+    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+        """Run the layer once, and the `router` where one is given."""
+        network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
+        hidden = torch.cat([one.hidden for one in rows])
+        if rows[0].paths is None:
+            hidden = network.fuse(hidden)
+        tokens = [token for one in rows for token in one.tokens]
+        embedded = network.embed(torch.tensor(tokens, device=hidden.device))
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
+            return step.attend(query, self._layer)
+
+        if not any(one.wanted for one in rows):
+            _, _, key, value = network.project(hidden, embedded, step.positions)
+            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
+            return NOTHING
+        routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
+        if router is not None:
+            wanted = [
+                row
+                for one, end in zip(rows, ends.tolist(), strict=True)
+                for row in range(end - one.wanted, end)
+            ]
+            routed = router(hidden[wanted], embedded[wanted])
+        out = network(hidden, embedded, step.positions, attend)
+        return Passed(out, network.feature(out), routed)
+
+
+def _behind(rows: Rows) -> Behind:
+    """Return the rows as PyTorch's attention takes them."""
+    cache, paths, n = rows.cache, rows.paths, len(rows.tokens)
+    assert isinstance(cache, RowStore)
+    if paths is None:
+        return Behind(cache, range(n))
+    visible = np.zeros((n, len(paths)), np.bool_)
+    for seen, path in zip(visible, paths[-n:], strict=True):
+        seen[path] = True
+    return Behind(cache, [len(path) - 1 for path in paths], len(paths) - n, visible)
+
+
+class NativeEagle:
+    """An `EagleHead` in the native kernels, with the pages of its keys and values.
+
+    It packs the network's weights (`NativePacker`, which `name` is for).
+    """
+
+    def __init__(self, network: EagleHead, kernels: Kernels, name: str | None = None) -> None:
+        self.network, config, self._kernels = network, network.config, kernels
+        shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.pool, self._pack = PagePool([shape], kernels), NativePacker(kernels, name)
+
+        def pack(linear: torch.nn.Linear, gated: bool = False) -> Any:
+            parts = linear.weight.chunk(2) if gated else [linear.weight]
+            return self._pack(*parts, bias=linear.bias, gated=gated)
+
+        self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
+        weights = pack(network.qkv), pack(network.out), pack(network.gate_up, True)
+        self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, shape)
+        self._angles, self._head = Angles(network.rotary), list[NativeHead]()
+        self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
+
+    @staticmethod
+    def sizes(network: EagleHead) -> tuple[int, ...]:
+        """Return the widths that have to be even."""
+        config = network.config
+        return config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
+
+    def router(self, shortlist: Shortlist) -> NativeRouter | None:
+        """See `TorchEagle.router`."""
+        return shortlist.native_router
+
+    def logits(self, feature: torch.Tensor) -> torch.Tensor:
+        """See `TorchEagle.logits`."""
+        if not self._head:  # packed where it is needed: shortlists have rows of their own
+            self._head.append(NativeHead(self._pack.head(self.network.head), self._kernels))
+        return self._head[0](feature)
+
+    def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
+        """See `TorchEagle.run`."""
+        listed, committed = RowList(), rows[0].paths is None
+        for one in rows:
+            assert isinstance(one.cache, PagedStore)
+            n, length = len(one.tokens), one.cache.length
+            if one.paths is None:
+                one.cache.add_chain(listed, one.tokens, range(n - one.wanted, n))
+                continue
+            one.cache.reserve(length + len(one.paths))
+            paths = [[length + row for row in path] for path in one.paths[-n:]]
+            orders, positions = [path[-1] for path in paths], [length + len(p) - 1 for p in paths]
+            listed.add(
+                one.cache.table, one.tokens, positions, orders, [length] * n, paths, range(n)
+            )
+        wanted = len(listed.wanted)
+        key = committed, bool(wanted), router
+        if key not in self._programs:
+            self._programs[key] = self._make(*key)
+        states = torch.cat([one.hidden for one in rows]).contiguous()
+        size = len(listed.tokens), self.network.config.hidden_size
+        out, feature = torch.empty(2, *size, dtype=torch.bfloat16) if wanted else NOTHING[:2]
+        given = {"states": states, **({"out": out, "feature": feature} if wanted else {})}
+        routed = None
+        if router is not None:
+            routed = given["routed"] = torch.empty(wanted, router.clusters)
+        table = self._angles.up_to(max(listed.positions))
+        self._programs[key].run(listed.rows(), given, table)
+        return Passed(out, feature, routed)
+
+    def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:
+        network, config, program = self.network, self.network.config, Program(self._kernels)
+        d = config.hidden_size
+        residual, normed = self._join(program, committed, router)
+        query = self._layer.project(program, normed)
+        if not wanted:
+            return program
+        self._layer.finish(program, query, residual)
+        outputs = {"feature": config.final_norm, "out": config.norm_output}
+        for name, norm in outputs.items():
+            if norm:
+                add_norm(program, residual, program.given(name, d), network.norm)
+            else:
+                program.copy(residual, program.given(name, d))
+        return program
+
+    def _join(
+        self, program: Program, committed: bool, router: NativeRouter | None
+    ) -> tuple[Buffer, Buffer]:
+        """Add what is before the attention: hidden state and token become one row.
+
+        Returns the buffers of the residual and of what queries, keys and values are made from.
+        """
+        network, config, d = self.network, self.network.config, self.network.config.hidden_size
+        state, residual = program.buffer(d, True), program.buffer(d, True)
+        token, normed, joined = program.buffer(d), program.buffer(d), program.buffer(2 * d)
+        wide = config.join == "attention"
+        states = program.given(
+            "states", len(config.layers) * config.target_size if committed else d
+        )
+        embedding: Any = network.embedding
+        program.embed(embedding.weight.detach(), token)
+        if committed:
+            states = self._norm_states(program, states)
+        if committed and wide:
+            program.linear(self._fc, states, state)
+        else:
+            program.copy(states, state)
+        if router is not None:
+            router.add(program, state, token, program.given("routed", router.clusters, True))
+        if not wide:
+            program.copy(token, joined)
+            program.copy(state, joined, column=d)
+            program.linear(self._fc, joined, residual)
+            if config.input_norm:
+                add_norm(program, residual, normed, network.input_norm)
+            else:
+                program.copy(residual, normed)
+            return residual, normed
+        add_norm(program, token, joined, network.input_norm)
+        add_norm(program, state, joined, network.hidden_norm, column=d)
+        if config.norm_before_residual:
+            add_norm(program, state, residual, network.hidden_norm)
+        else:
+            program.copy(state, residual)
+        if self._lift is not None:
+            program.linear(self._lift, joined, residual, library.ADD)
+        return residual, joined
+
+    def _norm_states(self, program: Program, states: Buffer) -> Buffer:
+        """Add the norms of the target's hidden states, where the configuration has them."""
+        config, network = self.network.config, self.network
+        if config.feature_norms:
+            source, states = states, program.buffer(states.width)
+            norms: Any = network.feature_norms
+            for i, norm in enumerate(norms):
+                at, width = i * config.target_size, config.target_size
+                add_norm(program, source, states, norm, width=width, of=at, column=at)
+        if config.fused_norm:
+            source, states = states, program.buffer(states.width)
+            add_norm(program, source, states, network.fused_norm)
+        return states
