@@ -299,18 +299,6 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
         drafter.folder = folder
 
 
-def test_distributions_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) -> None:
-    """Routed in two passes, so told over the whole vocabulary."""
-    pair = pairs["attention"]
-    shortlist, tree = make_shortlist(pair.drafter, pair.target, "router", 16), TokenTree(7)
-    child = tree.add(0, 5, "x")
-    said = []
-    for parts in ([[0, child]], [[0], [child]]):
-        text = pair.begin([3, 9, 4], 7, shortlist=shortlist)
-        said.append(torch.cat([text.distributions(tree, part) for part in parts]))
-    assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
-
-
 def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) -> None:
     drafter = Pair("attention").drafter
     assert not is_listed(drafter)

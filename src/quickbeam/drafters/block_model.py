@@ -29,7 +29,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import Norm
-from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
+from quickbeam.drafters.folder import (
+    assemble,
+    named_errors,
+    read_config,
+    read_tensors,
+    write_folder,
+)
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 
@@ -360,7 +366,7 @@ def load_block(
     The arguments are those of `load_eagle`. Raises `InvalidInput` for another target's drafter, and
     where a tensor is missing, has another shape, or has no place in the network.
     """
-    try:
+    with named_errors(folder):
         config = BlockConfig.of(read_config(folder), target_size, vocab_size)
         check_layers(config.taps, target_layers)
         if config.hidden_size != target_size:
@@ -378,13 +384,6 @@ def load_block(
         with torch.device("meta"):
             network = BlockNetwork(config, embedding, head)
         network._rotary = (config.rotary(),)
-        state = {k: v for k, v in read_tensors(folder).items() if not k.startswith(IGNORED)}
-        expected = network.state_dict()
-        for name, tensor in expected.items():
-            check_shape(state, name, tensor.shape)
-        if left := sorted(state.keys() - expected.keys()):
-            raise InvalidInput(f"a block drafter has no place for {', '.join(left[:4])}")
-    except InvalidInput as error:
-        raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
+        state = assemble(network, read_tensors(folder), ignored=IGNORED)
     network.load_state_dict(state, assign=True)
     return network.requires_grad_(False)

@@ -18,7 +18,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
-from quickbeam.drafters.folder import check_shape, read_config, read_tensors, tensor_names
+from quickbeam.drafters.folder import (
+    Parts,
+    assemble,
+    named_errors,
+    read_config,
+    read_tensors,
+    tensor_names,
+)
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 
@@ -45,8 +52,19 @@ PLAIN = {
     "use_aux_hidden_state": True,
 }
 ROWS = 64  # how many rows of the embedding are compared with the target's
-# tensors that the network doesn't need, or that are read by name
-IGNORED = {"d2t", "t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+# tensors that the network doesn't need, that are read by name, or that it makes itself
+IGNORED = {
+    "d2t",
+    "t2d",
+    "embed_tokens.weight",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "tokens",
+    "rotary.",
+    "layers.0.self_attn.rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+    "transformer.self_attn.rotary_emb.inv_freq",
+}
 
 
 class TargetShape(NamedTuple):
@@ -97,7 +115,7 @@ def load_eagle(
     target, or holds a variant that `EagleHead` can't represent.
     """
     record, target = read_config(folder), TargetShape(target_layers, target_size, vocab_size)
-    try:
+    with named_errors(folder):
         if record.get("model_type") == MODEL_TYPE:
             network = EagleHead.load(folder, embedding, head)
             _check_target(network.config, network.state_dict().get("tokens"), target)
@@ -106,16 +124,17 @@ def load_eagle(
         prefix, fc = _layout(record, state)
         fields = {**record, **(record.get("transformer_layer_config") or {})}
         config = _config(fields, state, prefix, target, embedding)
-        weights = _weights(config, prefix, fc, state)
+        with torch.device("meta"):
+            network = EagleHead(config, embedding, head)
+        ignored = IGNORED - ({"embed_tokens.weight"} if config.own_embedding else set())
+        if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
+            ignored = ignored | {"lm_head.weight"}
+        weights = assemble(network, state, _parts(config, prefix, fc), ignored)
         if config.draft_vocab_size is not None:
             weights["tokens"] = _tokens(
                 state, config.draft_vocab_size, fields.get("vocab_size"), vocab_size
             )
         _check_target(config, weights.get("tokens"), target)
-    except InvalidInput as error:
-        raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
-    with torch.device("meta"):
-        network = EagleHead(config, embedding, head)
     network.rotary = config.rotary()
     network.load_state_dict(weights, strict=False, assign=True)
     return network.requires_grad_(False)
@@ -270,53 +289,28 @@ def _differs(stored: torch.Tensor, embedding: nn.Module, vocab_size: int) -> boo
     )
 
 
-def _weights(
-    config: EagleConfig, prefix: str, fc: str, state: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the network's tensors by name, each made of stored ones, one below the other.
-
-    Raises `InvalidInput` naming a tensor that is missing, has another shape, or has no place.
-    """
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    heads = [config.heads, config.kv_heads, config.kv_heads]
-    # by module: the stored modules, and the rows of each where there are several
-    parts: dict[str, tuple[list[str], list[int]]] = {
-        "fc": ([fc], []),
-        "fused_norm": (["input_norm"], []),
-        "hidden_norm": ([f"{prefix}.hidden_norm"], []),
-        "input_norm": ([f"{prefix}.input_layernorm"], []),
-        "qkv": ([f"{attention}.{p}_proj" for p in "qkv"], [n * config.head_dim for n in heads]),
-        "out": ([f"{attention}.o_proj"], []),
-        "mlp_norm": ([f"{prefix}.post_attention_layernorm"], []),
-        "gate_up": ([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [config.intermediate_size] * 2),
-        "down": ([f"{mlp}.down_proj"], []),
-        "norm": (["norm"], []),
-        "own_embedding": (["embed_tokens"], []),
-        "own_head": (["lm_head"], []),
-        **{f"feature_norms.{i}": ([f"fc_norm.{i}"], []) for i in range(len(config.layers))},
+def _parts(config: EagleConfig, prefix: str, fc: str) -> Parts:
+    """Return which stored modules the network's are made of."""
+    attention, mlp, inner = f"{prefix}.self_attn", f"{prefix}.mlp", config.intermediate_size
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    named = {
+        "fc": fc,
+        "fused_norm": "input_norm",
+        "hidden_norm": f"{prefix}.hidden_norm",
+        "input_norm": f"{prefix}.input_layernorm",
+        "out": f"{attention}.o_proj",
+        "mlp_norm": f"{prefix}.post_attention_layernorm",
+        "down": f"{mlp}.down_proj",
+        "own_embedding": "embed_tokens",
+        "own_head": "lm_head",
+        **{f"feature_norms.{i}": f"fc_norm.{i}" for i in range(len(config.layers))},
     }
-    with torch.device("meta"):
-        expected = {k: v.shape for k, v in EagleHead(config).state_dict().items()}
-    weights, used = {}, IGNORED | {f"{attention}.rotary_emb.inv_freq"}
-    if config.join == "input":  # EAGLE and EAGLE-2 use the target's head; a stored one is not read
-        used.add("lm_head.weight")
-    for name, shape in expected.items():
-        module, _, kind = name.rpartition(".")
-        if module not in parts:  # rotary angles and the map of tokens
-            continue
-        modules, rows = parts[module]
-        names = [f"{stored}.{kind}" for stored in modules]
-        for stored, count in zip(names, rows or [shape[0]], strict=True):
-            check_shape(state, stored, (count, *shape[1:]))
-        tensors = [state[stored] for stored in names]
-        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        used.update(names)
-    if left := sorted(state.keys() - used):
-        raise InvalidInput(
-            f"a drafter of one Llama layer has no place for {', '.join(left[:4])}; "
-            "use another drafter"
-        )
-    return weights
+    rows = {"q": query, "k": key, "v": key}
+    return {
+        **{module: [(stored, None)] for module, stored in named.items()},
+        "qkv": [(f"{attention}.{part}_proj", count) for part, count in rows.items()],
+        "gate_up": [(f"{mlp}.{part}_proj", inner) for part in ("gate", "up")],
+    }
 
 
 def _tokens(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from quickbeam.errors import InvalidInput
 
@@ -89,6 +92,56 @@ def write_folder(
     save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, folder / "model.part")
     os.replace(folder / "config.part", folder / "config.json")
     os.replace(folder / "model.part", folder / "model.safetensors")
+
+
+@contextmanager
+def named_errors(folder: Path) -> Iterator[None]:
+    """Begin the message of every `InvalidInput` with the folder."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
+
+
+Parts = Mapping[str, Sequence[tuple[str, int | None]]]
+"""By module of a network: the stored modules that it is made of, one below the other, and the rows
+of each; None: all rows."""
+
+
+def assemble(
+    network: nn.Module,
+    stored: Mapping[str, torch.Tensor],
+    parts: Parts = MappingProxyType({}),
+    ignored: Collection[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Return a network's tensors by name, made of stored ones; `network` may be on "meta".
+
+    Modules that are not in `parts` are stored under their own names. `ignored`: names, or their
+    beginnings if they end with a dot, of tensors that need no place in the network. So do those of
+    the network itself that are not stored.
+
+    Raises `InvalidInput` naming a tensor that is missing, has another shape, or has no place.
+    """
+    beginnings = tuple(name for name in ignored if name.endswith("."))
+    made, used = dict[str, torch.Tensor](), set(ignored)
+    for name, tensor in network.state_dict().items():
+        if name in ignored or name.startswith(beginnings):
+            continue
+        module, _, kind = name.rpartition(".")
+        names = list[str]()
+        for source, rows in parts.get(module, [(module, None)]):
+            names.append(f"{source}.{kind}")
+            check_shape(stored, names[-1], (rows or tensor.shape[0], *tensor.shape[1:]))
+        made[name] = (
+            torch.cat([stored[one] for one in names]) if len(names) > 1 else stored[names[0]]
+        )
+        used.update(names)
+    left = sorted(name for name in stored.keys() - used if not name.startswith(beginnings))
+    if left:
+        raise InvalidInput(
+            f"a drafter of this kind has no place for {', '.join(left[:4])}; use another drafter"
+        )
+    return made
 
 
 def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
