@@ -22,9 +22,9 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import Busy, Gate, Phase
+from quickbeam.serve.admission import TENANT, Busy, Gate, Phase
+from quickbeam.serve.security import Guard
 from quickbeam.serve.settings import ServeSettings
-from quickbeam.serve.tenants import TENANT, Tenants
 
 
 @pytest.fixture(scope="module")
@@ -165,20 +165,21 @@ def test_a_tenant_leaves_a_part_of_the_queue_to_others():
 
 
 def test_tenants_are_keys_or_addresses():
-    async def tenant_of(keyed: bool, key: str, address: str):
+    async def tenant_of(keys: tuple[str, ...], key: str, address: str):
         seen = []
 
         async def app(scope, receive, send) -> None:
             seen.append(TENANT.get())
 
-        scope = {"type": "http", "client": (address, 1), "headers": []}
-        scope["headers"].append((b"authorization", f"Bearer {key}".encode()))
-        await Tenants(app, keyed)(scope, None, None)
+        scope = {"type": "http", "path": "/x", "method": "GET", "client": (address, 1)}
+        scope["headers"] = [(b"authorization", f"Bearer {key}".encode())]
+        await Guard(app, ServeSettings(host="0.0.0.0", api_keys=keys))(scope, None, None)
         return seen[0]
 
     def run(*given):
         return asyncio.run(tenant_of(*given))
 
-    assert run(True, "a", "1.1.1.1") == run(True, "a", "2.2.2.2") != run(True, "b", "1.1.1.1")
-    assert run(False, "a", "1.1.1.1") == run(False, "b", "1.1.1.1") != run(False, "a", "2.2.2.2")
+    keys = ("a", "b")
+    assert run(keys, "a", "1.1.1.1") == run(keys, "a", "2.2.2.2") != run(keys, "b", "1.1.1.1")
+    assert run((), "a", "1.1.1.1") == run((), "b", "1.1.1.1") != run((), "a", "2.2.2.2")
     assert TENANT.get() is None

@@ -397,7 +397,7 @@ REFUSED = {
         },
         "messages[0].content[1]",
     ),
-    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
     "a number as a text": ({"max_tokens": "5"}, "max_tokens"),
     "a fraction of a token": ({"max_tokens": 1.5}, "max_tokens"),
     "a truth as a number": ({"temperature": True}, "temperature"),

@@ -428,7 +428,7 @@ def test_tokens_there_and_back(runner, llm):
     refused(ask(runner, "/detokenize", {"tokens": [-1]}), "tokens")
     refused(ask(runner, "/detokenize", {"tokens": [10**30]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
-    refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), "prompt")
+    refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
     refused(ask_raw(runner, "/tokenize", '{"prompt": "x", "\\ud800": 1}'), None)
     assert "tools" in refused(
         ask(runner, "/tokenize", {"messages": messages, "tools": [TOOL]}), "tools"

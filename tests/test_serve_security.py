@@ -21,7 +21,7 @@ pytest.importorskip("fastapi")
 from fastapi import Request
 from pydantic import AfterValidator, ValidationError
 
-from quickbeam.serve import bodies, security
+from quickbeam.serve import endpoints, security
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.schemas import CompletionRequest
@@ -177,9 +177,9 @@ def test_reading_stops_at_the_limit():
     async def receive():
         return messages.pop()
 
-    limit = security.BodyLimit(app, 1000, 60)
+    guard = security.Guard(app, ServeSettings(max_body_bytes=1000, host="0.0.0.0"))
     with pytest.raises(Refused) as error:
-        asyncio.run(limit({"type": "http", "headers": []}, receive, None))
+        asyncio.run(guard({"type": "http", "method": "POST", "headers": []}, receive, None))
     assert error.value.problem.status == 413 and seen == [400, 400] and len(messages) == 7
 
 
@@ -423,7 +423,7 @@ def test_what_is_wrong_a_hundred_thousand_times_is_found_once(name):
         kind.model_validate(body)
     assert error.value.error_count() < 12
     with pytest.raises(Refused) as refusal:
-        bodies.check(body, kind)
+        endpoints.check(body, kind)
     assert refusal.value.problem.param and len(str(refusal.value)) < 300
 
 
@@ -443,7 +443,7 @@ def test_what_is_wrong_a_hundred_thousand_times_is_found_once(name):
 )
 def test_lists_have_an_end(fields):
     with pytest.raises(Refused, match="the most that there may be") as error:
-        bodies.check({"prompt": "x", **fields}, CompletionRequest)
+        endpoints.check({"prompt": "x", **fields}, CompletionRequest)
     assert error.value.problem.param in fields
 
 
@@ -459,10 +459,10 @@ def test_large_bodies_are_read_beside_the_event_loop():
             return {"type": "http.request", "body": b'"' + b"x" * size + b'"'}
 
         scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        await bodies.read(Request(scope, receive), Annotated[Any, AfterValidator(note)])
+        await endpoints.read(Request(scope, receive), Annotated[Any, AfterValidator(note)])
 
     asyncio.run(read(100))
-    asyncio.run(read(bodies.LARGE))
+    asyncio.run(read(endpoints.LARGE))
     assert [one == threading.get_ident() for one in threads] == [True, False]
 
 

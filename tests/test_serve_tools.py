@@ -154,7 +154,7 @@ def read(form, text, size, several=True):
             found[-1] += piece
         else:
             found.append(piece)
-    assert reader.found == any(isinstance(one, tuple) for one in found)
+    assert bool(reader.found) == any(isinstance(one, tuple) for one in found)
     return found
 
 

@@ -64,6 +64,7 @@ def parse(number: int, line: bytes) -> Request:
         fields = json.loads(line.decode(), parse_constant=_refuse_constant)
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
+        json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is no character
         given = fields.pop("custom_id", name)
         if not isinstance(given, str) or not given:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")

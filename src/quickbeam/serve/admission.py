@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Hashable
+from contextvars import ContextVar
 from enum import Enum
 
 from typing_extensions import Self
@@ -21,6 +22,8 @@ from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
 LONGEST_WAIT = 60  # seconds, the longest wait that a client is told
+# whose the request is that is answered; tenants take turns in the engine
+TENANT: ContextVar[Hashable] = ContextVar("tenant", default=None)
 SEEN = 64  # recent starts that the waiting time is estimated from
 
 
@@ -55,9 +58,9 @@ class Place:
 
     def begin(self) -> None:
         """Record that the engine has started the answer."""
-        if self._waits and self._inside:
-            self._ticket.gate.began()
-            self._ticket.lighten()
+        if self._waits:
+            self._ticket.gate.starts.append(time.perf_counter())
+            self._ticket.weigh(0)
             self._stop_waiting()
 
     def end(self) -> None:
@@ -65,12 +68,11 @@ class Place:
         if self._inside:
             self._inside = False
             self._stop_waiting()
-            self._ticket.left()
+            self._ticket.leave()
 
     def _stop_waiting(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._ticket.gate.waiting -= 1
+        self._ticket.gate.waiting -= self._waits
+        self._waits = False
 
 
 class Ticket:
@@ -80,36 +82,28 @@ class Ticket:
     `with` block ends the places that were not taken with `place`.
     """
 
-    def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable = None) -> None:
+    def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable) -> None:
         self.gate, self.tokens, self.tenant = gate, tokens, tenant
         self.entered = time.perf_counter()
         self._free = [Place(self) for _ in range(choices)]
         self._inside = choices  # number of places that are not over
 
     def place(self) -> Place:
-        """Take one of the ticket's places. Whoever takes it must end it.
-
-        Raises `IndexError` if more places are taken than answers were asked for.
-        """
+        """Take one of the ticket's places. Whoever takes it must end it."""
         return self._free.pop()
 
     def weigh(self, tokens: int) -> None:
-        """Replace the estimated number of prompt tokens by the real one, while the prompts wait."""
+        """Count the prompts with so many tokens while they wait; 0: they wait no longer."""
         if self.tokens:
             self.gate.waiting_tokens += tokens - self.tokens
             self.tokens = tokens
 
-    def lighten(self) -> None:
-        """Stop counting the prompts' tokens as waiting."""
-        self.gate.waiting_tokens -= self.tokens
-        self.tokens = 0
-
-    def left(self) -> None:
+    def leave(self) -> None:
         """Record that one of the answers is over."""
         self._inside -= 1
         if not self._inside:
-            self.lighten()
-        self.gate.left(self.tenant)
+            self.weigh(0)
+        self.gate.leave(self.tenant)
 
     def __enter__(self) -> Self:
         return self
@@ -127,13 +121,14 @@ class Gate:
     `phase` says whether any request may enter. `places` is the number of answers that the engine
     computes at the same time. `inside` counts the answers that are not over, `waiting` those of
     them that the engine has not started, and `waiting_tokens` the tokens of their prompts.
+    `starts` are the times of the latest starts (`time.perf_counter`).
     """
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.phase, self.places = settings, Phase.starting, 0
         self.inside = self.waiting = self.waiting_tokens = 0
+        self.starts = deque[float](maxlen=SEEN)
         self._inside_of = Counter[Hashable]()  # by tenant
-        self._began = deque[float](maxlen=SEEN)
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -147,32 +142,31 @@ class Gate:
         if no prompt is waiting, because its turn would never come otherwise.
         """
         self.check()
-        settings = self.settings
-        if choices > (most := self.places + settings.max_waiting):
+        settings, own = self.settings, self._inside_of[tenant]
+        most, most_tokens = self.places + settings.max_waiting, settings.max_waiting_tokens
+        share = most - settings.max_waiting // 8
+        if choices > most:
             raise InvalidInput(
                 f"{choices} answers in one request: this server takes at most {most}; ask for fewer"
             )
+        full = None
         if self.inside + choices > most:
-            raise Busy(
+            full = (
                 f"{self.waiting} requests wait for their turn, and {settings.max_waiting} may; "
-                f"this one asks for {choices}: "
-                "come back later",
-                self.retry_after(choices),
+                f"this one asks for {choices}"
             )
-        share = most - settings.max_waiting // 8
-        if tenant is not None and choices <= share < self._inside_of[tenant] + choices:
-            raise Busy(
-                f"{self._inside_of[tenant]} requests of this client are under way, and {share} "
-                f"may be; this one asks for {choices}: come back later",
-                self.retry_after(choices),
+        elif tenant is not None and choices <= share < own + choices:
+            full = (
+                f"{own} requests of this client are under way, and {share} may be; this one asks "
+                f"for {choices}"
             )
-        if self.waiting_tokens and self.waiting_tokens + tokens > settings.max_waiting_tokens:
-            raise Busy(
+        elif self.waiting_tokens and self.waiting_tokens + tokens > most_tokens:
+            full = (
                 f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "
-                f"{settings.max_waiting_tokens} may; "
-                f"this one has about {tokens}: come back later",
-                self.retry_after(choices),
+                f"{most_tokens} may; this one has about {tokens}"
             )
+        if full is not None:
+            raise Busy(f"{full}: come back later", self.retry_after(choices))
         self.inside += choices
         self.waiting += choices
         self._inside_of[tenant] += choices
@@ -196,23 +190,14 @@ class Gate:
         The estimate uses the rate of recent starts. It is at least 1 and at most `LONGEST_WAIT`.
         """
         now = time.perf_counter()
-        recent = [at for at in self._began if now - at < LONGEST_WAIT]
+        recent = [at for at in self.starts if now - at < LONGEST_WAIT]
         if len(recent) < 2:
             return 1
         pace = (now - recent[0]) / (len(recent) - 1)
-        return max(
-            1,
-            min(
-                LONGEST_WAIT,
-                math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting)),
-            ),
-        )
+        wait = math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting))
+        return max(1, min(LONGEST_WAIT, wait))
 
-    def began(self) -> None:
-        """Record that the engine has started an answer."""
-        self._began.append(time.perf_counter())
-
-    def left(self, tenant: Hashable = None) -> None:
+    def leave(self, tenant: Hashable) -> None:
         """Record that an answer is over."""
         self.inside -= 1
         self._inside_of[tenant] -= 1

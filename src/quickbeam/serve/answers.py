@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
@@ -18,7 +18,7 @@ from quickbeam.serve.errors import Interrupted, problem
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 
-DONE = {"data": "[DONE]"}
+Json = dict[str, Any]
 
 
 class Part(NamedTuple):
@@ -26,6 +26,30 @@ class Part(NamedTuple):
 
     number: int  # index of the answer
     delta: Delta | None  # None: the answer is complete
+
+
+class Counts(NamedTuple):
+    """Tokens of all answers. `prompt` counts each prompt once.
+
+    `cached` are those of the prompts that were not computed anew. `accepted` and `rejected` count
+    drafted tokens, `steps` passes over a draft tree.
+    """
+
+    prompt: int
+    new: int
+    cached: int
+    accepted: int
+    rejected: int
+    steps: int
+
+    @property
+    def details(self) -> dict[str, int]:
+        """OpenAI's details of the new tokens."""
+        return {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": self.rejected,
+        }
 
 
 class Answers:
@@ -50,9 +74,6 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         for stream in self.streams:
             stream.close()
-
-    def __len__(self) -> int:
-        return len(self.streams)
 
     async def parts(self) -> AsyncIterator[Part]:
         """Yield the parts of all answers as they arrive.
@@ -89,33 +110,10 @@ class Answers:
                 if one is stream:
                     await parts.put(Part(i, None))
 
-    async def finished(self) -> list[Completion]:
-        """Wait until all answers are complete, and return them. Raises as `parts` does."""
-        async for _ in self.parts():
-            pass
-        return self.completions
-
     @property
     def completions(self) -> list[Completion]:
         """The answers, as far as they have come."""
         return [stream.completion for stream in self.streams]
-
-    def usage(self) -> dict[str, Any]:
-        """Return the token counts so far in the form of chats and completions.
-
-        `prompt_tokens` counts each prompt once. `cached_tokens` are those of them that were not
-        computed anew. `accepted_prediction_tokens` and `rejected_prediction_tokens` count drafted
-        tokens. `steps` counts passes over a draft tree.
-        """
-        counts = self.counts()
-        return {
-            "prompt_tokens": counts.prompt,
-            "completion_tokens": counts.new,
-            "total_tokens": counts.prompt + counts.new,
-            "prompt_tokens_details": {"cached_tokens": counts.cached},
-            "completion_tokens_details": counts.details,
-            "steps": counts.steps,
-        }
 
     def counts(self) -> Counts:
         """Return the counts so far, over all answers."""
@@ -132,26 +130,29 @@ class Answers:
         )
 
 
-class Counts(NamedTuple):
-    prompt: int
-    new: int
-    cached: int
-    accepted: int
-    rejected: int
-    steps: int
+class Reply:
+    """A request while it is answered."""
 
-    @property
-    def details(self) -> dict[str, int]:
-        """OpenAI's details of the new tokens."""
-        return {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": self.accepted,
-            "rejected_prediction_tokens": self.rejected,
-        }
+    answers: Answers
+
+    async def whole(self) -> Json:
+        """Wait until all answers are complete, and return the response object."""
+        async for _ in self.answers.parts():
+            pass
+        # in a thread, because many log-probabilities take time
+        return await asyncio.to_thread(self.response, self.answers.completions)
+
+    def response(self, completions: Sequence[Completion]) -> Json:
+        """Return the response object with these whole answers."""
+        raise NotImplementedError
+
+    def chunks(self) -> AsyncIterator[Json]:
+        """Yield the parts of a stream as the answers arrive. Leaving it ends the answers."""
+        raise NotImplementedError
 
 
-class Form:
-    """What responses and chunks of chats and completions have in common.
+class Choices(Reply):
+    """The reply of chats and completions, whose answers are `choices`.
 
     `prefix` begins the response's id, and `kind` is its `object`.
     """
@@ -159,7 +160,8 @@ class Form:
     def __init__(
         self, runner: Runner, request: GenerationRequest, answers: Answers, prefix: str, kind: str
     ) -> None:
-        self._answers, self._request = answers, request
+        self.answers, self.with_ids = answers, bool(request.return_token_ids)
+        self.about_prompt: Json = {}  # fields of the whole response and of the first chunks
         self._options = request.stream_options or StreamOptions()
         self._head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -170,32 +172,64 @@ class Form:
             "seed": answers.seeds[0] if len(set(answers.seeds)) == 1 else None,
         }
 
-    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the response object."""
-        return {**self._head, "choices": choices, "usage": self._answers.usage()}
+    def opening(self) -> Iterable[Json]:
+        """Return the choices that a stream begins with."""
+        return []
+
+    def new(self, index: int, delta: Delta | None) -> Iterable[Json]:
+        """Return the choices that tell a part of an answer; `delta` is None at its end."""
+        raise NotImplementedError
+
+    async def told(self) -> AsyncIterator[tuple[Delta | None, Json]]:
+        """Yield the parts of all answers as choices, each with what is new in it."""
+        async for index, delta in self.answers.parts():
+            for choice in self.new(index, delta):
+                yield delta, choice
+
+    async def chunks(self) -> AsyncIterator[Json]:
+        with self.answers:
+            for choice in self.opening():
+                yield {**self._chunk(choice), **self.about_prompt}
+            async for delta, choice in self.told():
+                yield self._chunk(choice, delta)
+            if self._options.include_usage:
+                yield {**self._head, "choices": [], "usage": self._usage()}
+
+    def response(self, completions: Sequence[Completion]) -> Json:
+        choices = [self.choice(index, one) for index, one in enumerate(completions)]
+        return {**self._head, "choices": choices, "usage": self._usage(), **self.about_prompt}
+
+    def choice(self, index: int, completion: Completion) -> Json:
+        """Return the choice that tells a whole answer."""
+        raise NotImplementedError
+
+    def _usage(self) -> Json:
+        counts = self.answers.counts()
+        return {
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": counts.new,
+            "total_tokens": counts.prompt + counts.new,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
+            "completion_tokens_details": counts.details,
+            "steps": counts.steps,
+        }
 
     def shows(self, delta: Delta) -> bool:
         """Whether there is anything to send of a part, beside its text."""
-        ids = delta.token_ids and self._request.return_token_ids
-        return bool(delta.steps or delta.logprobs or ids)
+        return bool(delta.steps or delta.logprobs or (delta.token_ids and self.with_ids))
 
-    def chunk(self, choice: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
-        """Return the chunk with a choice; `delta` is what is new of its answer."""
+    def _chunk(self, choice: Json, delta: Delta | None = None) -> Json:
         chunk = {**self._head, "choices": [choice]}
         if self._options.include_usage:
             each = self._options.continuous_usage_stats
-            chunk["usage"] = self._answers.usage() if each else None
+            chunk["usage"] = self._usage() if each else None
         if delta is not None and delta.steps:
-            method = self._answers.streams[choice["index"]].completion.method
+            method = self.answers.streams[choice["index"]].completion.method
             chunk["quickbeam"] = {"steps": delta.steps, "method": method}
         return chunk
 
-    def last(self) -> list[dict[str, Any]]:
-        """Return the chunks that end a stream: the usage, if it is asked for."""
-        return [self.whole([])] if self._options.include_usage else []
 
-
-async def done_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, str]]:
+async def done_events(chunks: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
     """Yield chunks as server-sent events, and then `[DONE]`.
 
     If an error ends the chunks, its error object is sent in place of the rest.
@@ -205,4 +239,4 @@ async def done_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[di
             yield {"data": json.dumps(chunk)}
     except Exception as error:
         yield {"data": json.dumps(problem(error).body)}
-    yield DONE
+    yield {"data": "[DONE]"}

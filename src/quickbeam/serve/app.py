@@ -1,21 +1,30 @@
-"""The server's application: its routes, and what each request passes before it gets there."""
+"""The server's application: its paths, and those that need no answer of the model."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quickbeam import __version__
-from quickbeam.serve import endpoints, errors, tokens
+from quickbeam.errors import InvalidInput
+from quickbeam.serve import errors
+from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
+from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
+from quickbeam.serve.errors import Refused
+from quickbeam.serve.messages import TokenizeChat
 from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.security import LOOPBACK, OPEN, BodyLimit, Keys, Origins
-from quickbeam.serve.tenants import Tenants
+from quickbeam.serve.schemas import Detokenize, TokenizeText
+from quickbeam.serve.security import Guard
+from quickbeam.serve.tool_formats import tool_format
+
+PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 def create_app(runner: Runner) -> FastAPI:
@@ -33,72 +42,125 @@ def create_app(runner: Runner) -> FastAPI:
     app = FastAPI(
         title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.runner = runner
+    app.state.runner, settings = runner, runner.settings
     errors.install(app)
-    endpoints.install(app)
-    app.include_router(tokens.router)
     app.add_api_route("/", index, include_in_schema=False)
-    app.add_api_route("/health", health)
-    app.add_api_route("/metrics", metrics)
-    protect(app, runner)
+    for path, handler in GET.items():
+        app.add_api_route(path, handler)
+    texts = {path: responder(endpoint) for path, endpoint in ENDPOINTS.items()}
+    for path, handler in {**texts, "/tokenize": tokenize, "/detokenize": detokenize}.items():
+        app.add_api_route(path, guarded(handler), methods=["POST"], response_model=None)
+    app.add_middleware(Guard, settings=settings)
+    if settings.cors_origins:  # before the keys, as a browser asks first without one
+        origins, every = settings.cors_origins, ["*"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+        )
     return app
-
-
-def protect(app: FastAPI, runner: Runner) -> None:
-    """Add the middlewares that the settings ask for. A request passes the last one added first."""
-    settings = runner.settings
-    app.add_middleware(Tenants, keyed=bool(settings.api_keys))
-    app.add_middleware(answer_head)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, seconds=settings.read_timeout)
-    if settings.api_keys:
-        app.add_middleware(
-            Keys,
-            keys=settings.api_keys,
-            open=OPEN if settings.protect_metrics else (*OPEN, "/metrics"),
-        )
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
-    if not settings.api_keys:  # a web page can't know a key
-        hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
-        app.add_middleware(
-            Origins, hosts=hosts if settings.loopback else None, origins=settings.cors_origins
-        )
-
-
-def answer_head(app: ASGIApp) -> ASGIApp:
-    """Return an application that answers HEAD as GET. What runs it leaves the body out."""
-
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await app(scope, receive, send)
-
-    return call
 
 
 async def index() -> Response:
     html, policy = page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-    }
+    headers = {**PAGE, "Content-Security-Policy": policy}
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
 
-async def health(request: Request) -> Response:
+async def health(http: Request) -> Response:
     """200 if requests are answered, else 503 with the reason."""
-    unhealthy_reason = request.app.state.runner.unhealthy_reason
+    unhealthy_reason = http.app.state.runner.unhealthy_reason
     if unhealthy_reason is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": unhealthy_reason}, 503, {"Retry-After": "5"})
 
 
-def metrics(request: Request) -> Response:
-    content, kind = request.app.state.runner.metrics.expose(request.headers.get("accept", ""))
+def metrics(http: Request) -> Response:
+    content, kind = http.app.state.runner.metrics.expose(http.headers.get("accept", ""))
     return Response(content, media_type=kind)
+
+
+def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+def models(http: Request) -> dict[str, Any]:
+    """List the model under each of its names."""
+    runner: Runner = http.app.state.runner
+    return {"object": "list", "data": [_model(runner, name) for name in runner.names]}
+
+
+def model(name: str, http: Request) -> dict[str, Any]:
+    """Describe the model, given one of its names."""
+    runner: Runner = http.app.state.runner
+    check_model(runner, name)
+    return _model(runner, name)
+
+
+def _model(runner: Runner, name: str) -> dict[str, Any]:
+    """Return OpenAI's model object.
+
+    It also has vLLM's `root` and `max_model_len`, and the methods that `speculation` may name.
+    """
+    llm = runner.loaded
+    return {
+        "id": name,
+        "object": "model",
+        "created": runner.started,
+        "owned_by": "quickbeam",
+        "root": runner.name,
+        "max_model_len": llm.room(0),
+        "quickbeam": {"methods": llm.methods, "default_method": llm.method},
+    }
+
+
+async def tokenize(http: Request) -> Response:
+    """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
+    runner: Runner = http.app.state.runner
+    request = await read(http, TokenizeText | TokenizeChat)
+    check_model(runner, request.model)
+    try:
+        ids = await asyncio.to_thread(_tokens, runner, request)
+    except Refused:
+        raise
+    except InvalidInput as error:
+        raise Refused(str(error), field_of(str(error), type(request).model_fields)) from error
+    texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    room = runner.llm.room(0)
+    return JSONResponse(
+        {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
+    )
+
+
+def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
+    tokenizer = runner.llm.tokenizer
+    if isinstance(request, TokenizeText):
+        check_size(runner.llm, len(request.prompt), "prompt")
+        special = request.add_special_tokens is not False
+        return list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
+    if request.tools:
+        tool_format(tokenizer)  # raises if the chat template doesn't take tools
+    check_size(runner.llm, size_of(request.messages), "messages")
+    return encode_conversation(runner.llm, request, request.tools)
+
+
+async def detokenize(http: Request) -> Response:
+    """Return the text of tokens, special ones included."""
+    runner: Runner = http.app.state.runner
+    request = await read(http, Detokenize)
+    check_model(runner, request.model)
+    size = runner.llm.model.vocab_size
+    if outside := [token for token in request.tokens if not 0 <= token < size]:
+        raise Refused(
+            f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}",
+            "tokens",
+        )
+    text = await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)
+    return JSONResponse({"prompt": text})
+
+
+GET: dict[str, Callable[..., Any]] = {
+    "/health": health,
+    "/metrics": metrics,
+    "/version": version,
+    "/v1/models": models,
+    "/v1/models/{name:path}": model,
+}

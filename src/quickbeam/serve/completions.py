@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
 
+from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
 from quickbeam.serve import convert
-from quickbeam.serve.answers import Answers, Form, Part
+from quickbeam.serve.answers import Answers, Choices, Json, Part
 from quickbeam.serve.convert import Wanted, encode_infill
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
 LENGTH = 16  # default length of an answer in tokens, as in OpenAI's API
-NOTHING = Delta("", [], [], [])
 
 
 async def begin(runner: Runner, request: CompletionRequest) -> Texts:
     """Have the engine begin with a request, and return its reply."""
     llm, prompts = runner.llm, request.prompts
     ids = [one for one in prompts if not isinstance(one, str)]
-    answers = await convert.begin(
-        runner,
-        request,
-        Wanted(
-            lambda: [_encode(llm, one, request.suffix) for one in prompts],
-            sum(len(one) + len(request.suffix or "") for one in prompts),
-            {"max_tokens": request.max_tokens},
-            tokens=sum(map(len, ids)) if ids else None,
-            prompts=len(prompts),
-            length=LENGTH,
-            logprobs=request.logprobs,
-            prompt_logprobs=_prompt_logprobs(request),
-            trace=bool(request.trace),
-        ),
+    wanted = Wanted(
+        lambda: [_encode(llm, one, request.suffix) for one in prompts],
+        sum(len(one) + len(request.suffix or "") for one in prompts),
+        {"max_tokens": request.max_tokens},
+        tokens=sum(map(len, ids)) if ids else None,
+        prompts=len(prompts),
+        length=LENGTH,
+        logprobs=request.logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
+        trace=bool(request.trace),
     )
+    answers = await convert.begin(runner, request, wanted)
     echoes = [_text(llm, one) if request.echo else "" for one in prompts]
     return Texts(runner, request, answers, echoes)
 
@@ -63,7 +59,7 @@ def _text(llm: LLM, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else str(llm.tokenizer.decode(prompt))
 
 
-class Texts:
+class Texts(Choices):
     """A completions request while it is answered.
 
     `echoes` holds, for each prompt, the text that its answers begin with.
@@ -72,10 +68,10 @@ class Texts:
     def __init__(
         self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]
     ) -> None:
-        self.request, self.answers = request, answers
-        self._form = Form(runner, request, answers, "cmpl", "text_completion")
+        super().__init__(runner, request, answers, "cmpl", "text_completion")
+        self._request, self._texts = request, TokenTexts(runner.llm.tokenizer)
         self._echoes = [echo for echo in echoes for _ in range(answers.n)]
-        self._texts = TokenTexts(runner.llm.tokenizer)
+        self._untold = set(range(len(self._echoes)))  # answers of whose prompt nothing was told
         self._scored = bool(request.echo) and request.logprobs is not None
         self._logprobs = [
             CompletionLogprobs(self._texts, len(echo), self._prompt(index))
@@ -84,86 +80,65 @@ class Texts:
             for index, echo in enumerate(self._echoes)
         ]
 
-    async def whole(self) -> dict[str, Any]:
-        """Wait until all answers are complete, and return the response object."""
-        completions = await self.answers.finished()
-        # in a thread, because log-probabilities of long prompts take time
-        return self._form.whole(await asyncio.to_thread(self._choices, completions))
-
-    def _choices(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        return [
-            self._choice(
-                index,
-                Delta(self._echoes[index] + one.text, one.token_ids, one.logprobs or [], []),
-                one.finish_reason,
-                first=True,
-            )
-            for index, one in enumerate(completions)
-        ]
-
     def _prompt(self, index: int) -> list[int]:
         """Return the token ids of the prompt of an answer."""
         return self.answers.prompts[index // self.answers.n]
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield chunks of all answers as they arrive, the usage last."""
-        with self.answers as answers:
-            first = [True] * len(answers)
-            for index, echo in enumerate(self._echoes):
-                if echo and not self._scored:
-                    yield self._form.chunk(
-                        self._choice(index, NOTHING._replace(text=echo), first=True)
-                    )
-                    first[index] = False
-            async for index, delta in self._after_scores():
-                if self._scored and first[index]:  # the prompt is read by now
-                    echoed = NOTHING._replace(text=self._echoes[index])
-                    choice = await asyncio.to_thread(self._choice, index, echoed, first=True)
-                    yield self._form.chunk(choice)
-                    first[index] = False
-                if delta is None:
-                    reason = answers.streams[index].completion.finish_reason
-                    yield self._form.chunk(self._choice(index, NOTHING, reason))
-                elif delta.text or self._form.shows(delta):
-                    yield self._form.chunk(self._choice(index, delta, first=first[index]), delta)
-                    first[index] = False
-            for chunk in self._form.last():
-                yield chunk
+    def choice(self, index: int, completion: Completion) -> Json:
+        text, logprobs = self._echoes[index] + completion.text, completion.logprobs or []
+        delta = Delta(text, completion.token_ids, logprobs, [])
+        return self._choice(index, delta, completion.finish_reason)
 
-    async def _after_scores(self) -> AsyncIterator[Part]:
-        """Yield the parts of all answers.
+    def opening(self) -> Iterator[Json]:
+        for index, echo in enumerate(self._echoes):
+            if echo and not self._scored:
+                yield self._choice(index, NOTHING._replace(text=echo))
+
+    async def told(self) -> AsyncIterator[tuple[Delta | None, Json]]:
+        """Yield the parts of all answers as choices.
 
         If prompts are scored, those of a prompt come after the first part of its first answer,
-        which scores it.
+        which scores it; and an answer begins with its echo.
         """
         n = self.answers.n
-        held = {prompt: list[Part]() for prompt in range(len(self._echoes) // n)}
+        held = {prompt: list[Part]() for prompt in range(len(self.answers.prompts))}
         async for part in self.answers.parts():
             prompt = part.number // n
-            if not self._scored or part.number % n == 0 or prompt not in held:
-                yield part
-                for late in held.pop(prompt, []):
-                    yield late
-            else:
+            if self._scored and part.number % n and prompt in held:
                 held[prompt].append(part)
+                continue
+            for one in (part, *held.pop(prompt, [])):
+                if self._scored and one.number in self._untold:
+                    echo = NOTHING._replace(text=self._echoes[one.number])
+                    # in a thread, because log-probabilities of long prompts take time
+                    yield None, await asyncio.to_thread(self._choice, one.number, echo)
+                for choice in self.new(*one):
+                    yield one.delta, choice
 
-    def _choice(
-        self, index: int, delta: Delta, reason: str | None = None, first: bool = False
-    ) -> dict[str, Any]:
-        """Return what is new of an answer. The `first` part tells of its prompt, too."""
-        prompt, choice = self._prompt(index), dict[str, Any](index=index, text=delta.text)
+    def new(self, index: int, delta: Delta | None) -> Iterator[Json]:
+        if delta is None:
+            reason = self.answers.streams[index].completion.finish_reason
+            yield self._choice(index, NOTHING, reason)
+        elif delta.text or self.shows(delta):
+            yield self._choice(index, delta)
+
+    def _choice(self, index: int, delta: Delta, reason: str | None = None) -> Json:
+        """Return what is new of an answer. The first part tells of its prompt, too."""
+        first = index in self._untold
+        self._untold.discard(index)
+        prompt, n, choice = self._prompt(index), self.answers.n, Json(index=index, text=delta.text)
         choice |= {"logprobs": None, "finish_reason": reason}
-        choice["seed"] = self.answers.seeds[index // self.answers.n]
-        scorer = self.answers.streams[index - index % self.answers.n]
+        choice["seed"] = self.answers.seeds[index // n]
+        scorer = self.answers.streams[index - index % n]
         scores = scorer.completion.prompt_logprobs if first else None
-        if self.request.logprobs is not None:
+        if self._request.logprobs is not None:
             form = self._logprobs[index]
             echoed = form.add(prompt, scores) if scores and self._scored else {}
             given = form.add(delta.token_ids, delta.logprobs)
             choice["logprobs"] = {name: echoed.get(name, []) + given[name] for name in given}
-        if self.request.prompt_logprobs is not None:
+        if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(scores or [], self._texts)
-        if self.request.return_token_ids:
+        if self.with_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
                 choice["prompt_token_ids"] = prompt

@@ -23,6 +23,7 @@ from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
     AssistantMessage,
+    CalledFunction,
     Content,
     Conversation,
     Message,
@@ -70,7 +71,7 @@ class Wanted(NamedTuple):
     length: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Any = None
+    grammar: Grammar | None = None
     keep_special: bool = False
     trace: bool = False
 
@@ -84,8 +85,14 @@ async def begin(runner: Runner, request: Request, wanted: Wanted) -> Answers:
     try:
         check_model(runner, request.model)
         return await _begun(runner, request, wanted)
-    except InvalidInput as error:
-        raise _named(error, request, wanted) from error
+    except Refused:
+        raise
+    except InvalidInput as error:  # named by the request's field that it is about
+        message = str(error).replace("max_tokens", _length(wanted)[0])
+        param = field_of(message, type(request).model_fields)
+        if message.startswith(("json_schema", "regex", "lark", "grammar")):
+            param = request.grammars[0].param if request.grammars else "tools"
+        raise Refused(message, param) from error
 
 
 async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
@@ -97,35 +104,36 @@ async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
         )
     params = sampling(request, wanted, runner.defaults)
     with runner.enter(wanted.size, wanted.prompts * params.n, wanted.tokens) as ticket:
-        prompts, length = await asyncio.to_thread(_measured, runner.llm, request, wanted)
+        prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, wanted)
         if params.grammar is not None:
             await runner.compile_grammar(params.grammar)
-        _check_logprobs(request, params, len(prompts), max(length))
+        _check_logprobs(request, params, len(prompts), max(lengths))
         # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
         # see the same noise and get the same answer.
-        given: Sequence[int | None] = getattr(request, "seeds", None) or [params.seed] * len(
-            prompts
-        )
-        seeds = [
-            secrets.randbits(SEED_BITS) if seed is None and not params.greedy else seed
-            for seed in given
-        ]
-        one_scores = replace(params, prompt_logprobs=None) if params.max_tokens else params
+        seeds: list[int | None] = getattr(request, "seeds", None) or [params.seed] * len(prompts)
+        if not params.greedy:
+            seeds = [secrets.randbits(SEED_BITS) if seed is None else seed for seed in seeds]
+        # of a prompt that is only scored, all answers are the same
+        choices = range(params.n if params.max_tokens else 1)
         jobs = [
             Job(
                 ids,
-                replace(one_scores if choice else params, max_tokens=most, seed=seed),
+                replace(
+                    params,
+                    max_tokens=most,
+                    seed=seed,
+                    prompt_logprobs=None if choice else params.prompt_logprobs,
+                ),
                 choice,
                 asked.method,
                 asked.budget,
                 wanted.trace,
             )
-            for ids, most, seed in zip(prompts, length, seeds, strict=True)
-            # of a prompt that is only scored, all answers are the same
-            for choice in range(params.n if params.max_tokens else 1)
+            for ids, most, seed in zip(prompts, lengths, seeds, strict=True)
+            for choice in choices
         ]
         streams = await runner.begin(jobs, ticket)
-        each = len(prompts) * params.n // len(streams)
+        each = params.n // len(choices)
         return Answers([one for one in streams for _ in range(each)], prompts, seeds)
 
 
@@ -138,16 +146,6 @@ def _check_logprobs(request: Request, params: SamplingParams, prompts: int, leng
             "ask for a stream, fewer answers, or shorter ones",
             "top_logprobs" if "top_logprobs" in type(request).model_fields else "logprobs",
         )
-
-
-def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
-    """Return the error with the request's field that it is about."""
-    if isinstance(error, Refused):
-        return error
-    message = str(error).replace("max_tokens", _length(wanted)[0])
-    if message.startswith(("json_schema", "regex", "lark", "grammar")):
-        return Refused(message, request.grammars[0].param if request.grammars else "tools")
-    return Refused(message, field_of(message, type(request).model_fields))
 
 
 def field_of(message: str, names: Collection[str]) -> str:
@@ -163,10 +161,9 @@ def field_of(message: str, names: Collection[str]) -> str:
 
 def check_model(runner: Runner, model: str | None) -> None:
     """Raise `Refused` (404) unless `model` is a name of the served model, or None."""
-    names = (runner.name, *runner.settings.aliases)
-    if model is not None and model not in names:
+    if model not in (None, *runner.names):
         raise Refused(
-            f"the model {model!r} does not exist: this server has {', '.join(names)}",
+            f"the model {model!r} does not exist: this server has {', '.join(runner.names)}",
             "model",
             "model_not_found",
             404,
@@ -187,8 +184,6 @@ def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> S
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if wanted.keep_special:
         given["skip_special_tokens"] = False
-    if (grammar := wanted.grammar or _grammar(request)) is not None:
-        given["grammar"] = grammar
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
     length = _length(wanted)[1]
@@ -196,16 +191,15 @@ def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> S
         max_tokens=2**31 if length is None else length,
         logprobs=wanted.logprobs,
         prompt_logprobs=wanted.prompt_logprobs,
+        grammar=wanted.grammar or _grammar(request),
         **given,
     )
 
 
 def _length(wanted: Wanted) -> tuple[str, int | None]:
     """Return the name of the field that limits the answer's length, and the limit in tokens."""
-    return next(
-        ((name, value) for name, value in wanted.lengths.items() if value is not None),
-        (next(iter(wanted.lengths)), wanted.length),
-    )
+    given = ((name, value) for name, value in wanted.lengths.items() if value is not None)
+    return next(given, (next(iter(wanted.lengths)), wanted.length))
 
 
 def _measured(llm: LLM, request: Request, wanted: Wanted) -> tuple[list[list[int]], list[int]]:
@@ -216,25 +210,24 @@ def _measured(llm: LLM, request: Request, wanted: Wanted) -> tuple[list[list[int
     """
     name, asked = _length(wanted)
     method = request.speculation.method if request.speculation else None
-    prompt = field_of("", type(request).model_fields)
+    param = field_of("", type(request).model_fields)
     if wanted.tokens is None:
-        check_size(llm, wanted.size, prompt, wanted.prompts)
-    prompts, length = wanted.encode(), list[int]()
+        check_size(llm, wanted.size, param, wanted.prompts)
+    prompts, lengths = wanted.encode(), list[int]()
     for ids in prompts:
         if not ids:
-            raise Refused("an empty prompt: give at least one token", prompt)
+            raise Refused("an empty prompt: give at least one token", param)
         room = llm.room(len(ids), method)
         if (1 if asked is None else asked) > room:
-            raise Refused(
-                f"This model's maximum context length is {room + len(ids)} tokens, of which the "
-                f"prompt has {len(ids)} "
-                f"and {name} asks for {'at least 1' if asked is None else asked}: shorten the "
-                f"prompt{' or ask for less' if asked else ''}",
-                name if asked and room > 0 else prompt,
-                "context_length_exceeded",
+            raise too_long(
+                room + len(ids),
+                f"of which the prompt has {len(ids)} and {name} asks for "
+                f"{'at least 1' if asked is None else asked}: shorten the prompt"
+                f"{' or ask for less' if asked else ''}",
+                name if asked and room > 0 else param,
             )
-        length.append(room if asked is None else asked)
-    return prompts, length
+        lengths.append(room if asked is None else asked)
+    return prompts, lengths
 
 
 def check_size(llm: LLM, size: int, param: str, prompts: int = 1) -> None:
@@ -244,12 +237,12 @@ def check_size(llm: LLM, size: int, param: str, prompts: int = 1) -> None:
     """
     room = llm.room(0)
     if size > 2 * room * _longest_token(llm.tokenizer) * prompts:
-        raise Refused(
-            f"This model's maximum context length is {room} tokens, and {size} characters can't "
-            "fit: shorten the prompt",
-            param,
-            "context_length_exceeded",
-        )
+        raise too_long(room, f"and {size} characters can't fit: shorten the prompt", param)
+
+
+def too_long(most: int, why: str, param: str) -> Refused:
+    message = f"This model's maximum context length is {most} tokens, {why}"
+    return Refused(message, param, "context_length_exceeded")
 
 
 @lru_cache(maxsize=4)
@@ -259,15 +252,15 @@ def _longest_token(tokenizer: Any) -> int:
 
 def _grammar(request: Request) -> Grammar | None:
     """Return the grammar that a request asks for; None if any text will do."""
-    for _, kind, value in request.grammars:
-        if kind == "json_object":
-            return Grammar.json_object()
-        if kind == "choice":
-            texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
-            return Grammar.lark(f"start: {texts}")
-        grammar: Grammar = getattr(Grammar, kind)(value)
-        return grammar
-    return None
+    if not request.grammars:
+        return None
+    _, kind, value = request.grammars[0]
+    if kind == "json_object":
+        return Grammar.json_object()
+    if kind == "choice":
+        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+        return Grammar.lark(f"start: {texts}")
+    return Grammar(kind, value) if kind != "json_schema" else Grammar.json_schema(value)
 
 
 def encode_conversation(
@@ -288,12 +281,10 @@ def encode_conversation(
             "the template",
             "chat_template_kwargs",
         )
-    shown = [
-        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or []
-    ] or None
+    left = {"function": {"strict"}}
     return llm.encode_chat(
         template_messages(asked.messages),
-        tools=shown,
+        tools=[tool.model_dump(exclude_none=True, exclude=left) for tool in tools or []] or None,
         continue_final_message=bool(asked.continue_final_message),
         **{**_effort(str(llm.tokenizer.chat_template), asked.reasoning_effort), **arguments},
     )
@@ -342,27 +333,21 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
-        one: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-        if message.role == "developer":
-            one["role"] = "system"
+        role = "system" if message.role == "developer" else message.role
+        one: dict[str, Any] = {"role": role, "content": text_of(message.content)}
         if message.name is not None:
             one["name"] = message.name
         if isinstance(message, AssistantMessage):
             if message.reasoning_content is not None:
                 one["reasoning_content"] = message.reasoning_content
-            if message.tool_calls:
+            calls = message.tool_calls or []
+            names |= {call.id: call.function.name for call in calls}
+            where = f"messages[{number}].tool_calls[{{}}].function.arguments"
+            if calls:
                 one["tool_calls"] = [
-                    {
-                        "id": call.id,
-                        "type": "function",
-                        "function": {
-                            "name": call.function.name,
-                            "arguments": _arguments(call.function.arguments, number, i),
-                        },
-                    }
-                    for i, call in enumerate(message.tool_calls)
+                    {**call.model_dump(), "function": _called(call.function, where.format(i))}
+                    for i, call in enumerate(calls)
                 ]
-                names.update((call.id, call.function.name) for call in message.tool_calls)
         if isinstance(message, ToolMessage):
             one["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in names:
@@ -381,12 +366,11 @@ def size_of(messages: Sequence[Message]) -> int:
     return sum(len(text_of(message.content)) for message in messages)
 
 
-def _arguments(text: str, message: int, call: int) -> dict[str, Any]:
+def _called(function: CalledFunction, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        where = f"messages[{message}].tool_calls[{call}].function.arguments"
+        arguments = None
+    if not isinstance(arguments, dict):
         raise Refused(f"{where}: not a JSON object", where)
-    return value
+    return {"name": function.name, "arguments": arguments}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.serve import bodies, chat, completions, errors, responses, tokens
-from quickbeam.serve.answers import Answers, done_events
+from quickbeam.serve import chat, completions, errors, responses
+from quickbeam.serve.answers import Reply, done_events
+from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
@@ -21,19 +24,7 @@ from quickbeam.serve.schemas import CompletionRequest
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-Chunks = AsyncIterator[dict[str, Any]]
-
-
-class Reply(Protocol):
-    """A request while it is answered."""
-
-    answers: Answers
-
-    async def whole(self) -> dict[str, Any]:
-        """Wait until all answers are complete, and return the response object."""
-
-    def chunks(self) -> Chunks:
-        """Yield the parts of a stream as the answers arrive. Leaving it ends the answers."""
+LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 
 
 class Endpoint(NamedTuple):
@@ -47,7 +38,7 @@ class Endpoint(NamedTuple):
 
     kind: Any
     begin: Callable[[Runner, Any], Awaitable[Reply]]
-    events: Callable[[Chunks], AsyncIterator[dict[str, str]]]
+    events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[dict[str, str]]]
 
 
 ENDPOINTS = {
@@ -63,7 +54,7 @@ async def answer(runner: Runner, path: str, body: Any) -> dict[str, Any]:
     Raises what `Endpoint.begin` does, and the error that ended an answer.
     """
     endpoint = ENDPOINTS[path]
-    return await _whole(runner, endpoint, bodies.check(body, endpoint.kind))
+    return await _whole(runner, endpoint, check(body, endpoint.kind))
 
 
 async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, Any]:
@@ -72,31 +63,64 @@ async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, 
         return await reply.whole()
 
 
-def install(app: FastAPI) -> None:
-    """Add the endpoints to an application, which has a runner as `state.runner`."""
-    handlers: dict[str, Handler] = {
-        path: partial(respond, endpoint) for path, endpoint in ENDPOINTS.items()
-    }
-    handlers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
-    for path, handler in handlers.items():
-        app.add_api_route(path, guarded(handler), methods=["POST"], response_model=None)
+def responder(endpoint: Endpoint) -> Handler:
+    """Return what responds to requests of an endpoint, with one object or a stream of events."""
+
+    async def respond(http: Request) -> Response:
+        runner: Runner = http.app.state.runner
+        request = await read(http, endpoint.kind)
+        if not request.stream:
+            whole = await unless_gone(http, _whole(runner, endpoint, request))
+            return await asyncio.to_thread(JSONResponse, whole)
+        # The engine has begun before the response does, so that a refusal has its own status.
+        reply = await unless_gone(http, endpoint.begin(runner, request))
+        return EventSourceResponse(
+            endpoint.events(reply.chunks()),
+            sep="\n",
+            ping=runner.settings.keep_alive,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        )
+
+    return respond
 
 
-async def respond(endpoint: Endpoint, http: Request) -> Response:
-    """Return the response to a request, with one object or as a stream of events."""
-    runner: Runner = http.app.state.runner
-    request = await bodies.read(http, endpoint.kind)
-    if not request.stream:
-        whole = await unless_gone(http, _whole(runner, endpoint, request))
-        return await asyncio.to_thread(JSONResponse, whole)
-    # The engine has begun before the response does, so that a refusal has its own status.
-    reply = await unless_gone(http, endpoint.begin(runner, request))
-    return EventSourceResponse(
-        endpoint.events(reply.chunks()),
-        sep="\n",
-        ping=runner.settings.keep_alive,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-    )
+async def read(http: Request, kind: Any) -> Any:
+    """Return the request that a body holds; `kind` is a model, or a union of models.
+
+    Raises `Refused` for what is not JSON, and for a request that can't be served.
+    """
+    # A web page may send any other type to any address without asking the server first.
+    media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise Refused(
+            "the body must be a JSON object, sent with the header Content-Type: application/json",
+            code="unsupported_media_type",
+            status=415,
+        )
+    body = await http.body()
+    return await asyncio.to_thread(parse, body, kind) if len(body) > LARGE else parse(body, kind)
+
+
+def parse(body: bytes, kind: Any) -> Any:
+    """Return the request that the bytes of a body hold. Raises as `read` does."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    return check(value, kind)
+
+
+def check(value: Any, kind: Any) -> Any:
+    """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise errors.invalid(error, value) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def guarded(handler: Handler) -> Handler:
@@ -127,17 +151,16 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
     been read before.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
+    tasks: list[asyncio.Future[Any]] = [working, leaving]
     try:
-        await asyncio.wait(
-            list[asyncio.Future[Any]]((working, leaving)), return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise Gone("the client has left")
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(http: Request) -> None:

@@ -28,13 +28,10 @@ def fingerprint_of(llm: LLM) -> str:
 
     Reads the model's files unless their digests are known already.
     """
+    model = llm.model
     parts = (
-        __version__,
-        digest_of(llm.folder),
-        str(llm.model.dtype),
-        llm.model.device.type,
-        llm.kernels,
-    )
+        __version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels
+    )  # fmt: skip
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -49,17 +46,15 @@ def digest_of(model: str) -> str:
             path = Path(snapshot_download(model, local_files_only=True))
         except Exception:  # only the model's loader knows where it is
             return model
-    files = (
-        [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in DECIDES)
-    )
-    cache = cache_folder() / KNOWN
-    known = _read(cache)
+    files = [path]
+    if not path.is_file():
+        files = sorted(one for one in path.iterdir() if one.suffix in DECIDES)
+    known = _known()
     digests = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
     if not digests.keys() <= known.keys():
-        _write(cache, known | digests)
-    return hashlib.sha256(
-        "\0".join([text for file in files for text in (file.name, digests[_key(file)])]).encode()
-    ).hexdigest()
+        _keep(known | digests)
+    named = [text for file in files for text in (file.name, digests[_key(file)])]
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
 def _key(file: Path) -> str:
@@ -75,16 +70,17 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read(cache: Path) -> dict[str, str]:
+def _known() -> dict[str, str]:
     try:
-        known = json.loads(cache.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known = json.loads((cache_folder() / KNOWN).read_text(encoding="utf-8"))
+        return {str(key): str(value) for key, value in known.items()}
+    except (OSError, ValueError, AttributeError):
         return {}
-    return {str(key): str(value) for key, value in known.items()} if isinstance(known, dict) else {}
 
 
-def _write(cache: Path, known: dict[str, str]) -> None:
+def _keep(known: dict[str, str]) -> None:
     """Write the cache file in one rename. If that fails, files are read again next time."""
+    cache = cache_folder() / KNOWN
     work = cache.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from quickbeam.serve.schemas import (
     Body,
     Few,
     JsonObject,
+    Object,
     Request,
     Returned,
     Schema,
@@ -117,7 +118,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
     allowed_callers: Few[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
@@ -164,7 +165,7 @@ class ResponsesRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     # encrypted reasoning is accepted without effect, as there is no reasoning
     include: Few[Include] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -242,6 +243,7 @@ class ResponsesRequest(Request):
                 messages.append(SystemMessage(role=item.role, content=_text(item.content)))
         return Conversation(
             messages=messages,
+            tools=self.chat_tools,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )

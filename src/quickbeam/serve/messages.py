@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 from typing_extensions import Self
@@ -13,6 +13,7 @@ from quickbeam.serve.schemas import (
     Body,
     Few,
     GenerationRequest,
+    Object,
     Returned,
     Root,
     Some,
@@ -24,7 +25,7 @@ from quickbeam.serve.schemas import (
 class Function(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -137,7 +138,7 @@ class Conversation(Body):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

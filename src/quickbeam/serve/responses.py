@@ -5,27 +5,24 @@ It is stateless: each request holds its whole conversation, and nothing is store
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
+from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
-from quickbeam.serve import convert, tools
-from quickbeam.serve.answers import Answers
-from quickbeam.serve.convert import Wanted, encode_conversation, size_of
+from quickbeam.serve.answers import Answers, Json, Reply
+from quickbeam.serve.chat import begin_conversation
 from quickbeam.serve.errors import problem
 from quickbeam.serve.items import LOGPROBS, ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 
-Event = dict[str, Any]  # has a "type"
 
-
-async def named_events(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
+async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
     """Yield the events with numbers, in the form of server-sent events.
 
     If an error is raised, it becomes the last event.
@@ -46,30 +43,25 @@ async def named_events(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, 
         yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
 
 
-async def begin(runner: Runner, request: ResponsesRequest) -> Reply:
+async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     """Have the engine begin with a request, and return its reply."""
-    llm, conversation = runner.llm, request.to_conversation()
-    calling = tools.calling(
-        request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer
-    )
     scored = request.top_logprobs is not None or LOGPROBS in (request.include or [])
-    answers = await convert.begin(
+    answers, calling = await begin_conversation(
         runner,
         request,
-        Wanted(
-            lambda: [encode_conversation(llm, conversation, calling.shown)],
-            size_of(conversation.messages),
-            {"max_output_tokens": request.max_output_tokens},
-            logprobs=(request.top_logprobs or 0) if scored else None,
-            grammar=calling.grammar,
-            keep_special=calling.keeps_special,
-        ),
+        request.to_conversation(),
+        request.choice,
+        {"max_output_tokens": request.max_output_tokens},
+        (request.top_logprobs or 0) if scored else None,
     )
-    return Reply(runner, request, answers, calling, TokenTexts(llm.tokenizer) if scored else None)
+    return Responses(runner, request, answers, calling, scored)
 
 
-class Reply:
-    """A request to the Responses API while it is answered."""
+class Responses(Reply):
+    """A request to the Responses API while it is answered.
+
+    `scored`: its texts have log-probabilities.
+    """
 
     def __init__(
         self,
@@ -77,50 +69,39 @@ class Reply:
         request: ResponsesRequest,
         answers: Answers,
         calling: Calling,
-        texts: TokenTexts | None,
+        scored: bool,
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
         self._reader = calling.reader()
-        self._items = Items(texts)
+        self._items = Items(TokenTexts(runner.llm.tokenizer) if scored else None)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
 
-    async def whole(self) -> dict[str, Any]:
-        """Wait until the answer is complete, and return the response object."""
-        completion = (await self.answers.finished())[0]
-        # in a thread, because a long answer takes time to read
-        return await asyncio.to_thread(self._whole, completion)
-
-    def _whole(self, completion: Completion) -> dict[str, Any]:
-        for _ in self._events(completion.text, completion.logprobs or [], completion):
+    def response(self, completions: Sequence[Completion]) -> Json:
+        for _ in self._events(completions[0].text, completions[0].logprobs or [], completions[0]):
             pass
-        return self._response(completion)
+        return self._response(completions[0])
 
-    async def chunks(self) -> AsyncIterator[Event]:
-        """Yield the events as the answer arrives."""
+    async def chunks(self) -> AsyncIterator[Json]:
         with self.answers as answers:
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response(None)}
             async for _, delta in answers.parts():
-                events = (
-                    self._events("", [], answers.completions[0])
-                    if delta is None
-                    else self._events(delta.text, delta.logprobs)
-                )
-                for event in events:
+                new, end = delta or NOTHING, None if delta else answers.completions[0]
+                for event in self._events(new.text, new.logprobs, end):
                     yield event
             response = self._response(answers.completions[0])
             yield {"type": f"response.{response['status']}", "response": response}
 
     def _events(
         self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None
-    ) -> Iterator[Event]:
+    ) -> Iterator[Json]:
         """Yield the events of new text. `completion` is given if there will be no more text."""
         pieces = [*self._reader.feed(text), *(self._reader.finish() if completion else [])]
         yield from self._items.add(pieces, logprobs)
         if completion is not None:
             yield from self._items.end(completion.finish_reason == "length")
 
-    def _response(self, completion: Completion | None) -> dict[str, Any]:
+    def _response(self, completion: Completion | None) -> Json:
         """Return the response object; `completion` is None while the answer is not complete."""
         request = self._request
         cut = completion is not None and completion.finish_reason == "length"
@@ -159,7 +140,7 @@ class Reply:
             "seed": self.answers.seeds[0],
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         counts = self.answers.counts()
         return {
             "input_tokens": counts.prompt,
@@ -178,12 +159,12 @@ class Items:
     """
 
     def __init__(self, texts: TokenTexts | None) -> None:
-        self.output = list[dict[str, Any]]()
+        self.output = list[Json]()
         self._texts = texts
-        self._open: dict[str, Any] | None = None  # the message that text is added to
-        self._logprobs = list[dict[str, Any]]()  # of tokens whose text has not come yet
+        self._open: Json | None = None  # the message that text is added to
+        self._logprobs = list[Json]()  # of tokens whose text has not come yet
 
-    def add(self, pieces: Iterable[str | Call], logprobs: Sequence[Logprob]) -> Iterator[Event]:
+    def add(self, pieces: Iterable[str | Call], logprobs: Sequence[Logprob]) -> Iterator[Json]:
         """Add text and tool calls, and yield their events."""
         if self._texts is not None:
             self._logprobs += chat_logprobs(logprobs, self._texts)["content"]
@@ -196,7 +177,7 @@ class Items:
                 last = i == len(every) - 1
                 yield from self._text(piece, None if last else len(piece.encode()))
 
-    def end(self, cut: bool) -> Iterator[Event]:
+    def end(self, cut: bool) -> Iterator[Json]:
         """End the output, and yield the events of that.
 
         `cut` says that the answer reached its length limit. A response without any output gets an
@@ -206,7 +187,7 @@ class Items:
             yield from self._begin()
         yield from self._close("incomplete" if cut else "completed")
 
-    def _text(self, text: str, size: int | None) -> Iterator[Event]:
+    def _text(self, text: str, size: int | None) -> Iterator[Json]:
         """Add text. It takes the log-probabilities of `size` bytes; None stands for all."""
         if self._open is None:
             yield from self._begin()
@@ -216,22 +197,23 @@ class Items:
         part["logprobs"] += logprobs
         yield self._event("output_text.delta", delta=text, logprobs=logprobs)
 
-    def _begin(self) -> Iterator[Event]:
-        item: dict[str, Any] = {
+    def _begin(self) -> Iterator[Json]:
+        item: Json = {
             "type": "message",
             "id": f"msg_{secrets.token_hex(12)}",
             "status": "in_progress",
             "role": "assistant",
             "content": [],
         }
-        yield self._added(item)
+        self.output.append(item)
+        yield self._about_item("added")
         item["content"].append(
             {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         )
         self._open = item
         yield self._event("content_part.added", part={**item["content"][0], "logprobs": []})
 
-    def _close(self, status: str = "completed") -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[Json]:
         if (item := self._open) is None:
             return
         part = item["content"][0]
@@ -239,10 +221,10 @@ class Items:
         item["status"] = status
         yield self._event("output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self._event("content_part.done", part=part)
-        yield self._done(item)
+        yield self._about_item("done")
         self._open = None
 
-    def _call(self, call: Call) -> Iterator[Event]:
+    def _call(self, call: Call) -> Iterator[Json]:
         self._take()  # drops the log-probabilities of the call's tokens
         yield from self._close()
         item = {
@@ -253,34 +235,25 @@ class Items:
             "arguments": "",
             "status": "in_progress",
         }
-        yield self._added(item)
-        where = {"item_id": item["id"], "output_index": len(self.output) - 1}
-        yield {"type": "response.function_call_arguments.delta", "delta": call.arguments, **where}
-        yield {
-            "type": "response.function_call_arguments.done",
-            "name": call.name,
-            "arguments": call.arguments,
-            **where,
-        }
-        item |= {"arguments": call.arguments, "status": "completed"}
-        yield self._done(item)
-
-    def _added(self, item: dict[str, Any]) -> Event:
         self.output.append(item)
-        return {
-            "type": "response.output_item.added",
-            "output_index": len(self.output) - 1,
-            "item": _copy(item),
-        }
+        yield self._about_item("added")
+        where = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", "delta": call.arguments, **where}
+        yield {"type": f"{kind}.done", "name": call.name, "arguments": call.arguments, **where}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._about_item("done")
 
-    def _done(self, item: dict[str, Any]) -> Event:
-        return {
-            "type": "response.output_item.done",
-            "output_index": len(self.output) - 1,
-            "item": _copy(item),
+    def _about_item(self, what: str) -> Json:
+        """Return an event with a copy of the last item, as the item itself grows further."""
+        item = {
+            name: list(value) if isinstance(value, list) else value
+            for name, value in self.output[-1].items()
         }
+        where = {"output_index": len(self.output) - 1}
+        return {"type": f"response.output_item.{what}", **where, "item": item}
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> Json:
         """Return an event about the open message's text."""
         assert self._open is not None
         where = {
@@ -290,7 +263,7 @@ class Items:
         }
         return {"type": f"response.{kind}", **where, **more}
 
-    def _take(self, size: int | None = None) -> list[dict[str, Any]]:
+    def _take(self, size: int | None = None) -> list[Json]:
         """Take the log-probabilities of the first tokens, which have `size` bytes, or all."""
         end = seen = 0
         while end < len(self._logprobs) and (size is None or seen < size):
@@ -298,8 +271,3 @@ class Items:
             end += 1
         taken, self._logprobs = self._logprobs[:end], self._logprobs[end:]
         return taken
-
-
-def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the item for an event, because the item itself grows further."""
-    return {**item, "content": list(item["content"])} if "content" in item else dict(item)

@@ -25,6 +25,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import (
     BYTES_A_TOKEN,
     LONGEST_WAIT,
+    TENANT,
     Gate,
     Phase,
     Ticket,
@@ -34,7 +35,6 @@ from quickbeam.serve.admission import (
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics
 from quickbeam.serve.settings import ServeSettings
-from quickbeam.serve.tenants import TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Runner:
     def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
         self.name = settings.served_name or name_of(hub.DEFAULT if llm is None else llm.name)
+        self.names = (self.name, *settings.aliases)
         self.fingerprint = ""
         # parameters of requests that don't give them
         self.defaults: dict[str, Any] = {"temperature": 1.0}

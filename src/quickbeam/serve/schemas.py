@@ -20,7 +20,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -35,8 +34,6 @@ Few = Annotated[list[T], Field(max_length=256, fail_fast=True)]
 Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
 Some = Annotated[list[T], Field(min_length=1, max_length=4096, fail_fast=True)]
 Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
-BIASES = 16_384
-PAIRS = 64  # the most entries of an object
 LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
@@ -108,40 +105,27 @@ class Root(Body):
 
     model: str | None = None
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _is_json(cls, body: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        """Refuse what Python reads although JSON does not have it.
-
-        This is NaN, infinite numbers, halves of surrogate pairs, and nesting that is too deep.
-        """
+    def _is_object(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise refuse("the body must be a JSON object")
-        request = check(body)
-        for name, value in body.items():
-            try:
-                json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise refuse(
-                    "holds half of a surrogate pair, which is no character", name
-                ) from None
-            except RecursionError:
-                raise refuse("nested too deep", name) from None
-            except (ValueError, TypeError) as error:
-                raise refuse(f"not JSON: {error}", name) from None
-        return request
+        return body
 
 
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > PAIRS:
-        raise refuse(f"more than {PAIRS} entries, the most that there may be")
-    return value
+def at_most(most: int) -> BeforeValidator:
+    """Refuse objects of more entries, before pydantic checks each of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise refuse(f"more than {most} entries, the most that there may be")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _biases(value: Any) -> Any:
     """Check `logit_bias` here, because pydantic would go on after the first error."""
-    if isinstance(value, dict) and len(value) > BIASES:
-        raise refuse(f"more than {BIASES} entries, the most that there may be")
     for name, bias in value.items() if isinstance(value, dict) else ():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise refuse(f"{name[:40]!r} is not a token id", "logit_bias")
@@ -156,8 +140,17 @@ def _short(value: Any) -> Any:
     return value
 
 
+def _finite(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise refuse("holds a number that is too large") from None
+    return value
+
+
 Texts = Annotated[Few[str], AfterValidator(_short)]
-Pairs = Annotated[dict[str, str], BeforeValidator(_few)]
+Pairs = Annotated[dict[str, str], at_most(64)]
+Object = Annotated[dict[str, Any], AfterValidator(_finite)]  # any JSON object
 
 
 class Speculation(Body):
@@ -181,7 +174,7 @@ VLLM_KINDS = {
 class StructuredOutputs(Body):
     """vLLM's way to give a grammar."""
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_: Object | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Choice | None = None
@@ -216,7 +209,7 @@ class Request(Root):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases), at_most(16_384)] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: Many[int] | None = None
@@ -227,7 +220,7 @@ class Request(Root):
     skip_special_tokens: bool | None = None
     regex: str | None = None
     lark: str | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Object | str | None = None
     guided_regex: str | None = None
     guided_choice: Choice | None = None
     guided_grammar: str | None = None
@@ -245,21 +238,15 @@ class Request(Root):
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
         if len(given := self.grammars) > 1:
-            raise refuse(
-                f"given with {given[0].param}, but an answer keeps to one grammar: give one of "
-                "them",
-                given[1].param,
-            )
+            what = f"given with {given[0].param}, but an answer keeps to one grammar: give one of"
+            raise refuse(f"{what} them", given[1].param)
         return self
 
     @property
     def grammars(self) -> list[AskedGrammar]:
         """What the answer has to follow; after validation, at most one."""
         vllm = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        given = [
-            AskedGrammar("regex", "regex", self.regex),
-            AskedGrammar("lark", "lark", self.lark),
-        ]
+        given = [AskedGrammar(name, name, getattr(self, name)) for name in ("regex", "lark")]
         for name, kind in VLLM_KINDS.items():
             guided = f"guided_{name}"
             given.append(AskedGrammar(guided, kind, getattr(self, guided, None)))
@@ -278,7 +265,7 @@ class JsonObject(Body):
 class Schema(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Object = Field(alias="schema")
     strict: bool | None = None  # without effect: answers always follow the schema
 
 
@@ -345,39 +332,37 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.seeds is not None:
-            if len(self.seeds) != len(self.prompts):
-                raise refuse(
-                    f"{len(self.seeds)} seeds for {len(self.prompts)} prompts: give one for each",
-                    "seeds",
-                )
-            if self.seed is not None:
-                raise refuse("given with seed: give one of them", "seeds")
-        if self.suffix and not all(isinstance(one, str) for one in self.prompts):
-            raise refuse("needs a prompt of text: give no token ids, or no suffix", "suffix")
-        if self.suffix and self.echo and self.logprobs is not None:
-            raise refuse(
-                "an echo with logprobs is of the prompt's tokens, which hold the suffix and marks "
-                "around it: leave out one of suffix, echo and logprobs",
-                "suffix",
-            )
-        if self.best_of not in (None, self.n or 1):
-            raise refuse(
-                "no more answers are drawn than are given: leave it out, or give the value of n",
-                "best_of",
-            )
-        if self.stream and self.prompt_logprobs is not None:
-            raise refuse(
-                "not given in a stream: leave out stream, or give echo and logprobs instead",
-                "prompt_logprobs",
-            )
-        if self.echo and (self.logprobs or 0) > MOST_OF_PROMPTS:
-            raise refuse(f"at most {MOST_OF_PROMPTS} with echo: give fewer", "logprobs")
-        if self.echo and None not in (self.logprobs, self.prompt_logprobs):
-            raise refuse(
-                "logprobs with echo are those of the prompt, too: give one of them",
-                "prompt_logprobs",
-            )
+        prompts, seeds = self.prompts, self.seeds
+        echo, scored = bool(self.echo), self.logprobs is not None
+        given = 0 if seeds is None else len(seeds)
+        rules = {
+            f"{given} seeds for {len(prompts)} prompts: give one for each": (
+                "seeds", seeds is not None and given != len(prompts)
+            ),
+            "given with seed: give one of them": ("seeds", None not in (seeds, self.seed)),
+            "needs a prompt of text: give no token ids, or no suffix": (
+                "suffix", self.suffix and not all(isinstance(one, str) for one in prompts)
+            ),
+            "an echo with logprobs is of the prompt's tokens, which hold the suffix and marks "
+            "around it: leave out one of suffix, echo and logprobs": (
+                "suffix", self.suffix and echo and scored
+            ),
+            "no more answers are drawn than are given: leave it out, or give the value of n": (
+                "best_of", self.best_of not in (None, self.n or 1)
+            ),
+            "not given in a stream: leave out stream, or give echo and logprobs instead": (
+                "prompt_logprobs", self.stream and self.prompt_logprobs is not None
+            ),
+            f"at most {MOST_OF_PROMPTS} with echo: give fewer": (
+                "logprobs", echo and (self.logprobs or 0) > MOST_OF_PROMPTS
+            ),
+            "logprobs with echo are those of the prompt, too: give one of them": (
+                "prompt_logprobs", echo and scored and self.prompt_logprobs is not None
+            ),
+        }  # fmt: skip
+        for what, (param, broken) in rules.items():
+            if broken:
+                raise refuse(what, param)
         return self
 
 

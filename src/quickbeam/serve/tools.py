@@ -11,6 +11,7 @@ import string
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import NamedTool, Tool, ToolMode
 from quickbeam.serve.tool_formats import ToolFormat, forcing_grammar, strict_grammar, tool_format
@@ -18,6 +19,7 @@ from quickbeam.serve.tool_formats import ToolFormat, forcing_grammar, strict_gra
 CALLS, CONTENT = "tool_calls", "content"  # fields of a response template
 # white space that is held back as what stands before a call; the parser reads it anew each time
 MOST_SPACE = 64
+LETTERS = string.ascii_letters + string.digits  # of short ids
 
 
 class Call(NamedTuple):
@@ -32,20 +34,13 @@ class Calling(NamedTuple):
     """What a request asks for in tool calls. Without a `form`, its answers hold none."""
 
     form: ToolFormat | None = None
-    tools: list[Tool] = []  # noqa: RUF012 (never changed)
+    tools: Sequence[Tool] = ()  # that the model is shown
     several: bool = True
-    grammar: Any = None  # forces calls, or makes them follow schemas; None: neither
+    grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
 
-    @property
-    def shown(self) -> list[Tool] | None:
-        """The tools that the model is shown."""
-        return self.tools or None
-
-    def reader(self) -> CallReader | TextReader:
+    def reader(self) -> CallReader:
         """Return a reader of calls for one answer."""
-        if self.form is None:
-            return TextReader()
         return CallReader(self.form, self.tools, self.several)
 
 
@@ -66,55 +61,23 @@ def calling(
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
         several = several is not False
-        lark = _strict(form, tools, several, tokenizer)
+        lark = None
+        if strict := [i for i, tool in enumerate(tools) if tool.function.strict]:
+            lark = strict_grammar(form, tools, several, tokenizer)
+            if lark is None:
+                where = f"tools[{strict[0]}].function.strict"
+                raise Refused(
+                    f"{where}: this model's calls keep to a schema only where they are forced: "
+                    "leave it out, or force one by tool_choice",
+                    where,
+                )
     else:
-        forced = [
-            tool
-            for tool in tools
-            if choice == "required" or tool.function.name == choice.function.name  # type: ignore[union-attr]
-        ]
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        forced = [tool for tool in tools if name in (None, tool.function.name)]
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
         several = several is True and choice == "required"
         lark = forcing_grammar(form, forced, several, tokenizer)
-    return Calling(form, tools, several, _grammar(lark), special)
-
-
-def _strict(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str | None:
-    """Return the grammar of an answer that may hold calls; None if no tool is strict.
-
-    Raises `Refused` if this model's calls can't be made to follow schemas in this way.
-    """
-    strict = [number for number, tool in enumerate(tools) if tool.function.strict]
-    if not strict:
-        return None
-    if (lark := strict_grammar(form, tools, several, tokenizer)) is None:
-        where = f"tools[{strict[0]}].function.strict"
-        raise Refused(
-            f"{where}: this model's calls keep to a schema only where they are forced: leave it "
-            "out, or force one by tool_choice",
-            where,
-        )
-    return lark
-
-
-def _grammar(lark: str | None) -> Any:
-    if lark is None:
-        return None
-    from quickbeam.grammar import Grammar
-
-    return Grammar.lark(lark)
-
-
-class TextReader:
-    """Reads an answer without calls."""
-
-    found = False
-
-    def feed(self, text: str) -> list[str | Call]:
-        return [text] if text else []
-
-    def finish(self) -> list[str | Call]:
-        return []
+    return Calling(form, tools, several, None if lark is None else Grammar.lark(lark), special)
 
 
 class CallReader:
@@ -122,42 +85,51 @@ class CallReader:
 
     Text that may be part of a call is held back. If it turns out not to be a call of one of the
     given tools, it is returned as the text that it is; this includes a call that was cut short. If
-    `several` is False, calls after the first are left out.
+    `several` is False, calls after the first are left out. Without a `form`, all is text.
+
+    `found` is the number of calls so far.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Tool], several: bool = True) -> None:
-        self._form, self._several, self._found = form, several, 0
+    def __init__(
+        self, form: ToolFormat | None, tools: Sequence[Tool], several: bool = True
+    ) -> None:
+        self._form, self._several, self.found = form, several, 0
         self._names = {tool.function.name for tool in tools}
         # JSON gives arguments their types. In other formats, types come from the tools' schemas.
-        self._typed = (
-            []
-            if form.field.get("content") == "json"
-            else [tool.model_dump(exclude_none=True) for tool in tools]
-        )
+        typed = form is not None and form.field.get("content") != "json"
+        self._typed = [tool.model_dump(exclude_none=True) for tool in tools if typed]
         self._begin()
 
     def _begin(self) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        fields = {CALLS: self._form.field, CONTENT: {"content": "text"}}
-        self._parser = ResponseParser(
-            {"start_anchor": " ", "fields": fields}, prefix="", tools=self._typed
-        )
         self._held = ""  # text that the parser has not given back as content
+        if self._form is not None:
+            fields = {CALLS: self._form.field, CONTENT: {"content": "text"}}
+            template = {"start_anchor": " ", "fields": fields}
+            self._parser = ResponseParser(template, prefix="", tools=self._typed)
 
     def feed(self, text: str) -> list[str | Call]:
         """Return the text and the calls that are certain after `text`, in order."""
+        if self._form is None:
+            return [text] if text else []
         # one character at a time, so that after an error the rest is read anew
-        return list(_joined(piece for character in text for piece in self._step(character)))
+        return self._read(text)
 
     def finish(self) -> list[str | Call]:
         """Return the rest, at the end of the answer."""
-        return list(_joined(self._step(None)))
+        return [] if self._form is None else self._read([None])
 
-    @property
-    def found(self) -> bool:
-        """Whether there was a call."""
-        return self._found > 0
+    def _read(self, characters: Iterable[str | None]) -> list[str | Call]:
+        pieces, text = list[str | Call](), ""
+        for character in characters:
+            for piece in self._step(character):
+                if isinstance(piece, str):
+                    text += piece
+                else:
+                    pieces += [text, piece] if text else [piece]
+                    text = ""
+        return [*pieces, text] if text else pieces
 
     def _step(self, character: str | None) -> Iterator[str | Call]:
         """Read one character, or the end of the answer if it is None, and yield what is certain."""
@@ -188,8 +160,8 @@ class CallReader:
                 if not known or len(known) < len(calls):
                     yield self._held
                 else:
-                    yield from known[: None if self._several else max(0, 1 - self._found)]
-                    self._found += len(known)
+                    yield from known[: None if self._several else max(0, 1 - self.found)]
+                    self.found += len(known)
                 self._held = ""
 
     def _call(self, value: Any) -> Call | None:
@@ -209,29 +181,13 @@ class CallReader:
             text.encode()
         except ValueError:  # NaN, infinite numbers and half surrogate pairs, which JSON lacks
             return None
-        return Call(call_id(self._form), name, text)
+        short = self._form is not None and self._form.short_ids
+        own = "".join(secrets.choice(LETTERS) for _ in range(9))
+        return Call(own if short else f"call_{secrets.token_hex(12)}", name, text)
 
 
-def call_id(form: ToolFormat) -> str:
-    """Return a random id for a call."""
-    letters = string.ascii_letters + string.digits
-    return (
-        "".join(secrets.choice(letters) for _ in range(9))
-        if form.short_ids
-        else f"call_{secrets.token_hex(12)}"
-    )
-
-
-def _joined(pieces: Iterable[str | Call]) -> Iterator[str | Call]:
-    """Yield the pieces, with neighbouring texts joined."""
-    text = ""
-    for piece in pieces:
-        if isinstance(piece, str):
-            text += piece
-            continue
-        if text:
-            yield text
-        text = ""
-        yield piece
-    if text:
-        yield text
+def split(pieces: Iterable[str | Call]) -> tuple[str, list[Call]]:
+    """Return the joined text of the pieces, and their tool calls."""
+    every = list(pieces)
+    calls = [piece for piece in every if isinstance(piece, Call)]
+    return "".join(piece for piece in every if isinstance(piece, str)), calls
