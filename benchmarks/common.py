@@ -52,13 +52,13 @@ def numbers(text: str) -> list[float]:
 def load(given: Namespace, method: str = "auto", **more: Any) -> LLM:
     """Return the model that the arguments name. `more`: arguments of `LLM`."""
     names = ("model", "drafter", "device", "memory", "dtype", "draft_weights")
-    return LLM(method=method, **{name: getattr(given, name) for name in names}, **more)
+    more = {"memory_of_answers": 0} | {name: getattr(given, name) for name in names} | more
+    return LLM(method=method, **more)
 
 
 def params_of(given: Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=given.max_tokens, temperature=given.temperature, seed=given.seed
-    )
+    names = ("max_tokens", "temperature", "seed")
+    return SamplingParams(**{name: getattr(given, name) for name in names})
 
 
 def questions_of(given: Namespace) -> list[Question]:

@@ -21,6 +21,7 @@ FEW = ["--limit", "2", "--max-tokens", "8"]
 # by script: its arguments, and the key of the summary that holds its figures
 RUNS = {
     "acceptance": ([*FEW, "--temperatures", "0,1"], "temperatures"),
+    "agents": (["--limit", "2", "--rounds", "1", "--max-tokens", "8"], "memory_of_answers"),
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
     "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),

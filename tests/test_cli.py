@@ -69,6 +69,7 @@ def test_generate_streams_text_and_then_statistics(run):
     assert options.pop("progress") is not None
     unset = "device budget drafter vocab shortlist memory kv_memory draft_weights"
     expected = {"trust_remote_code": False, **dict.fromkeys(unset.split())}
+    expected["memory_of_answers"] = "64MB"
     assert options == expected | dict.fromkeys(("dtype", "weights"), "bfloat16")
     assert (call, messages, params) == ("chat", [("user", "hello")], SamplingParams())
 
@@ -98,7 +99,7 @@ def test_every_option_arrives(run):
         --include-stop-str-in-output --no-skip-special-tokens --coupling residual"""
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
         --shortlist 99 --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB
-        --weights int4 --draft-weights int8 --memory 3GB"""
+        --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 0"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
@@ -108,6 +109,7 @@ def test_every_option_arrives(run):
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
     expected |= {"dtype": "float32", "device": "cpu", "trust_remote_code": True}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
+    expected["memory_of_answers"] = "0"
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
     expected = dict(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=5)
@@ -453,4 +455,8 @@ def test_the_real_thing(smollm2):
     )
     assert plain["text"] and plain["token_ids"] == fast["token_ids"]
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
-    assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {"ngram", "last_logits"}
+    assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {
+        "ngram",
+        "last_logits",
+        "answers",
+    }

@@ -10,6 +10,7 @@ import torch
 from quickbeam import hub
 from quickbeam.answering import Answering, choose_budget
 from quickbeam.drafters.loading import load_drafter
+from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import MOST_ACTIVE
 from quickbeam.errors import InvalidInput
@@ -45,6 +46,8 @@ class LLM(Answering):
     - `max_running`: how many answers run side by side; the others wait their turn.
     - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
       free.
+    - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
+      0 for none. Later answers draft from them.
     - `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
     - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
       everything on one device.
@@ -75,6 +78,7 @@ class LLM(Answering):
         shortlist: int | None = None,
         max_running: int = MOST_ACTIVE,
         kv_memory: int | str | None = None,
+        memory_of_answers: int | str = "64MB",
         share_prefixes: bool = True,
         revision: str | None = None,
         device_map: str | dict[str, Any] | None = None,
@@ -89,6 +93,9 @@ class LLM(Answering):
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
         _check_running(max_running)
+        remembered = None
+        if str(memory_of_answers) != "0":
+            remembered = AnswerMemory(parse_bytes(memory_of_answers))
         room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
@@ -108,7 +115,7 @@ class LLM(Answering):
             partial(opening, memory=limit, device_map=device_map, revision=revision)
         )
         load = partial(load_drafter, drafter, weights=draft_weights, **how) if drafter else None
-        engine = {"most": max_running, "share": share_prefixes}
+        engine = {"most": max_running, "share": share_prefixes, "memory": remembered}
         drafting = Drafting(load, vocab, shortlist)
         super().__init__(opened, name, drafting, method, budget, room, **engine)
         self.prepare(method)

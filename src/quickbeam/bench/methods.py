@@ -158,7 +158,8 @@ def load_runners(
     if own:
         from quickbeam.llm import LLM
 
-        llm = LLM(**given, method=own[0].method, progress=progress)
+        # methods are asked the same questions, and must not know them from each other
+        llm = LLM(**given, method=own[0].method, memory_of_answers=0, progress=progress)
         folder, device, name, disk = llm.folder, str(llm.model.device), llm.name, llm.model.streamed
         for item in own:
             llm.prepare(item.method, item.vocab, item.shortlist)

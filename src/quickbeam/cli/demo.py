@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,8 @@ def demo(loading: Loading, given: Shown) -> None:
     import psutil
 
     busy = psutil.cpu_percent(0.3)  # by other programs: this one has not begun
-    params, llm = SamplingParams(max_tokens=given.max_tokens), loading.load()
+    silent = replace(loading, memory_of_answers="0")  # both answer the same prompts
+    params, llm = SamplingParams(max_tokens=given.max_tokens), silent.load()
     out = Console(highlight=False)
     picture = Console(
         file=io.StringIO(),

@@ -86,6 +86,8 @@ class Loading(Target):
     method: str = field(
         default="auto", metadata={"help": f"How tokens are drafted: {', '.join(METHODS)}."}
     )
+    memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
+    """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""

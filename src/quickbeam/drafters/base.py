@@ -19,6 +19,7 @@ from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
+    from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
     from quickbeam.models.kv import Pool
 
@@ -43,6 +44,7 @@ class Context:
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
+    - `texts`: the finished texts that may be drafted from, if any are kept.
     """
 
     ids: list[int]
@@ -54,6 +56,7 @@ class Context:
     noise: Noise | None = None
     filters: SamplingParams | None = None
     grammar: Masks | None = None
+    texts: Texts | None = None
 
     @property
     def draws(self) -> bool:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from quickbeam.drafters.base import Source, SourceState
+from quickbeam.drafters.texts import Match
 from quickbeam.errors import InvalidInput
 
 SCAN = 12  # how many occurrences of one n-gram are searched for different continuations
-
-
-class Match(NamedTuple):
-    """An earlier occurrence of a suffix."""
-
-    position: int  # where in the text its continuation begins
-    length: int  # tokens of the suffix that it matches
 
 
 class NgramIndex(SourceState):

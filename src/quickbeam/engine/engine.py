@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Clock, Commit
 from quickbeam.engine.cost import CostModel
@@ -37,6 +38,7 @@ class Engine:
     - `most`: how many sequences run side by side; the others wait.
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
+    - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
     - `budget`: None measures the model's passes when the first tree needs it.
 
     Every request ends with a reason or with an `error` of its own: a failure in one sequence does
@@ -50,6 +52,7 @@ class Engine:
         most: int = MOST_ACTIVE,
         pages: int | None = None,
         share: bool = True,
+        memory: AnswerMemory | None = None,
         budget: Budget | None = None,
     ) -> None:
         if most < 1:
@@ -61,7 +64,7 @@ class Engine:
         model.pool.limit = pages
         if self.prefixes is not None:
             model.pool.spare = self.prefixes.evict
-        self._budget = budget
+        self._budget, self._memory = budget, memory
         self._stepping = False  # whether a step is under way
         self.left: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
@@ -113,6 +116,8 @@ class Engine:
             return
         if self.prefixes is not None and self.prefixes.drafter is None:
             self.prefixes.drafter = sequence.drafter
+        if self._memory is not None:
+            sequence.texts = self._memory.of(sequence.request.tenant)
         self.scheduler.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -129,9 +134,11 @@ class Engine:
         self.model.close()
 
     def forget(self) -> None:
-        """Empty the prefix cache, so that the next prompt is computed from its first token."""
+        """Forget all texts, so that the next prompt is computed from its first token."""
         if self.prefixes is not None:
             self.prefixes.clear()
+        if self._memory is not None:
+            self._memory.forget()
 
     @property
     def busy(self) -> bool:
@@ -228,10 +235,13 @@ class Engine:
     def _leave(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over.
 
-        What was computed of its text goes to the prefix cache; the rest is freed.
+        What was computed of its text goes to the prefix cache, the text itself to the memory of
+        finished ones; the rest is freed.
         """
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
+        if sequence.texts is not None and sequence.started:
+            sequence.texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
         if self._budget is not None:

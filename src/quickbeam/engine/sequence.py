@@ -13,6 +13,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.texts import Texts
 from quickbeam.engine.accept import Randomness
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
@@ -118,6 +119,7 @@ class SequenceState:
         )
         self.error: BaseException | None = None
         self.nodes = 1  # of its last tree
+        self.texts: Texts | None = None  # finished ones that it may draft from
         self.ids = list(request.prompt)
         self.logits = torch.empty(0)  # the logits that the last of the ids was chosen from
         self.cache: SequenceCache | None = None
@@ -198,6 +200,7 @@ class SequenceState:
         )
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
+        self.context.texts = self.texts
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from quickbeam.drafters.base import Drafter
     from quickbeam.methods.base import Method
 
-DRAFTER, NGRAM, LAST_LOGITS = "drafter", "ngram", "last_logits"  # the sources of candidates
+# the sources of candidates
+DRAFTER, NGRAM, LAST_LOGITS, ANSWERS = "drafter", "ngram", "last_logits", "answers"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ METHODS: dict[str, Preset] = {
     ),
     "logitspec": Preset(
         "logitspec.LogitSpec",
-        (NGRAM, LAST_LOGITS),
+        (NGRAM, LAST_LOGITS, ANSWERS),
         0,
         "LogitSpec: the last logits guess the token after next, n-grams continue both",
     ),
@@ -113,7 +114,7 @@ METHODS: dict[str, Preset] = {
     ),
     "auto": Preset(
         "auto.Auto",
-        (DRAFTER, NGRAM, LAST_LOGITS),
+        (DRAFTER, NGRAM, LAST_LOGITS, ANSWERS),
         0,
         "one tree of n-grams, last logits and drafted tokens, each added only if it pays; "
         "LogitSpec where there is no drafter",
@@ -154,13 +155,14 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
 
     Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
     """
+    from quickbeam.drafters.answers import Answers
     from quickbeam.drafters.last_logits import LastLogits
     from quickbeam.drafters.ngram import Ngram
 
     chosen = preset(name)
     if DRAFTER in chosen.sources and drafter is None:
         raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
-    sources = {DRAFTER: drafter, NGRAM: Ngram(), LAST_LOGITS: LastLogits()}
+    sources = {DRAFTER: drafter, NGRAM: Ngram(), LAST_LOGITS: LastLogits(), ANSWERS: Answers()}
     module, maker = chosen.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
     method: Method = make(*(sources[source] for source in chosen.sources))

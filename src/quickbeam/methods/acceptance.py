@@ -18,9 +18,11 @@ RANKS = 4  # ranks among siblings that are told apart; the last stands for all f
 # at 1. Later children were accepted about as often as their probability says.
 LIFT = 1.4
 # Acceptance rates of tokens that another source than the drafter proposes. `repeated`: after 1, 2
-# and 3, 4 to 7, 8 to 15, 16 and more repeated tokens. `guessed`: of ranks 1, 2 and 3, 4 to 7, …
+# and 3, 4 to 7, 8 to 15, 16 and more repeated tokens. `remembered`: likewise, of another text.
+# `guessed`: of ranks 1, 2 and 3, 4 to 7, …
 RATES = {
     "repeated": (0.25, 0.45, 0.65, 0.8, 0.9),
+    "remembered": (0.25, 0.45, 0.65, 0.8, 0.9),
     "guessed": (0.04, 0.025, 0.015, 0.01, 0.005),
 }
 # By how much their odds are multiplied if the token is the drafter's first choice. They are divided
@@ -39,7 +41,7 @@ class Evidence(NamedTuple):
     usual: float
 
     def given(self, first_choice: bool) -> Evidence:
-        """Return the evidence of a token from elsewhere (`repeated`, `guessed`), given that it is
+        """Return the evidence of a token from elsewhere (a kind in `RATES`), given that it is
         the drafter's first choice, or that another one is."""
         assert self.group is not None
         kind, size, _ = self.group
@@ -91,6 +93,14 @@ def repeated(length: int) -> Evidence:
     `length`: for how many tokens the text has been repeating itself.
     """
     return _elsewhere("repeated", length)
+
+
+def remembered(length: int) -> Evidence:
+    """Return the evidence of a token that continues the text as another one went on.
+
+    `length`: for how many tokens both have agreed.
+    """
+    return _elsewhere("remembered", length)
 
 
 def guessed(rank: int) -> Evidence:

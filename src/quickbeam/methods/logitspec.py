@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.methods.prompt_lookup import graft, repetition_class
 from quickbeam.tree import TokenTree
@@ -44,14 +46,25 @@ class LogitSpec(Method):
     not depend on the budget: a smaller tree is the beginning of a larger one. Nodes that two drafts
     share are added once, and the nodes saved go to further guesses.
 
+    Where a finished text agrees with the end of this one for longer, the chain is how that one went
+    on (`drafters/texts.py`).
+
     Nodes carry no value.
     """
 
-    def __init__(self, ngram: Ngram, last_logits: LastLogits) -> None:
-        self.last_logits, self.sources = last_logits, (ngram, last_logits)
+    def __init__(
+        self,
+        ngram: Ngram,
+        last_logits: LastLogits,
+        answers: Answers = Answers(),  # noqa: B008
+    ) -> None:
+        self.last_logits, self.answers = last_logits, answers
+        self.sources = (ngram, last_logits, answers)
 
     def situation(self, context: Context) -> int:
-        return repetition_class(context)
+        known = self.answers.match(context)
+        remembered = min(known.length.bit_length(), 4) if known else 0
+        return max(repetition_class(context), remembered)
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         return without_calls(self._tree(context, budget, max_depth))
@@ -68,13 +81,21 @@ class LogitSpec(Method):
 
         # the beginning of the chain, and its companions
         chain: Iterator[int] = iter(())
-        tip = 0
-        if matches := index.matches(tail, 1 + OTHERS):
-            chain = iter(context.within((), index.continuation(matches[0], CHAIN)))
-            tip = add(0, islice(chain, LEAD * matches[0].length), Ngram.name)
-            for match in matches[1:]:
-                other = index.continuation(match, OTHER * match.length)
-                add(0, context.within((), other), Ngram.name)
+        tip, chained = 0, Ngram.name
+        matches = index.matches(tail, 1 + OTHERS)
+        known = self.answers.match(context)
+        if known and (not matches or index.extent(matches[0], AGREED) < known.length):
+            assert context.texts is not None
+            chained = Answers.name
+            chain = iter(context.within((), context.texts.continuation(known, CHAIN)))
+            tip = add(0, islice(chain, LEAD * known.length), chained)
+        elif matches:
+            first = matches.pop(0)
+            chain = iter(context.within((), index.continuation(first, CHAIN)))
+            tip = add(0, islice(chain, LEAD * first.length), chained)
+        for match in matches:
+            other = index.continuation(match, OTHER * match.length)
+            add(0, context.within((), other), Ngram.name)
 
         # a branch for each guess. Each adds a node, unless it is the root or the chain begins with
         # it. So two guesses more than there are free nodes are enough.
@@ -86,6 +107,6 @@ class LogitSpec(Method):
             if known := index.match([*tail, guess]):
                 rest = index.continuation(known, branch_length(rank) - 1, [guess])
                 add(node, context.within((guess,), rest), Ngram.name)
-            tip = add(tip, islice(chain, len(tree) - size), Ngram.name)
-        add(tip, chain, Ngram.name)
+            tip = add(tip, islice(chain, len(tree) - size), chained)
+        add(tip, chain, chained)
         return tree

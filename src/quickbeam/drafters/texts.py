@@ -1,0 +1,153 @@
+"""What other answers know: a bounded index over the texts that this process has finished.
+
+Agents and users repeat tools, files and answers. What went on in an earlier text is drafted where
+the end of this one agrees with it. Drafts never change an answer. They change how long it takes, so
+each tenant has a memory of its own: nobody can measure what another one was told.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+GRAM = 4  # tokens of the n-grams that are looked up
+AGREED = 32  # how many tokens before a match are compared at most
+SCAN = 8  # how many occurrences of an n-gram are compared
+KNOWN = 32  # so many tokens that go on as remembered are not entered again
+FACTOR = 0x9E3779B97F4A7C15  # of the n-grams' hashes, below 2^64
+TOKEN_BYTES = 16  # of memory, for each remembered token
+TENANTS = 8  # how many tenants are remembered, each with so much of the memory
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of a suffix."""
+
+    position: int  # where in the text its continuation begins
+    length: int  # tokens of the suffix that it matches
+
+
+class Texts:
+    """The latest texts of one tenant, `capacity` tokens of them, and where their n-grams occurred.
+
+    The texts lie in a ring of tokens, each in one piece, so the oldest are forgotten first. Slots
+    of a table, chosen by the hash of `GRAM` tokens, say where these occurred last, and each
+    occurrence says where the one before was. What is found is compared with the text itself, so
+    that neither two n-grams of one slot nor tokens that were overwritten do any harm.
+
+    All numbers are stored plus one: 0 stands for nothing, and for the end of a text.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._bits = max(4, capacity.bit_length())
+        self._ring = np.zeros(capacity, np.int32)
+        self._older = np.zeros(capacity, np.int32)
+        self._newest = np.zeros(1 << self._bits, np.int32)
+        self._end = 0  # where the next token goes
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Enter a text. What goes on as remembered from its beginning is left out."""
+        ids = ids[self._known(ids) :][-(len(self._ring) - 1) :]
+        if len(ids) <= GRAM:
+            return
+        tokens = np.asarray(ids, np.int64)
+        begin = self._end if self._end + len(ids) < len(self._ring) else 0
+        end = begin + len(ids)
+        self._ring[begin:end], self._ring[end] = tokens + 1, 0
+        self._end = end + 1
+        slots, after = self._slots(tokens[:-1]), np.arange(begin + GRAM, end)
+        order = np.argsort(slots, kind="stable")  # occurrences of one slot side by side
+        slots, after = slots[order], after[order]
+        first = np.append(True, slots[1:] != slots[:-1])
+        self._older[after] = np.where(first, self._newest[slots], np.roll(after, 1) + 1)
+        last = np.roll(first, -1)
+        self._newest[slots[last]] = after[last] + 1
+
+    def match(self, suffix: Sequence[int]) -> Match | None:
+        """Return where the end of `suffix` occurred with the most tokens before that agree, too.
+
+        `position` is that of the token that followed. Among equals the newest is taken. None where
+        not even `GRAM` tokens agree.
+        """
+        best: Match | None = None
+        for place in self._places(suffix[-GRAM:]):
+            before = self._ring[max(0, place - len(suffix)) : place].tolist()
+            length = 0
+            for theirs, ours in zip(reversed(before), reversed(suffix), strict=False):
+                if theirs != ours + 1:
+                    break
+                length += 1
+            if length >= GRAM and (best is None or length > best.length):
+                best = Match(place, length)
+        return best
+
+    def continuation(self, match: Match, length: int) -> list[int]:
+        """Return the tokens that followed a match, up to `length` and to the end of that text."""
+        tokens: list[int] = (self._ring[match.position : match.position + length] - 1).tolist()
+        return tokens[: tokens.index(-1)] if -1 in tokens else tokens
+
+    def _known(self, ids: Sequence[int]) -> int:
+        """Return how many tokens from the beginning of a text need not be entered.
+
+        Conversations come back with every turn, one token longer than the last answer.
+        """
+        known = GRAM
+        while True:
+            places = self._places(ids[known - GRAM : known])
+            going_on = [self._agreement(place, ids[known:]) for place in places]
+            if max(going_on, default=0) < KNOWN:
+                return max(0, known - AGREED) if known > GRAM else 0
+            known += max(going_on)
+
+    def _agreement(self, place: int, ids: Sequence[int]) -> int:
+        """Return with how many of `ids` the text at `place` goes on."""
+        theirs = self._ring[place : place + len(ids)]
+        differ = np.flatnonzero(theirs != np.asarray(ids[: len(theirs)], np.int64) + 1)
+        return int(differ[0]) if len(differ) else len(theirs)
+
+    def _places(self, gram: Sequence[int]) -> list[int]:
+        """Return the places after the newest occurrences of an n-gram's slot."""
+        found = list[int]()
+        if len(gram) == GRAM:
+            place = int(self._newest[self._slots(np.asarray(gram, np.int64))[0]])
+            while place and len(found) < SCAN:
+                found.append(place - 1)
+                place = int(self._older[place - 1])
+        return found
+
+    def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the slots of all n-grams of `tokens`."""
+        count, sums = len(tokens) - GRAM + 1, np.zeros(len(tokens) - GRAM + 1, np.uint64)
+        for i in range(GRAM):
+            sums = (sums + tokens[i : i + count].astype(np.uint64)) * np.uint64(FACTOR)
+        slots: npt.NDArray[np.int64] = (sums >> np.uint64(64 - self._bits)).astype(np.int64)
+        return slots
+
+
+class AnswerMemory:
+    """The finished texts of every tenant, in `size` bytes.
+
+    A program's own requests, whose tenant is None, may take all of it. The tenants of a server have
+    an eighth each, and the one that has asked for nothing the longest is forgotten.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._tokens = size // TOKEN_BYTES
+        self._texts = OrderedDict[Hashable, Texts]()
+
+    def of(self, tenant: Hashable) -> Texts:
+        """Return what is remembered for a tenant."""
+        if tenant not in self._texts:
+            while len(self._texts) >= TENANTS:
+                self._texts.popitem(last=False)
+            share = 1 if tenant is None else TENANTS
+            self._texts[tenant] = Texts(max(1024, self._tokens // share))
+        self._texts.move_to_end(tenant)
+        return self._texts[tenant]
+
+    def forget(self) -> None:
+        """Forget all texts."""
+        self._texts.clear()

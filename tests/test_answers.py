@@ -1,0 +1,140 @@
+"""What other answers know: the index against a plain reading, what it forgets, whose it is, and
+that answers stay the same. `pytest tests/test_answers.py`"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from answers import request
+from models import VOCAB, tiny
+from quickbeam import LLM, SamplingParams
+from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
+from quickbeam.engine.engine import Engine
+from quickbeam.methods import make_method
+from quickbeam.models.opening import make_model
+
+
+def plainly(texts: list[list[int]], suffix: list[int]) -> tuple[int, list[int]]:
+    """How many tokens agree with the best of the newest occurrences, and what follows it."""
+    places = [
+        (text, end)
+        for text in texts
+        for end in range(GRAM, len(text))
+        if text[end - GRAM : end] == suffix[-GRAM:]
+    ]
+    best: tuple[int, list[int]] = 0, []
+    for text, end in places[::-1][:SCAN]:
+        length = 0
+        while length < min(end, len(suffix)) and text[end - 1 - length] == suffix[-1 - length]:
+            length += 1
+        if length > best[0]:
+            best = length, text[end:]
+    return best
+
+
+def test_finds_what_a_plain_reading_finds() -> None:
+    rng = random.Random(1)
+    texts = [[rng.randrange(3) for _ in range(rng.randrange(2, 60))] for _ in range(40)]
+    known = Texts(1 << 14)
+    known._known = lambda ids: 0  # type: ignore[method-assign]
+    for text in texts:
+        known.add(text)
+    found = 0
+    for _ in range(500):
+        suffix = [rng.randrange(3) for _ in range(rng.randrange(GRAM, AGREED))]
+        length, rest = plainly(texts, suffix)
+        match = known.match(suffix)
+        assert (match.length if match else 0) == length
+        if match is not None:
+            assert known.continuation(match, 100) == rest
+            found += 1
+    assert found > 300
+
+
+def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found() -> None:
+    rng, known, texts = random.Random(2), Texts(300), list[list[int]]()
+    for _ in range(200):
+        texts.append([rng.randrange(6) for _ in range(rng.randrange(5, 90))])
+        known.add(texts[-1])
+        newest = texts[-1]
+        match = known.match(newest[:-1][-AGREED:])
+        assert match is not None and known.continuation(match, 1) == newest[-1:]
+        for _ in range(5):
+            suffix = [rng.randrange(6) for _ in range(8)]
+            if (match := known.match(suffix)) is not None:
+                after = known.continuation(match, 4)
+                seen = [*suffix[-match.length :], *after]
+                # what a ring of 300 tokens holds may begin in the middle of a text
+                joined = [",".join(map(str, text)) for text in texts[-100:]]
+                assert any(",".join(map(str, seen)) in text for text in joined)
+    alone = Texts(300)
+    alone.add(list(range(100, 120)))
+    for _ in range(10):
+        alone.add([rng.randrange(90) for _ in range(60)])
+    assert alone.match(list(range(100, 110))) is None
+
+
+def test_a_conversation_is_entered_once() -> None:
+    rng, known, talk = random.Random(3), Texts(1 << 12), list[int]()
+    for _ in range(20):
+        talk += [rng.randrange(1000) for _ in range(150)]
+        known.add(talk)
+    assert known._end < len(talk) + 20 * (AGREED + 2)
+    for end in range(200, len(talk), 151):
+        match = known.match(talk[end - AGREED : end])
+        assert match is not None and known.continuation(match, 8)[:1] == talk[end : end + 1]
+
+
+def test_each_tenant_has_a_memory_of_its_own_and_few_have_one() -> None:
+    memory = AnswerMemory(1 << 20)
+    memory.of("a").add(list(range(100)))
+    assert memory.of("a").match(list(range(50))) is not None
+    assert memory.of("b").match(list(range(50))) is None
+    assert memory.of(None).match(list(range(50))) is None
+    for number in range(20):
+        memory.of(number)
+    assert memory.of("a").match(list(range(50))) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_stay_the_same_and_take_fewer_steps(temperature: float) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
+    model, prompt = make_model(tiny("llama", seed=3)), [*range(1, 30)]
+    answers, steps, policy = [], [], make_method("logitspec")
+    for memory, tenant in ((None, "a"), (AnswerMemory(1 << 20), "a")):
+        engine = Engine(model, memory=memory)
+        for who in (tenant, tenant, "b"):
+            asked = request(model, policy, params, prompt, budget=16)
+            asked.tenant = who
+            one = engine.add(asked)
+            while engine.busy:
+                engine.step()
+            assert one.error is None
+            answers.append(one.output.token_ids)
+            steps.append(one.statistics.steps)
+            assert one.statistics.sources["answers"].accepted <= 39
+        engine.close()
+    assert all(answer == answers[0] for answer in answers)
+    without, first, again, others = steps[0], steps[3], steps[4], steps[5]
+    assert first == without and others == without
+    assert again <= 5 < without
+
+
+def test_off_by_zero_and_on_by_default(toy_folder: str) -> None:
+    params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), "a b c d e f"
+    steps = []
+    for given in ({"memory_of_answers": "0"}, {"memory_of_answers": "1MB"}, {}):
+        with LLM(toy_folder, "logitspec", budget=8, **given) as llm:
+            first, again = (llm.generate(prompt, params) for _ in range(2))
+            assert first.token_ids == again.token_ids
+            steps.append((first.statistics.steps, again.statistics.steps))
+    assert steps[0][0] == steps[0][1] and steps[1] == steps[2] and steps[1][1] < steps[1][0]
+
+
+def test_tokens_stay_within_the_vocabulary() -> None:
+    known = Texts(1 << 10)
+    known.add([0, 0, 0, 0, VOCAB - 1, 0, 0, 0, 0, 7])
+    match = known.match([0, 0, 0, 0])
+    assert match is not None and known.continuation(match, 9) == [7]
