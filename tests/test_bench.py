@@ -5,23 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
 from fake_runner import PARAMS, FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
-from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_methods
+from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions
 from quickbeam.bench.report import by_category, summaries
 from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, difference, run, warm_up
-from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS
 from quickbeam.noise import Noise
@@ -89,68 +85,6 @@ def test_the_default_model_brings_a_drafter():
     assert [item.method for item in parse_methods("dyspec,eagle2:8")] == ["dyspec", "eagle2"]
 
 
-class FakeTarget:
-    """One sequence on a `FakeLLM`'s model."""
-
-    released: ClassVar[list[object]] = []
-
-    def __init__(self, model):
-        self.store = SimpleNamespace(release=lambda: self.released.append(model))
-
-    def prefill(self, ids):
-        return torch.arange(4.0) * len(ids)
-
-
-class FakeLLM:
-    made: ClassVar[list[dict]] = []
-
-    def __init__(self, **given):
-        self.made.append(given)
-        self.name, self.folder, self.asked, self.prepared = "own", "folder", [], []
-        self.model = SimpleNamespace(device=torch.device("cpu"), streamed=None)
-
-    def prepare(self, method, vocab, shortlist):
-        self.prepared.append((method, vocab, shortlist))
-
-    def reset(self):
-        self.asked.append("reset")
-
-    def encode_chat(self, messages):
-        return [len(messages)]
-
-    def generate(self, prompt, params, **options):
-        self.coupling = params.coupling
-        self.asked.append((prompt, *options.values()))
-        return Completion("text", [1] * 7, "length", Statistics(new_tokens=7, steps=3))
-
-
-def test_our_methods_share_one_load(monkeypatch):
-    monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
-    monkeypatch.setattr(FakeLLM, "made", [])
-    items = parse_methods("ar,pld:8,logitspec:4")
-    given = {"model": "some/model", "dtype": "float32", "device": "cpu", "weights": "int8"}
-    given |= {"budget": 3, "vocab": "full", "shortlist": None}
-    runners, name, disk = load_runners(items, given)
-    assert (name, list(runners), disk) == ("own", [item.name for item in items], None)
-    (made,) = FakeLLM.made
-    assert made["method"] == "ar" and made["weights"] == "int8" and "budget" not in made
-    prepared = runners["ar"].llm.prepared
-    assert prepared == [(name, None, None) for name in ("ar", "pld", "logitspec")], (
-        "a drafter is loaded before anything is timed"
-    )
-
-
-def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
-    monkeypatch.setattr("quickbeam.models.target.Target", FakeTarget)
-    llm = FakeLLM()
-    runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
-    assert runner.answer([4, 5], PARAMS).token_ids == [1] * 7
-    assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
-    assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6]
-    assert runner.encode([{}, {}]) == [2] and runner.device == "cpu"
-    assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"
-
-
 # The harness
 
 
@@ -186,10 +120,7 @@ def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations()
     assert runners["ar"].prompts == runners["fast"].prompts, "all methods see the same ids"
 
 
-@pytest.mark.parametrize(
-    ("methods", "reference"),
-    [("pld,ar", "ar"), ("pld,hf", "pld")],
-)
+@pytest.mark.parametrize(("methods", "reference"), [("pld,ar", "ar"), ("pld,hf", "pld")])
 def test_reference_is_ar_or_else_the_first(methods, reference):
     assert begin(parse_methods(methods), PARAMS).reference == reference
 
@@ -238,21 +169,12 @@ def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, id
     assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
-def test_which_methods_a_seed_decides():
-    coupled, items = SamplingParams(temperature=1.0, seed=0), parse_methods("ar,pld,hf")
-    for params, expected in (
-        (coupled, [True, True, False]),
-        (replace(coupled, coupling="residual"), [False] * 3),
-        (SamplingParams(temperature=1.0), [False] * 3),
-        (SamplingParams(), [True] * 3),
-    ):
-        assert [item.comparable(params) for item in items] == expected
-
-
 def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(toy_folder):
     items = parse_methods("ar,pld,logitspec:8,dyspec:8,specinfer:8", drafter=toy_folder)
     given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
     runners, *_ = load_runners(items, given)
+    (llm,) = {runner.llm for runner in runners.values()}  # they share one load
+    assert llm.drafting.drafter is not None  # loaded before anything is timed
     texts = ("abc abc", "one two one two", "q")
     questions = [Question(i, "x", (text,)) for i, text in enumerate(texts)]
     for temperature, coupling in product((0.0, 0.6, 1.0), ("coupled", "residual")):

@@ -18,13 +18,6 @@ def shown(results) -> list[str]:
     return "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
 
 
-def test_missing_figures_are_dashes():
-    ended = FakeRunner("ended", [], tokens=(1,), steps=0, seconds=0.0)
-    lines = shown(measured({"ended": ended}, questions_of("x")))
-    rows = [line for line in lines if "| x " in line]
-    assert rows[0].count(" - ") == 4 and "1 of 1" in rows[0]
-
-
 def test_tables_show_figures_and_the_reference():
     runners = two_methods()
     runners["hf"] = FakeRunner("hf", runners["ar"].calls, seconds=8.0, split=(0.0, 0.0))
@@ -129,22 +122,6 @@ def test_command_prints_tables_and_writes_everything(invoke, tmp_path):
     known |= {"dtype", "commit", "date", "command", "kernels"}
     assert known <= set(content["environment"]) and content["environment"]["device"] == "cpu"
     assert content["settings"]["turns"] == "all"
-
-
-def test_a_seed_makes_sampled_outputs_comparable(invoke, tmp_path):
-    runners = two_methods()
-    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
-    for options, identical in (
-        (["--seed", 3], [3, 3, 0]),
-        ([], [None] * 3),
-        (["--seed", 3, "--coupling", "residual"], [None] * 3),
-    ):
-        result = invoke(runners, "--temperature", 0.6, *options, "--json", tmp_path / "out.json")
-        assert result.exit_code == 0, result.output
-        content = json.loads((tmp_path / "out.json").read_text())
-        assert [one["identical"] for one in content["methods"].values()] == identical
-        coupling = "residual" if "residual" in options else "coupled"
-        assert content["settings"]["coupling"] == coupling
 
 
 def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):

@@ -39,14 +39,8 @@ FILTERS: dict[str, dict[str, object]] = {
     "min-p": {"temperature": 1.5, "min_p": 0.2},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {1: 1.5, 4: -math.inf}},
-    "all": {
-        "temperature": 0.8,
-        "top_k": 4,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "repetition_penalty": 1.2,
-        "logit_bias": {2: 1.0},
-    },
+    "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05}
+    | {"repetition_penalty": 1.2, "logit_bias": {2: 1.0}},
     "bans": {"bad_words": ["x"], "min_tokens": 2},
 }
 
@@ -131,41 +125,26 @@ def seedless(begin: Callable[..., None]) -> Callable[..., None]:
     return lambda self, seed, choice, vocab: begin(self, seed // 16, choice, vocab)
 
 
-def residual_answers(model: ToyModel, seeds: int, shared: bool) -> Counter[tuple[int, ...]]:
-    """First tokens by the residual rule, of a drafter's one child. `shared`: what is left is drawn
-    with the noise that the child was drawn with, as was done elsewhere; it tells which of the other
-    tokens had little luck."""
-    counts: Counter[tuple[int, ...]] = Counter()
-    sampler, p, q = (
-        Sampler(SamplingParams(temperature=1.0), [0], V),
-        model.target([0]),
-        model.draft([0]),
-    )
-    rest = (p - q).clamp(min=0).log()
-    for seed in range(seeds):
-        noise, chance = Noise(seed, 0, V), random.Random(seed)
-        child = sampler.emitted(q.log(), noise, 1)
-        accepted = chance.random() < float(p[child] / q[child])
-        counts[
-            (
-                child
-                if accepted
-                else sampler.emitted(rest, noise if shared else Noise(seed, 1, V), 1),
-            )
-        ] += 1
-    return counts
-
-
-def test_noise_shared_with_the_residual_rule_is_found_out() -> None:
-    model = ToyModel(V, seed=1, noise=2.0, zeros=0.0)
-    probs = exact_probs(model.target, V, 1)
-    assert chi_square(residual_answers(model, 6_000, False), probs) > 1e-3
-    assert chi_square(residual_answers(model, 12_000, True), probs) < 1e-6
-
-
 @pytest.mark.parametrize("name", FILTERS)
 def test_no_tree_changes_an_answer(name: str) -> None:
     """Random trees, whose nodes were drawn with any noise or none, the place's own included."""
+    same, accepted = same_answers(name)
+    assert same == 30 and accepted > 100
+
+
+@pytest.mark.parametrize("name", ["penalties", "bans"])
+def test_a_sampler_that_forgets_the_path_is_found_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It judges nodes below the root as the root is."""
+    process = Sampler.process
+    monkeypatch.setattr(Sampler, "process", lambda self, logits, path=(): process(self, logits))
+    assert same_answers(name)[0] < 25
+
+
+def same_answers(name: str) -> tuple[int, int]:
+    """How many of 30 answers by random trees are plain decoding's own, and tokens drafted right."""
+    same = 0
     params, rng, accepted = params_of(name), random.Random(1), 0
     for seed in range(30):
         model, noise = ToyModel(V, seed=seed, zeros=0.0), Noise(seed, 0, V)
@@ -184,12 +163,8 @@ def test_no_tree_changes_an_answer(name: str) -> None:
                 accepted += 1
             return tree
 
-        assert answer(model, params, noise, 12, drafted) == plain
-    assert accepted > 100
-
-
-def probs_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
-    return lambda context: model.draft(context)
+        same += answer(model, params, noise, 12, drafted) == plain
+    return same, accepted
 
 
 @pytest.mark.parametrize("name", [*DRAFTED, "auto"])
@@ -201,7 +176,7 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
     params = SamplingParams(temperature=temperature)
     for seed in range(12):
         model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
-        drafter = KnownDrafter(probs_of_text(model))
+        drafter = KnownDrafter(model.draft)
         policy = (
             Auto(drafter, ngram := Ngram(), LastLogits())
             if name == "auto"
@@ -315,21 +290,6 @@ def test_all_nodes_at_once_emit_what_each_does(
     assert found.pop(7) == -1 and found == most_probable(logits[torch.arange(60) != 7])
     with pytest.raises(QuickbeamError, match="NaN"):
         most_probable(logits)
-
-
-def test_most_nodes_at_once_need_none_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is looked at whole only where its likeliest chunks don't decide it."""
-    vocab, whole, one = 3000, list[int](), Sampler.emitted
-
-    def counted(sampler: Sampler, logits: torch.Tensor, noise: Noise, position: int) -> int:
-        whole.append(position)
-        return one(sampler, logits, noise, position)
-
-    monkeypatch.setattr(Sampler, "emitted", counted)
-    sampler = Sampler(SamplingParams(temperature=1.0), [0], vocab)
-    logits = 6 * torch.randn(60, vocab, generator=torch.Generator().manual_seed(1))
-    sampler.emitted_all(logits, Noise(3, 0, vocab), range(60))
-    assert len(whole) < 30
 
 
 def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten() -> None:

@@ -10,9 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from importlib import metadata
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -117,16 +115,6 @@ def test_processor_and_threads(monkeypatch, sets, asked, threads, cores, status,
     says(doctor.cpu(), status, words, machine.cpu_name())
 
 
-@pytest.mark.parametrize(
-    ("share", "average", "status"), [(3.0, 0.1, OK), (60.0, 0.1, NOTE), (3.0, 5.0, NOTE)]
-)
-def test_others_on_the_machine(monkeypatch, share, average, status):
-    monkeypatch.setattr(psutil, "cpu_percent", lambda wait: share)
-    monkeypatch.setattr(psutil, "getloadavg", lambda: (average, 0.0, 0.0))
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
-    says(doctor.load(), status, f"{share:.0f}%", f"{average} processes")
-
-
 def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(machine, "QUOTA", quota)
@@ -136,13 +124,6 @@ def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):
     assert machine.usable_cores() == whole
     quota.write_text("50000 100000\n")
     assert machine.usable_cores() == 1
-
-
-def test_memory_that_is_short(monkeypatch):
-    for free, status in ((10**9, NOTE), (10**10, OK)):
-        now = SimpleNamespace(total=16 * 10**9, available=free)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda now=now: now)
-        says(doctor.memory(), status, "16.0 GB", f"{free / 1e9:.1f} GB free")
 
 
 def test_the_default_model_and_the_cache(monkeypatch):
@@ -203,20 +184,6 @@ def test_extras_and_what_is_missing_for_what(monkeypatch):
     says(doctor.extras(), NOTE, *lacks, "pip install 'quickbeam[serve,grammar]'")
     versions(monkeypatch, **there | {"uvicorn": "0.40", "llguidance": "1.9"})
     says(doctor.extras(), OK, "serve, grammar")
-
-
-def test_the_gpu_and_what_it_means(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    says(doctor.gpu(), OK, "on the CPU")
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    says(doctor.gpu(), NOTE, "for CPUs")
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    says(doctor.gpu(), NOTE, "driver")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: f"GPU {place}")
-    says(doctor.gpu(), OK, "GPU 0", "--device cpu")
 
 
 def test_a_check_that_fails_is_a_note():

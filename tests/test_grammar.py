@@ -3,7 +3,6 @@ them. `pytest tests/test_grammar.py`"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -15,11 +14,11 @@ import jsonschema
 import pytest
 
 from cases import few, spread
-from quickbeam import LLM, AsyncLLM, Grammar, InvalidInput, SamplingParams
+from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.result import Completion
-from quickbeam.grammar.compiler import KEPT
+from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods import METHODS as EVERY
 from test_llm import save_small
@@ -180,18 +179,6 @@ def test_a_cancelled_answer_leaves_the_others(llm: LLM) -> None:
     assert "".join(other) == expected and one.completion.finish_reason == "interrupted"
 
 
-def test_asyncio_has_it(llm: LLM) -> None:
-    async def run() -> tuple[str, str]:
-        served = AsyncLLM(llm=llm)
-        with pytest.raises(InvalidInput, match="regex"):
-            await served.generate("abc", SamplingParams(grammar=Grammar.regex("(")))
-        answer = await served.generate("abc", asked("lark"))
-        return answer.text, answer.finish_reason
-
-    text, reason = asyncio.run(run())
-    assert reason == "length" or fits("lark", text)
-
-
 # --- forced tokens --------------------------------------------------------------------------------
 
 
@@ -221,21 +208,6 @@ def test_forced_tokens_come_many_a_step(
     )
     assert s.sources["grammar"].accepted > s.new_tokens / 2
     assert s.drafter_calls == 0 and s.steps < s.new_tokens / 4
-
-
-def test_plain_decoding_stays_one_token_a_step(llm: LLM) -> None:
-    s = llm.generate("xyz", SamplingParams(grammar=Grammar.regex(LONG)), method="ar").statistics
-    assert s.steps == s.nodes == s.new_tokens - 1 and s.sources == {}
-
-
-def test_what_a_grammar_teaches_is_kept_apart(llm: LLM) -> None:
-    llm.generate("abc", asked("schema"), method="dyspec")
-    kinds = {
-        setting.constrained: policy
-        for setting, policy in llm.drafting.policies.items()
-        if setting.method == "dyspec"
-    }
-    assert kinds[True] is not kinds.get(False)
 
 
 # --- where an answer ends -------------------------------------------------------------------------
@@ -298,34 +270,22 @@ def test_no_token_left_ends_that_answer_and_no_other(llm: LLM, method: str) -> N
     assert ["".join(streams[2]), streams[2].completion.finish_reason] == ["a", "stop"]
 
 
-def test_min_tokens_beyond_the_grammar_is_an_error(llm: LLM) -> None:
-    with pytest.raises(DeadEnd, match="after 2 tokens"):
-        llm.generate("abc", SamplingParams(grammar=Grammar.regex("aa"), min_tokens=5), method="pld")
-
-
 # --- what can't be used ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("grammar", "words"),
-    [
-        (Grammar.json_schema({"type": "strnig"}), "json_schema: Invalid type: strnig"),
-        (
-            Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}),
-            "json_schema: Unsatisfiable schema",
-        ),
-        (
-            Grammar.json_schema({"not": {"type": "string"}}),
-            r"json_schema: Unimplemented keys: \[\"not\"\]",
-        ),
-        (Grammar.json_schema({"$ref": "https://example.com/x.json"}), "json_schema: Resource"),
-        (Grammar.json_schema("[1]"), "json_schema: .*object"),
-        (Grammar.regex("a("), "regex: .*unclosed group"),
-        (Grammar.regex("a(?=b)"), "regex: .*look-around"),
-        (Grammar.lark("start: nothing"), "lark: .*unknown name"),
-    ],
-    ids=str,
-)
+BAD = [
+    (Grammar.json_schema({"type": "strnig"}), "json_schema: Invalid type: strnig"),
+    (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "json_schema: Unsat"),
+    (Grammar.json_schema({"not": {"type": "string"}}), r"Unimplemented keys: \[\"not\"\]"),
+    (Grammar.json_schema({"$ref": "https://example.com/x.json"}), "json_schema: Resource"),
+    (Grammar.json_schema("[1]"), "json_schema: .*object"),
+    (Grammar.regex("a("), "regex: .*unclosed group"),
+    (Grammar.regex("a(?=b)"), "regex: .*look-around"),
+    (Grammar.lark("start: nothing"), "lark: .*unknown name"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "words"), BAD, ids=str)
 def test_a_bad_grammar_is_told_when_a_request_begins(
     llm: LLM, grammar: Grammar, words: str
 ) -> None:
@@ -334,6 +294,21 @@ def test_a_bad_grammar_is_told_when_a_request_begins(
             begin("abc", SamplingParams(grammar=grammar))
     with pytest.raises(InvalidInput):
         llm.chat_stream([{"role": "user", "content": "hi"}], SamplingParams(grammar=grammar))
+
+
+def test_what_is_missing_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way for the answer to end, an end-of-sequence token, a tokenizer of a known kind, the
+    library."""
+    size, ends = llm.model.vocab_size, llm.eos_ids
+    with pytest.raises(InvalidInput, match="grammar with ignore_eos: nothing could end the answer"):
+        llm.generate("abc", SamplingParams(grammar=Grammar.regex("a"), ignore_eos=True))
+    with pytest.raises(InvalidInput, match="no end-of-sequence token"):
+        Compiler(llm.tokenizer, size, []).compile(Grammar.regex("a"))
+    with pytest.raises(InvalidInput, match="can't take this model's tokenizer"):
+        Compiler(list(range(257)), size, ends).compile(Grammar.regex("a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidInput, match=r"pip install 'quickbeam\[grammar\]'"):
+        Compiler(llm.tokenizer, size, ends).compile(Grammar.regex("a"))
 
 
 def test_what_is_no_grammar() -> None:
@@ -348,41 +323,6 @@ def test_what_is_no_grammar() -> None:
         Grammar("bnf", "")
     with pytest.raises(InvalidInput, match=r"grammar='a': must be a Grammar"):
         SamplingParams(grammar="a")  # type: ignore[arg-type]
-
-
-def test_an_answer_that_could_not_end_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidInput, match="grammar with ignore_eos: nothing could end the answer"):
-        llm.generate("abc", SamplingParams(grammar=Grammar.regex("a"), ignore_eos=True))
-    monkeypatch.setattr(llm._grammars, "_tokenizer", None)
-    monkeypatch.setattr(llm._grammars, "_eos", [])
-    with pytest.raises(InvalidInput, match="no end-of-sequence token"):
-        llm.generate("abc", SamplingParams(grammar=Grammar.regex("never asked before")))
-
-
-def test_a_missing_library_and_an_unknown_tokenizer_are_told(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unknown = SamplingParams(grammar=Grammar.regex("never asked before, either"))
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(InvalidInput, match=r"pip install 'quickbeam\[grammar\]'"),
-    ):
-        patch.setitem(sys.modules, "llguidance", None)
-        llm.generate("abc", unknown)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(InvalidInput, match="can't take this model's tokenizer"),
-    ):
-        patch.setattr(llm._grammars, "_tokenizer", None)
-        patch.setattr(llm._grammars, "_hf", list(range(257)))
-        llm.generate("abc", unknown)
-    assert llm.generate("abc", replace(unknown, max_tokens=5)).text == "never"
-
-
-def test_compiled_grammars_are_kept_up_to_a_number(llm: LLM) -> None:
-    for i in range(KEPT + 3):
-        llm._grammars.begin(Grammar.regex(f"a{i}"), llm.eos_ids)
-    assert len(llm._grammars._kept) == KEPT and Grammar.regex("a2") not in llm._grammars._kept
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -22,12 +22,10 @@ from quickbeam.engine.accept import Randomness, accept
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
-from quickbeam.methods.acceptance import AcceptanceModel, drafted
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.constrained import constrained, lay_runs
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.search import Search
 from quickbeam.models.base import Passed
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
@@ -329,12 +327,7 @@ def test_a_drafters_distribution_before_the_mask_is_found_out() -> None:
 
 
 def draft(
-    policy: Method,
-    pattern: str,
-    text: str,
-    budget: int,
-    temperature: float = 0.0,
-    depth: int = 9,
+    policy: Method, pattern: str, text: str, budget: int, temperature: float = 0.0, depth: int = 9
 ) -> Grown:
     """What is grown after a prompt of one token and a text."""
     found = masks(pattern, V - 1, ids(text))
@@ -410,13 +403,6 @@ def test_what_repeats_stops_where_it_is_banned() -> None:
     assert tree.source[path[2]] == GRAMMAR
 
 
-def test_nothing_is_learned_of_forced_tokens() -> None:
-    policy = DySpec(known())
-    end = draft(policy, "abcdabcd", "", 6)
-    end.learn(end.tree, range(len(end.tree)))
-    assert policy.model.rate(drafted(0, 1.0)) == 1.0
-
-
 def test_runs_are_laid_where_there_is_room() -> None:
     tree = TokenTree(0)
     tree.add(tree.add(0, 1, "ngram", 0.5), 2, "ngram", 0.25)
@@ -452,29 +438,3 @@ def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
             outer.send(None)
     assert sent[0] is not None and sent[0].forced == {1: 2} and not sent[0].values.any()
     assert sent[1] is None
-
-
-def test_reading_a_run_counts_for_what_is_hoped_of_it() -> None:
-    found = masks("ab[cd]e*", V - 1)
-    context = Context([0], torch.zeros(V), grammar=found)
-    search = Search(known(), context, 4, 3, AcceptanceModel())
-
-    def growth() -> Growth:
-        due = [search.root]
-        while due:
-            yield from search.ask(due, gain=0.9)
-            search.rank()
-            due = [one for one in search.best if one.place is None and one.depth < 3]
-        return Grown(search.tree())
-
-    outer, probs, calls = (
-        constrained(growth(), found, 9, 9),
-        DraftProbs(known().probs([0]).expand(1, -1)),
-        [],
-    )
-    with pytest.raises(StopIteration):
-        request = next(outer)
-        while True:
-            calls.append((list(request.nodes), request.gain))
-            request = outer.send(probs)
-    assert calls == [([node], pytest.approx(0.3)) for node in range(3)]

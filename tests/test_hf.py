@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import re
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -420,14 +421,11 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
     made.clear()
     del model
     gc.collect()
+    for _ in range(300):  # its thread ends a moment later
+        if engine() is None:
+            break
+        time.sleep(0.1)
     assert engine() is None
-
-
-def test_weights_are_shared_with_the_model(made: list[Any]) -> None:
-    model = tiny("gpt-oss-sinks")  # which the kernels do not run
-    model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
-    ours = {one.data_ptr() for one in made[0].model._model.parameters()}
-    assert ours == {one.data_ptr() for one in model.parameters()}
 
 
 def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) -> None:
@@ -450,10 +448,4 @@ def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) 
     assert torch.equal(
         model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
         llama.generate(ROWS[:1], **GREEDY),
-    )
-
-
-def test_the_name_does_not_hide_transformers() -> None:
-    assert quickbeam.hf.generate is generate and AutoTokenizer.__module__.startswith(
-        "transformers."
     )

