@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    HeliumConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -74,8 +75,7 @@ CONFIGS = {
     ),
 }
 
-# the layouts that the native kernels run
-NATIVE = [name for name in CONFIGS if "sinks" not in name]  # what the kernels run
+UNDESCRIBED = HeliumConfig(**SIZES, head_dim=8)  # what the native kernels don't run
 
 
 def tiny(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import NATIVE, VOCAB, tiny
+from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed
 from quickbeam.models.kv import Page, SequenceCache
 from quickbeam.models.native import library
@@ -224,7 +224,7 @@ def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
     """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used
     before, and beginnings that are shared."""
@@ -233,7 +233,7 @@ def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> No
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
     assert wrong_rows(*models(name), range(1, 8), 400) == 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import few
-from models import NATIVE, VOCAB, tiny
+from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.target import Target
@@ -63,7 +63,7 @@ def rows_that_differ(
     return wrong
 
 
-@pytest.mark.parametrize("name", few(NATIVE, ["llama", "mistral-window", "qwen2-window", "qwen3"]))
+@pytest.mark.parametrize("name", few(CONFIGS, ["llama", "mistral-window", "qwen2-window", "qwen3"]))
 def test_every_layout_gives_the_same_bits_across_pages(name: str) -> None:
     target = Target(tiny(name, torch.bfloat16, wide=True))
     assert target.model.exact

@@ -19,15 +19,19 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     LlamaConfig,
@@ -40,6 +44,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -96,6 +101,9 @@ EXPERTS = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
 CONFIGS: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**SIZES, use_qk_norm=True),
     "cohere2": Cohere2Config(**SIZES | MIXED, sliding_window=6, head_dim=8),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(
+        **SIZES, moe_k=3, moe_num_experts=7, moe_intermediate_size=24, moe_norm_min=0.5
+    ),
     "exaone4": Exaone4Config(**SIZES | MIXED, sliding_window=6),
     "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
@@ -112,6 +120,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "glm": GlmConfig(**SIZES, head_dim=8),
     "glm4": Glm4Config(**SIZES, head_dim=8),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+    ),
     "gpt2": GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -124,12 +143,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gpt_neox": GPTNeoXConfig(**ONE_HEAD_A_KEY, rotary_pct=0.5),
     "gpt_neox-serial": GPTNeoXConfig(**ONE_HEAD_A_KEY, rotary_pct=0.5, use_parallel_residual=False),
+    "gpt_oss": GptOssConfig(
+        **SIZES, head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=6
+    ),
     "granite": GraniteConfig(
         **SIZES,
         embedding_multiplier=3.0,
         logits_scaling=4.0,
         residual_multiplier=0.3,
         attention_multiplier=0.2,
+    ),
+    "granitemoe": GraniteMoeConfig(
+        **SIZES, attention_multiplier=0.2, residual_multiplier=0.3, num_local_experts=5
     ),
     "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
     "lfm2": Lfm2Config(**SIZES, layer_types=CONVOLVED, conv_bias=True),
@@ -145,6 +170,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "olmo3": Olmo3Config(**SIZES | MIXED, sliding_window=6),
     "olmoe": OlmoeConfig(**SIZES, num_experts=7, num_experts_per_tok=3),
     "phi": PhiConfig(**SIZES),
+    "phimoe": PhimoeConfig(
+        **SIZES, num_local_experts=5, sliding_window=7, router_jitter_noise=0.3, lm_head_bias=True
+    ),
     "phi3": Phi3Config(**SIZES, sliding_window=7, partial_rotary_factor=0.5),
     "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen2_moe": Qwen2MoeConfig(
@@ -174,6 +202,9 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
                 parameter.mul_(6)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, correction in (*model.named_parameters(), *model.named_buffers()):
+            if "correction" in name:
+                correction.copy_(torch.randn_like(correction) * 0.1)
     return model.eval()
 
 
@@ -183,6 +214,7 @@ def off(got: torch.Tensor, right: torch.Tensor) -> float:
 
 def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= dict(model.named_buffers())
 
     def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return angles(rotary, model.get_submodule(rotary.module), positions)
@@ -335,6 +367,11 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "weights of experts that add up to 1": ("olmoe", each_routing(renormalised=True)),
     "an expert fewer": ("qwen3_moe", each_routing(top=2)),
     "no shared expert": ("qwen2_moe", each_experts(shared=None, shared_gate=None)),
+    "no correction of the choice": ("ernie4_5_moe", each_routing(correction=None)),
+    "groups left out": ("glm4_moe", each_routing(groups=1, top_groups=1)),
+    "no sinks": ("gpt_oss", each_attention(sinks=None)),
+    "softmax before the choice": ("granitemoe", each_routing(scores="softmax")),
+    "no experts left out of a softmax": ("phimoe", each_routing(jitter=1e9)),
     "a shared expert without its gate": ("qwen2_moe", each_experts(shared_gate=None)),
 }
 

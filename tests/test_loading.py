@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlavaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2VLConfig,
@@ -170,6 +171,28 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
         said = any("promise" in record.message for record in caplog.records)
         assert answer.statistics.exact == llm.model.exact == (not said)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_read_from_stacked_and_from_single_tensors(folder: Path, stacked: bool) -> None:
+    config = AutoConfig.from_pretrained(folder).to_dict() | {"num_local_experts": 3}
+    plain = tiny("", config=MixtralConfig(**{**config, "model_type": "mixtral"}))
+    plain.save_pretrained(folder)
+    names = load_file(folder / "model.safetensors")
+    assert any("experts.2." in name for name in names)
+    if stacked:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in plain.state_dict().items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+    ids = [3, 1, 4, 1, 5]
+    with LLM(str(folder), dtype="float32") as llm:
+        answer = llm.generate(ids, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        assert llm.model.exact
+    for _ in range(4):
+        ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert answer.token_ids == ids[5:]
 
 
 def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cases import few
-from models import tiny
+from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
@@ -109,8 +109,8 @@ def test_the_head_has_8_bits_at_least(name: str) -> None:
 
 
 def test_quantised_weights_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidInput, match="no family describes GptOssForCausalLM; leave them out"):
-        make_model(tiny("gpt-oss-sinks", torch.bfloat16), weights=INT4)
+    with pytest.raises(InvalidInput, match="no family describes HeliumForCausalLM; leave them out"):
+        make_model(tiny("", torch.bfloat16, config=UNDESCRIBED), weights=INT4)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     with pytest.raises(InvalidInput, match="weights='int8' need the native kernels: QUICKBEAM_K"):
         make_model(tiny("llama", torch.bfloat16), weights=INT8)

@@ -20,7 +20,9 @@ def angles(
     """Return cosines and sines of `positions` `[n]`, `[n, half]` float32 each."""
     kind = () if rotary.kind is None else (rotary.kind,)
     both = module(torch.empty(1, dtype=torch.float32), positions[None], *kind)
-    if rotary.repeated:
+    if rotary.once:
+        cosine, sine = (part[0] for part in both)
+    elif rotary.repeated:
         cosine, sine = (part[0, :, ::2] for part in both)
     else:
         cosine, sine = (part[0, :, : part.shape[-1] // 2] for part in both)

@@ -10,19 +10,21 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.models.families.cohere import cohere, cohere2
+from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
 from quickbeam.models.families.gemma import gemma, gemma2, gemma3
-from quickbeam.models.families.glm import glm, glm4
+from quickbeam.models.families.glm import glm, glm4, glm4_moe
 from quickbeam.models.families.gpt2 import gpt2
 from quickbeam.models.families.gpt_neox import gpt_neox
+from quickbeam.models.families.gpt_oss import gpt_oss
 from quickbeam.models.families.hunyuan import hunyuan
 from quickbeam.models.families.lfm2 import lfm2
-from quickbeam.models.families.llama import granite, llama, seed_oss, smollm3
+from quickbeam.models.families.llama import granite, granitemoe, llama, seed_oss, smollm3
 from quickbeam.models.families.mistral import ministral3, mistral
 from quickbeam.models.families.mixtral import mixtral
 from quickbeam.models.families.nemotron import nemotron
 from quickbeam.models.families.olmo import olmo, olmoe
-from quickbeam.models.families.phi import phi, phi3
+from quickbeam.models.families.phi import phi, phi3, phimoe
 from quickbeam.models.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
@@ -34,15 +36,19 @@ MOVING = {"dynamic", "longrope"}  # angles that change with a text's length, whe
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     "cohere": cohere,
     "cohere2": cohere2,
+    "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "glm": glm,
     "glm4": glm4,
+    "glm4_moe": glm4_moe,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
     "granite": granite,
+    "granitemoe": granitemoe,
     "hunyuan_v1_dense": hunyuan,
     "lfm2": lfm2,
     "llama": llama,
@@ -55,6 +61,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "olmoe": olmoe,
     "phi": phi,
     "phi3": phi3,
+    "phimoe": phimoe,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,

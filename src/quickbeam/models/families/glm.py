@@ -1,4 +1,5 @@
-"""GLM-4 (0414, and the 9B before it): neighbouring dimensions turn together, half of each head."""
+"""GLM-4 (0414, and the 9B before it): neighbouring dimensions turn together, half of each head.
+GLM-4.5 and later: experts."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from quickbeam.models.families.reading import (
     attention,
     before,
     decoder,
+    experts,
+    gated,
     halves,
+    head_norms,
     rms,
     tensors,
 )
-from quickbeam.models.stack import FeedForward, Layer, Rotary, Stack
+from quickbeam.models.stack import FeedForward, Layer, Rotary, Routing, Stack
 
 
 def glm(c: Config, after: bool = False) -> Stack:
@@ -37,3 +41,31 @@ def glm(c: Config, after: bool = False) -> Stack:
 def glm4(c: Config) -> Stack:
     """Norms before and after."""
     return glm(c, after=True)
+
+
+def glm4_moe(c: Config) -> Stack:
+    """Dense layers first. Then experts chosen by their sigmoids, and a shared one."""
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}"
+        norms = head_norms(c, i, ("q_norm", "k_norm")) if c.use_qk_norm else None
+        mixer = attention(c, i, c.attention_bias, out_bias=False, norms=norms)
+        if i < c.first_k_dense_replace:
+            return before(c, i, mixer, gated(c, i))
+        routing = Routing(
+            tensors(f"{at}.mlp.gate"),
+            c.num_experts_per_tok,
+            "sigmoid",
+            f"{at}.mlp.gate.e_score_correction_bias",
+            c.n_group,
+            c.topk_group,
+            2,
+            renormalised=bool(c.norm_topk_prob),
+            plus=1e-20,
+            factor=float(c.routed_scaling_factor),
+        )
+        c.get("n_shared_experts")  # side by side, as one
+        shared = gated(c, i, name="mlp.shared_experts")
+        return before(c, i, mixer, experts(c, i, routing, c.n_routed_experts, shared=shared))
+
+    return decoder(c, layer)

@@ -1,4 +1,4 @@
-"""Phi-1 and Phi-2 (attention and feed-forward side by side), Phi-3 and Phi-4."""
+"""Phi-1 and Phi-2 (attention and feed-forward side by side), Phi-3 and Phi-4, and Phi-MoE."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from quickbeam.models.families.reading import (
     attention,
     before,
     decoder,
+    experts,
     halves,
     layer_norm,
     plain,
     tensors,
 )
-from quickbeam.models.stack import FeedForward, Layer, Stack
+from quickbeam.models.stack import FeedForward, Layer, Routing, Stack
 
 
 def phi(c: Config) -> Stack:
@@ -49,3 +50,23 @@ def phi3(c: Config) -> Stack:
         return before(c, i, attention(c, i, qkv=qkv, window=c.get("sliding_window")), fed)
 
     return decoder(c, layer)
+
+
+def phimoe(c: Config) -> Stack:
+    """Layer norms, and two experts whose weights don't add up to 1."""
+    c.must("num_experts_per_tok", 2)
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}"
+        routing = Routing(
+            tensors(f"{at}.mlp.router"), 2, "mixer", jitter=float(c.router_jitter_noise)
+        )
+        return Layer(
+            attention(c, i, c.attention_bias, window=c.get("sliding_window")),
+            experts(c, i, routing, c.num_local_experts),
+            layer_norm(f"{at}.input_layernorm", c.rms_norm_eps),
+            layer_norm(f"{at}.post_attention_layernorm", c.rms_norm_eps),
+        )
+
+    norm = layer_norm("model.norm", c.rms_norm_eps)
+    return decoder(c, layer, norm=norm, head=tensors("lm_head", bias=c.lm_head_bias))

@@ -56,6 +56,7 @@ HARMLESS = {
     "max_window_layers",
     "moe_intermediate_size",
     "n_positions",
+    "num_nextn_predict_layers",
     "original_max_position_embeddings",
     "output_router_logits",
     "pad_token_id",
