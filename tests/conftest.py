@@ -91,3 +91,12 @@ def runner(llm):
     found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
     yield found
     asyncio.run(found.close())
+
+
+@pytest.fixture
+def scripted(llm):
+    """A server whose answers are given."""
+    from quickbeam.serve.settings import ServeSettings
+    from serving import ScriptedRunner
+
+    return ScriptedRunner(ServeSettings(served_name="toy"), llm)
