@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.serve.settings import ServeSettings
@@ -33,15 +33,16 @@ PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "requi
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 
+FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
+
+
 @pytest.fixture(scope="module")
 def scripted(toy_folder):
     with LLM(toy_folder, "ar") as llm:
         llm.tokenizer.chat_template = TEMPLATE
         # answers are scripted: their model need not know the token
         llm.tokenizer.add_tokens(["<tool_call>"])
-        found = ScriptedRunner(ServeSettings(served_name="toy"), llm)
-        yield found
-        asyncio.run(found.close())
+        yield ScriptedRunner(ServeSettings(served_name="toy"), llm)
 
 
 def using(runner, work, strict=True):
@@ -67,105 +68,49 @@ async def gathered(stream):
 
 
 def test_every_field_of_a_chat(runner, llm):
-    asked = dict(
-        model="toy",
-        messages=MESSAGES,
-        max_completion_tokens=12,
-        temperature=0.8,
-        top_p=0.9,
-        seed=7,
-        n=2,
-        stop=["zzz"],
-        presence_penalty=0.1,
+    fields = dict(
+        temperature=0.8, top_p=0.9, seed=7, n=2, stop=["zzz"], presence_penalty=0.1,
         frequency_penalty=0.1,
-        logit_bias={"5": -100},
-        logprobs=True,
-        top_logprobs=2,
-        response_format={"type": "text"},
-        parallel_tool_calls=True,
-        user="me",
-        metadata={"a": "b"},
-        store=False,
-        service_tier="auto",
-        safety_identifier="me",
-        prompt_cache_key="k",
-        extra_body={
-            "top_k": 40,
-            "min_p": 0.01,
-            "repetition_penalty": 1.1,
-            "min_tokens": 2,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        | {
-            "speculation": {"method": "logitspec"},
-            "bad_words": ["b"],
-            "stop_token_ids": [3],
-            "skip_special_tokens": True,
-        },
-    )
-    params = SamplingParams(
-        max_tokens=12, temperature=0.8, top_p=0.9, seed=7, n=2, stop=["zzz"], presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logit_bias={5: -100}, logprobs=2, top_k=40, min_p=0.01, repetition_penalty=1.1,
-        min_tokens=2, ignore_eos=True, bad_words=["b"],
-        stop_token_ids=[3],
     )  # fmt: skip
+    ours = dict(
+        top_k=40, min_p=0.01, repetition_penalty=1.1, min_tokens=2, ignore_eos=True,
+        bad_words=["b"], stop_token_ids=[3], skip_special_tokens=True,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=12, logit_bias={5: -100}, logprobs=2, **fields, **ours)
     right = llm.chat(MESSAGES, params, method="ar")
+    extra = {"speculation": {"method": "logitspec"}, "return_token_ids": True, **ours}
+    asked = dict(
+        model="toy", messages=MESSAGES, max_completion_tokens=12, logit_bias={"5": -100},
+        logprobs=True, top_logprobs=2, response_format={"type": "text"}, parallel_tool_calls=True,
+        user="me", metadata={"a": "b"}, store=False, service_tier="auto", safety_identifier="me",
+        prompt_cache_key="k", extra_body=extra, **fields,
+    )  # fmt: skip
     found = using(runner, lambda api: api.chat.completions.create(**asked))
     assert [one.message.content for one in found.choices] == [one.text for one in right]
-    assert [one.model_extra["token_ids"] for one in found.choices] == [
-        one.token_ids for one in right
-    ]
-    assert [entry.logprob for entry in found.choices[0].logprobs.content] == pytest.approx(
-        [one.logprob for one in right[0].logprobs]
-    )
-    assert (
-        found.usage.completion_tokens_details.accepted_prediction_tokens >= 0
-        and found.system_fingerprint == runner.fingerprint
-    )
-    assert (
-        found.usage.prompt_tokens_details.cached_tokens >= 0
-        and found.usage.model_extra["steps"] > 0
-    )
+    ids = [one.model_extra["token_ids"] for one in found.choices]
+    assert ids == [one.token_ids for one in right]
+    logprobs = [entry.logprob for entry in found.choices[0].logprobs.content]
+    assert logprobs == pytest.approx([one.logprob for one in right[0].logprobs])
+    usage = found.usage
+    assert usage.completion_tokens_details.accepted_prediction_tokens >= 0
+    assert usage.prompt_tokens_details.cached_tokens >= 0 and usage.model_extra["steps"] > 0
+    assert found.system_fingerprint == runner.fingerprint
 
-    chunks = using(
-        runner,
-        lambda api: gathered(
-            api.chat.completions.create(
-                **asked, stream=True, stream_options={"include_usage": True}
-            )
-        ),
-    )
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = using(runner, lambda api: gathered(api.chat.completions.create(**asked)))
     for index, one in enumerate(right):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert (
-            "".join(choice.delta.content or "" for choice in mine) == one.text
-            and mine[-1].finish_reason == one.finish_reason
-        )
-    assert chunks[-1].usage.total_tokens == found.usage.total_tokens
+        assert "".join(choice.delta.content or "" for choice in mine) == one.text
+        assert mine[-1].finish_reason == one.finish_reason
+    assert chunks[-1].usage.total_tokens == usage.total_tokens
 
 
 def test_every_field_of_a_completion(runner, llm):
-    asked = dict(
-        model="toy",
-        prompt=["one two one", "a b a b"],
-        max_tokens=8,
-        temperature=0.8,
-        seed=3,
-        n=2,
-        best_of=2,
-        logprobs=2,
-    )
-    right = llm.generate(
-        asked["prompt"], SamplingParams(max_tokens=8, temperature=0.8, seed=3, n=2), method="ar"
-    )
-    found = using(
-        runner,
-        lambda api: api.completions.create(
-            **asked, user="me", suffix=None, stop=None, logit_bias=None
-        ),
-    )
+    fields = dict(max_tokens=8, temperature=0.8, seed=3, n=2)
+    asked = dict(model="toy", prompt=["one two one", "a b a b"], best_of=2, logprobs=2, **fields)
+    asked |= dict(user="me", suffix=None, stop=None, logit_bias=None)
+    right = llm.generate(asked["prompt"], SamplingParams(**fields), method="ar")
+    found = using(runner, lambda api: api.completions.create(**asked))
     assert [one.text for one in found.choices] == [one.text for one in right]
     assert len(found.choices[0].logprobs.tokens) == len(right[0].token_ids)
     # The client's type of a whole completion, which chunks have, too, wants a finish reason: not
@@ -178,74 +123,45 @@ def test_every_field_of_a_completion(runner, llm):
 
 
 def test_every_field_of_a_response(runner, llm):
+    fields = dict(temperature=0.8, top_p=0.9)
     asked = dict(
-        model="toy",
-        input=[{"role": "user", "content": "the cat"}],
-        instructions="be brief",
-        max_output_tokens=16,
-        temperature=0.8,
-    )
-    asked |= dict(
-        top_p=0.9,
-        store=False,
-        truncation="disabled",
-        metadata={"a": "b"},
-        top_logprobs=1,
-        parallel_tool_calls=True,
-        user="me",
-    )
-    asked |= dict(
-        include=["message.output_text.logprobs"],
-        text={"format": {"type": "text"}},
-        extra_body={"seed": 5},
-    )
+        model="toy", input=[{"role": "user", "content": "the cat"}], instructions="be brief",
+        max_output_tokens=16, store=False, truncation="disabled", metadata={"a": "b"},
+        top_logprobs=1, parallel_tool_calls=True, user="me",
+        include=["message.output_text.logprobs"], text={"format": {"type": "text"}},
+        extra_body={"seed": 5}, **fields,
+    )  # fmt: skip
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat"}]
-    right = llm.chat(
-        messages, SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=5), method="ar"
-    )
+    right = llm.chat(messages, SamplingParams(max_tokens=16, seed=5, **fields), method="ar")
     found = using(runner, lambda api: api.responses.create(**asked))
     assert found.output_text == right.text and found.usage.output_tokens == len(right.token_ids)
     events = using(runner, lambda api: gathered(api.responses.create(**asked, stream=True)))
-    assert (
-        "".join(one.delta for one in events if one.type == "response.output_text.delta")
-        == right.text
-    )
-    assert events[-1].response.output_text == right.text
+    deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
+    assert "".join(deltas) == right.text == events[-1].response.output_text
 
 
 def test_tools_there_and_back(scripted):
     scripted.script = CALL
+    asked = {"model": "toy", "messages": MESSAGES, "tools": [TOOL]}
 
     async def work(api):
-        first = await api.chat.completions.create(model="toy", messages=MESSAGES, tools=[TOOL])
-        call = first.choices[0].message.tool_calls[0]
-        history = [
-            *MESSAGES,
-            first.choices[0].message,
-            {"role": "tool", "tool_call_id": call.id, "content": "4"},
-        ]
-        await api.chat.completions.create(
-            model="toy", messages=history, tools=[TOOL], tool_choice="auto"
-        )
-        chunks = await gathered(
-            api.chat.completions.create(model="toy", messages=MESSAGES, tools=[TOOL], stream=True)
-        )
-        flat = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
-        response = await api.responses.create(model="toy", input="x", tools=[flat])
-        items = [{"role": "user", "content": "x"}, *response.output]
-        items.append(
-            {"type": "function_call_output", "call_id": response.output[0].call_id, "output": "4"}
-        )
-        await api.responses.create(model="toy", input=items, tools=[flat])
-        events = await gathered(
-            api.responses.create(model="toy", input="x", tools=[flat], stream=True)
-        )
+        chat, responses = api.chat.completions.create, api.responses.create
+        first = await chat(**asked)
+        message = first.choices[0].message
+        output = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}
+        await chat(**{**asked, "messages": [*MESSAGES, message, output]}, tool_choice="auto")
+        chunks = await gathered(chat(**asked, stream=True))
+        response = await responses(model="toy", input="x", tools=[FLAT])
+        about = {"type": "function_call_output", "call_id": response.output[0].call_id}
+        items = [{"role": "user", "content": "x"}, *response.output, {**about, "output": "4"}]
+        await responses(model="toy", input=items, tools=[FLAT])
+        events = await gathered(responses(model="toy", input="x", tools=[FLAT], stream=True))
         return first, chunks, response, events
 
     first, chunks, response, events = using(scripted, work)
-    assert first.choices[0].finish_reason == "tool_calls" and json.loads(
-        first.choices[0].message.tool_calls[0].function.arguments
-    ) == {"x": 3}
+    (choice,) = first.choices
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"x": 3}
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
     assert response.output[0].type == "function_call" and events[-1].response.output[0].name == "f"
@@ -266,9 +182,8 @@ def names_in(value):
 def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
     """Fields of its own included: `parsed`, `parsed_arguments`, the `index` of a call, nulls."""
     scripted.script = f"See. {CALL}" if tools else '{"x": 3}'
-    flat = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
     chat = dict(model="toy", messages=MESSAGES) | ({"tools": [TOOL]} if tools else {})
-    items = dict(model="toy", input=MESSAGES) | ({"tools": [flat]} if tools else {})
+    items = dict(model="toy", input=MESSAGES) | ({"tools": [FLAT]} if tools else {})
 
     async def streamed(stream, end):
         async with stream as events:
@@ -312,27 +227,22 @@ def test_the_clients_own_helpers_for_streams(scripted):
     async def work(api):
         async with api.chat.completions.stream(model="toy", messages=MESSAGES) as stream:
             chat = await stream.get_final_completion()
-        flat = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
-        async with api.responses.stream(model="toy", input="x", tools=[flat]) as stream:
+        async with api.responses.stream(model="toy", input="x", tools=[FLAT]) as stream:
             return chat, await stream.get_final_response()
 
     chat, response = using(scripted, work)
-    assert (
-        chat.choices[0].message.content == scripted.script
-        and chat.choices[0].finish_reason == "stop"
-    )
+    (choice,) = chat.choices
+    assert choice.message.content == scripted.script and choice.finish_reason == "stop"
     assert [one.type for one in response.output] == ["message", "function_call"]
 
 
 def test_strict_tools_by_the_clients_helper(scripted):
-    pytest.importorskip("quickbeam.grammar")
     scripted.script = f"Let me see. {CALL}"
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    asked = {"model": "toy", "messages": MESSAGES, "tools": [strict]}
 
     async def work(api):
-        async with api.chat.completions.stream(
-            model="toy", messages=MESSAGES, tools=[strict]
-        ) as stream:
+        async with api.chat.completions.stream(**asked) as stream:
             return await stream.get_final_completion()
 
     chat = using(scripted, work)
@@ -349,91 +259,70 @@ def test_models(runner):
 
 
 def test_errors_are_the_clients_own(runner, scripted):
+    asked = {"model": "toy", "messages": MESSAGES}
     with pytest.raises(openai.BadRequestError) as refused:
-        using(
-            runner,
-            lambda api: api.chat.completions.create(model="toy", messages=MESSAGES, temperature=-1),
-        )
+        using(runner, lambda api: api.chat.completions.create(**asked, temperature=-1))
     assert refused.value.param == "temperature" and refused.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError) as missing:
-        using(runner, lambda api: api.chat.completions.create(model="gpt-9", messages=MESSAGES))
+        using(runner, lambda api: api.chat.completions.create(**{**asked, "model": "gpt-9"}))
     assert missing.value.code == "model_not_found"
     scripted.script, scripted.end = "one", RuntimeError("x")
     try:
         with pytest.raises(openai.InternalServerError):
-            using(scripted, lambda api: api.chat.completions.create(model="toy", messages=MESSAGES))
+            using(scripted, lambda api: api.chat.completions.create(**asked))
         with pytest.raises(openai.APIError, match="log says why"):
-            using(
-                scripted,
-                lambda api: gathered(
-                    api.chat.completions.create(model="toy", messages=MESSAGES, stream=True)
-                ),
-            )
+            using(scripted, lambda api: gathered(api.chat.completions.create(**asked, stream=True)))
     finally:
         scripted.end = "stop"
 
 
+class Size(BaseModel):
+    size: int = Field(ge=0, le=99)
+
+
 def test_structured_output_by_the_clients_helper(runner):
-    pytest.importorskip("quickbeam.grammar")
-    from pydantic import BaseModel, Field
+    pytest.importorskip("llguidance")
+    asked = {"model": "toy", "temperature": 0}
 
-    class Answer(BaseModel):
-        size: int = Field(ge=0, le=99)
+    async def work(api):
+        chat = await api.chat.completions.parse(
+            **asked, messages=MESSAGES, response_format=Size, max_tokens=200
+        )
+        response = await api.responses.parse(
+            **asked, input="x", text_format=Size, max_output_tokens=200
+        )
+        return chat.choices[0].message.parsed, response.output_parsed
 
-    found = using(
-        runner,
-        lambda api: api.chat.completions.parse(
-            model="toy", messages=MESSAGES, response_format=Answer, max_tokens=200, temperature=0
-        ),
-    )
-    assert 0 <= found.choices[0].message.parsed.size <= 99
-    found = using(
-        runner,
-        lambda api: api.responses.parse(
-            model="toy", input="x", text_format=Answer, max_output_tokens=200, temperature=0
-        ),
-    )
-    assert 0 <= found.output_parsed.size <= 99
+    assert all(0 <= one.size <= 99 for one in using(runner, work))
 
 
-def test_a_chat_with_langchain(runner, llm):
+def with_langchain(runner, work, **options):
+    """What `work` makes of LangChain's client."""
     chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
-    right = llm.chat(
-        MESSAGES, SamplingParams(max_tokens=16, temperature=0.8, seed=7), method="ar"
-    ).text
 
     async def go():
         async with client(runner) as web:
-            chat = chat_openai(
-                model="toy",
-                base_url="http://localhost/v1",
-                api_key="none",
-                http_async_client=web,
-                temperature=0.8,
-                seed=7,
-                max_tokens=16,
-            )
-            whole = await chat.ainvoke([("user", MESSAGES[0]["content"])])
-            pieces = [
-                piece.content async for piece in chat.astream([("user", MESSAGES[0]["content"])])
-            ]
-            return whole, pieces
+            address = {"base_url": "http://localhost/v1", "api_key": "none"}
+            chat = chat_openai(model="toy", http_async_client=web, **address, **options)
+            return await work(chat)
 
-    whole, pieces = asyncio.run(go())
+    return asyncio.run(go())
+
+
+def test_a_chat_with_langchain(runner, llm):
+    options = {"temperature": 0.8, "seed": 7, "max_tokens": 16}
+    right = llm.chat(MESSAGES, SamplingParams(**options), method="ar").text
+
+    async def work(chat):
+        asked = [("user", MESSAGES[0]["content"])]
+        return await chat.ainvoke(asked), [one.content async for one in chat.astream(asked)]
+
+    whole, pieces = with_langchain(runner, work, **options)
     assert whole.content == right == "".join(pieces)
     assert whole.usage_metadata["output_tokens"] > 0
 
 
 def test_a_tool_with_langchain(scripted):
-    chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
     scripted.script = CALL
-
-    async def go():
-        async with client(scripted) as web:
-            chat = chat_openai(
-                model="toy", base_url="http://localhost/v1", api_key="none", http_async_client=web
-            )
-            return await chat.bind_tools([TOOL]).ainvoke([("user", "x")])
-
-    found = asyncio.run(go())
+    found = with_langchain(scripted, lambda chat: chat.bind_tools([TOOL]).ainvoke([("user", "x")]))
     assert [(call["name"], call["args"]) for call in found.tool_calls] == [("f", {"x": 3})]

@@ -6,7 +6,6 @@ pytest tests/test_serve_tools.py
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -17,8 +16,6 @@ pytest.importorskip("fastapi")
 
 from quickbeam import LLM
 from quickbeam.serve.messages import NamedTool, Tool
-from quickbeam.serve.runner import Runner
-from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tool_formats import (
     HERMES,
     LLAMA3,
@@ -28,7 +25,7 @@ from quickbeam.serve.tool_formats import (
     tool_format,
 )
 from quickbeam.serve.tools import Call, CallReader, calling
-from serving import ScriptedRunner, ask, chunks, events, good, refused
+from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
 SCHEMA = {
@@ -66,78 +63,44 @@ TEMPLATES = {
     ),
 }
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
+F, G = ("f", {"x": 3}), ("g", {})
+UNREAD = {  # what is no call: it stays text
+    "no call": (HERMES, "1 < 2 and <tool> is <tool_"),
+    "cut short": (HERMES, 'So: <tool_call>\n{"name": "f", "argu'),
+    "no JSON": (HERMES, "<tool_call>{x}</tool_call> sorry"),
+    "not an object": (HERMES, "<tool_call>[1]</tool_call>"),
+    "an unknown tool": (HERMES, '<tool_call>{"name": "h", "arguments": {}}</tool_call>'),
+    "infinity": (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
+    "too deep": (HERMES, "<tool_call>" + "[" * 9000),
+    "JSON of an answer": (LLAMA3, '{"answer": 4}'),
+    "later": (LLAMA3, 'It is {"name": "f", "parameters": {"x": 3}}'),
+    "one unknown": (MISTRAL, '[TOOL_CALLS] [{"name": "h", "arguments": {}}]'),
+}
 SAID = {  # what models say, and what it means: texts, and calls with their arguments
     "hermes": (
-        HERMES,
-        f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL} bye",
-        ["Let me see.", ("f", {"x": 3}), ("f", {"x": 3}), " bye"],
+        HERMES, f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL} bye", ["Let me see.", F, F, " bye"]
     ),
-    "hermes, no spaces": (
-        HERMES,
-        '<tool_call>{"name":"g","arguments":{}}</tool_call>',
-        [("g", {})],
-    ),
-    "hermes, not closed": (
-        HERMES,
-        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}',
-        [("f", {"x": 1})],
-    ),
-    "hermes, no call": (HERMES, "1 < 2 and <tool> is <tool_", ["1 < 2 and <tool> is <tool_"]),
-    "hermes, cut short": (
-        HERMES,
-        'So: <tool_call>\n{"name": "f", "argu',
-        ['So: <tool_call>\n{"name": "f", "argu'],
-    ),
-    "hermes, no JSON": (
-        HERMES,
-        "<tool_call>{x}</tool_call> sorry",
-        ["<tool_call>{x}</tool_call> sorry"],
-    ),
-    "hermes, not an object": (HERMES, "<tool_call>[1]</tool_call>", ["<tool_call>[1]</tool_call>"]),
-    "hermes, unknown tool": (
-        HERMES,
-        '<tool_call>{"name": "h", "arguments": {}}</tool_call>',
-        ['<tool_call>{"name": "h", "arguments": {}}</tool_call>'],
-    ),
-    "hermes, a bad one between": (
+    "no spaces": (HERMES, '<tool_call>{"name":"g","arguments":{}}</tool_call>', [G]),
+    "not closed": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"x": 3}}', [F]),
+    "a bad one between": (
         HERMES,
         f"{HERMES_CALL}<tool_call>?</tool_call>{HERMES_CALL}",
-        [("f", {"x": 3}), "<tool_call>?</tool_call>", ("f", {"x": 3})],
+        [F, "<tool_call>?</tool_call>", F],
     ),
-    "hermes, no number of JSON": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
-        ['<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'],
-    ),
-    "hermes, too deep": (HERMES, "<tool_call>" + "[" * 9000, ["<tool_call>" + "[" * 9000]),
-    "hermes, types are the model's": (
+    "types are the model's": (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"x": "3"}}</tool_call>',
         [("f", {"x": "3"})],
     ),
-    "llama3": (LLAMA3, '{"name": "f", "parameters": {"x": 3}}', [("f", {"x": 3})]),
-    "llama3, tagged": (
-        LLAMA3,
-        '<|python_tag|>{"name": "f", "parameters": {"x": 3}}',
-        [("f", {"x": 3})],
-    ),
-    "llama3, JSON that is none": (LLAMA3, '{"answer": 4}', ['{"answer": 4}']),
-    "llama3, later": (
-        LLAMA3,
-        'It is {"name": "f", "parameters": {"x": 3}}',
-        ['It is {"name": "f", "parameters": {"x": 3}}'],
-    ),
+    "llama3": (LLAMA3, '{"name": "f", "parameters": {"x": 3}}', [F]),
+    "tagged": (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"x": 3}}', [F]),
     "mistral": (
         MISTRAL,
         'Well[TOOL_CALLS] [{"name": "f", "arguments": {"x": 3}}, {"name": "g", "arguments": {}}]',
-        ["Well", ("f", {"x": 3}), ("g", {})],
+        ["Well", F, G],
     ),
-    "mistral, one unknown": (
-        MISTRAL,
-        '[TOOL_CALLS] [{"name": "h", "arguments": {}}]',
-        ['[TOOL_CALLS] [{"name": "h", "arguments": {}}]'],
-    ),
-}
+    **{name: (form, text, [text]) for name, (form, text) in UNREAD.items()},
+}  # fmt: skip
 
 
 def read(form, text, size, several=True):
@@ -236,186 +199,123 @@ def llm(toy_folder):
         yield found
 
 
-@pytest.fixture(scope="module")
-def scripted(llm):
-    found = ScriptedRunner(ServeSettings(served_name="toy"), llm)
-    yield found
-    asyncio.run(found.close())
-
-
 def body(**fields):
     return {"messages": MESSAGES, "tools": [TOOL, OTHER], "max_tokens": 100, **fields}
 
 
+def choice(runner, **fields):
+    """The only choice of a whole chat."""
+    return good(ask(runner, PATH, body(**fields)))["choices"][0]
+
+
+def calls_of(message):
+    calls = message["tool_calls"]
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert {call["type"] for call in calls} == {"function"}
+    called = [call["function"] for call in calls]
+    return [(one["name"], json.loads(one["arguments"])) for one in called]
+
+
 def test_calls_of_a_chat(scripted, llm):
-    scripted.script, scripted.end = SAID["hermes"][1], "stop"
-    found = good(ask(scripted, PATH, body()))["choices"][0]
-    assert (
-        found["finish_reason"] == "tool_calls" and found["message"]["content"] == "Let me see. bye"
-    )
-    calls = found["message"]["tool_calls"]
-    assert [
-        (call["type"], call["function"]["name"], json.loads(call["function"]["arguments"]))
-        for call in calls
-    ] == [("function", "f", {"x": 3})] * 2
-    assert len({call["id"] for call in calls}) == 2
+    scripted.script = SAID["hermes"][1]
+    found = choice(scripted)
+    assert found["finish_reason"] == "tool_calls"
+    assert found["message"]["content"] == "Let me see. bye" and calls_of(found["message"]) == [F, F]
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert '"description": "Add one."' in shown and '"name": "g"' in shown and "strict" not in shown
+    assert calls_of(choice(scripted, parallel_tool_calls=False)["message"]) == [F]
     scripted.script = HERMES_CALL
-    assert good(ask(scripted, PATH, body(tools=[TOOL])))["choices"][0]["message"]["content"] is None
+    assert choice(scripted, tools=[TOOL])["message"]["content"] is None
     scripted.end = "length"
-    assert good(ask(scripted, PATH, body()))["choices"][0]["finish_reason"] == "length"
+    assert choice(scripted)["finish_reason"] == "length"
 
 
 def test_calls_of_a_streamed_chat(scripted):
-    scripted.script, scripted.end = SAID["hermes"][1], "stop"
+    scripted.script = SAID["hermes"][1]
     found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True, n=2)))]
     for index in (0, 1):
         mine = [one for one in found if one["index"] == index]
         assert "".join(one["delta"].get("content") or "" for one in mine) == "Let me see. bye"
         calls = [call for one in mine for call in one["delta"].get("tool_calls", [])]
-        assert [
-            (call["index"], call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in calls
-        ] == [(0, "f", {"x": 3}), (1, "f", {"x": 3})]
+        assert calls_of({"tool_calls": calls}) == [F, F]
+        assert [call["index"] for call in calls] == [0, 1]
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 
 def test_a_conversation_goes_on_after_a_call(scripted, llm):
-    scripted.script, scripted.end = HERMES_CALL, "stop"
-    message = good(ask(scripted, PATH, body()))["choices"][0]["message"]
+    scripted.script = HERMES_CALL
+    message = choice(scripted)["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
-    good(ask(scripted, PATH, body(messages=[*MESSAGES, message, result])))
+    choice(scripted, messages=[*MESSAGES, message, result])
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert 'assistant: <tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>tool: 4' in shown
 
 
-def test_parallel_calls_may_be_turned_off(scripted):
-    scripted.script, scripted.end = SAID["hermes"][1], "stop"
-    assert (
-        len(
-            good(ask(scripted, PATH, body(parallel_tool_calls=False)))["choices"][0]["message"][
-                "tool_calls"
-            ]
-        )
-        == 1
-    )
-
-
 def test_tool_choice_none_hides_the_tools(scripted, llm):
-    scripted.script, scripted.end = HERMES_CALL, "stop"
-    found = good(ask(scripted, PATH, body(tool_choice="none")))["choices"][0]
-    assert found["message"]["content"] == HERMES_CALL and "tool_calls" not in found["message"]
+    scripted.script = HERMES_CALL
+    message = choice(scripted, tool_choice="none")["message"]
+    assert message["content"] == HERMES_CALL and "tool_calls" not in message
     assert "Add one" not in llm.tokenizer.decode(scripted.jobs[0].prompt)
 
 
 def test_calls_of_a_response(scripted, llm):
-    scripted.script, scripted.end = f"See. {HERMES_CALL}", "stop"
-    flat = {
-        "type": "function",
-        "name": "f",
-        "description": "Add one.",
-        "parameters": SCHEMA,
-        "strict": False,
-    }
+    scripted.script = f"See. {HERMES_CALL}"
+    flat = {"type": "function", **TOOL["function"], "strict": False}
     asked = {"input": "What is f of 3?", "tools": [flat]}
-    found = good(ask(scripted, "/v1/responses", asked))
-    text, call = found["output"]
+    output = good(ask(scripted, "/v1/responses", asked))["output"]
+    text, call = output
     assert text["content"][0]["text"] == "See." and call["type"] == "function_call"
-    assert (
-        call["name"] == "f"
-        and json.loads(call["arguments"]) == {"x": 3}
-        and call["status"] == "completed"
-    )
+    assert (call["name"], json.loads(call["arguments"]), call["status"]) == (*F, "completed")
     streamed = events(ask(scripted, "/v1/responses", {**asked, "stream": True}))
     done = next(one for one in streamed if one["type"] == "response.function_call_arguments.done")
     assert json.loads(done["arguments"]) == {"x": 3} and done["output_index"] == 1
-    assert [one["type"] for one in streamed[-1]["response"]["output"]] == [
-        "message",
-        "function_call",
-    ]
-    history = [{"role": "user", "content": "What is f of 3?"}, *found["output"]]
-    history.append({"type": "function_call_output", "call_id": call["call_id"], "output": "4"})
+    kinds = [one["type"] for one in streamed[-1]["response"]["output"]]
+    assert kinds == ["message", "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "4"}
+    history = [{"role": "user", "content": "What is f of 3?"}, *output, result]
     good(ask(scripted, "/v1/responses", {**asked, "input": history}))
-    shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert (
         'assistant: See.<tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>tool: 4'
-    ) in shown
+    ) in llm.tokenizer.decode(scripted.jobs[0].prompt)
 
 
-REFUSED = {
-    "no tools": ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    "unknown choice": (
-        {"tool_choice": {"type": "function", "function": {"name": "h"}}},
-        "tool_choice",
-    ),
-    "the same name": ({"tools": [TOOL, TOOL]}, "tools"),
-    "a name with spaces": (
-        {"tools": [{"type": "function", "function": {"name": "f g"}}]},
-        "tools[0].function.name",
-    ),
-    "another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    "a grammar": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "strict": (
-        {"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]},
-        "tools[0].function.strict",
-    ),
-}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+REFUSED = [  # fields, and the one that the error names
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [STRICT]}, "tools[0].function.strict"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_by_name(scripted, name):
-    fields, param = REFUSED[name]
-    refused(ask(scripted, PATH, body(**fields)), param)
-
-
-def test_the_embedded_template_takes_no_tools(scripted, llm):
-    before, llm.tokenizer.chat_template = (
-        llm.tokenizer.chat_template,
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-    )
-    try:
-        assert "does not take tools" in refused(ask(scripted, PATH, body()), "tools")
-    finally:
-        llm.tokenizer.chat_template = before
+def test_what_is_not_served_is_refused_by_name(scripted, llm, monkeypatch):
+    for fields, param in REFUSED:
+        refused(ask(scripted, PATH, body(**fields)), param)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages }}")
+    assert "does not take tools" in refused(ask(scripted, PATH, body()), "tools")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_calls_are_forced_by_a_grammar(llm, choice, stream):
-    pytest.importorskip("quickbeam.grammar")
-    runner = Runner(ServeSettings(), llm)
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    limit = {
-        "type": "object",
-        "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
-    strict["function"]["parameters"] = limit
-    fields = {
-        "tools": [strict],
-        "tool_choice": choice,
-        "temperature": 0.8,
-        "seed": 4,
-        "max_tokens": 200,
-        "parallel_tool_calls": False,
-    }
-    try:
-        response = ask(runner, PATH, body(**fields, stream=stream))
-        if stream:
-            every = [one["choices"][0] for one in chunks(response)]
-            calls, reason = (
-                [call for one in every for call in one["delta"].get("tool_calls", [])],
-                every[-1]["finish_reason"],
-            )
-        else:
-            found = good(response)["choices"][0]
-            calls, reason = found["message"]["tool_calls"], found["finish_reason"]
-        assert reason == "tool_calls" and len(calls) == 1 and calls[0]["function"]["name"] == "f"
-        assert 0 <= json.loads(calls[0]["function"]["arguments"])["x"] <= 99
-    finally:
-        asyncio.run(runner.close())
+@pytest.mark.parametrize("asked", ["required", TOOL_F])
+def test_calls_are_forced_by_a_grammar(runner, asked, stream):
+    pytest.importorskip("llguidance")
+    limit = {**SCHEMA, "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}}}
+    strict = {"type": "function", "function": {**STRICT["function"], "parameters": limit}}
+    fields = dict(tools=[strict], tool_choice=asked, temperature=0.8, seed=4, max_tokens=200)
+    if stream:
+        every = [
+            one["choices"][0] for one in chunks(ask(runner, PATH, body(**fields, stream=True)))
+        ]
+        calls = [call for one in every for call in one["delta"].get("tool_calls", [])]
+        message, reason = {"tool_calls": calls}, every[-1]["finish_reason"]
+    else:
+        found = choice(runner, **fields)
+        message, reason = found["message"], found["finish_reason"]
+    ((name, arguments),) = calls_of(message)
+    assert reason == "tool_calls" and name == "f" and 0 <= arguments["x"] <= 99
 
 
 def matches(lark, tokenizer, text):
@@ -464,7 +364,7 @@ def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
     assert read(form, one, 5) == [("f", {"x": 3})] and (not several or len(read(form, two, 5)) == 2)
 
 
-@pytest.mark.parametrize("choice", ["required", TOOL_F])
+@pytest.mark.parametrize("choice", ["required", TOOL_F], ids=["required", "named"])
 def test_forced_calls_are_one_unless_several_are_asked_for(tokenizer, choice):
     """A weak model goes on calling for as long as a grammar lets it."""
     tokenizer.chat_template = TEMPLATES["hermes"][1]
