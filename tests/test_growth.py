@@ -235,13 +235,16 @@ def test_every_tree_keeps_the_contract(
         reach = [1.0]
         for node in range(1, len(tree)):
             probs = drafter.probs([seed % vocab, *path_tokens(tree, tree.parent[node])])
+            if name == "ddtree":  # by the distribution after another path
+                assert tree.probs[node] is None and tree.probability[node] > 0
+                continue
             assert probs[tree.token[node]] > 0
             reach.append(reach[tree.parent[node]] * float(probs[tree.token[node]]))
             drawn_node = temperature > 0 and not isinstance(policy, Eagle2)
             assert (tree.probs[node] is not None) == drawn_node
             assert not drawn_node or torch.equal(tree.probs[node], probs)
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
-        if name != "dyspec":
+        if name not in ("dyspec", "ddtree"):
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
 
 
@@ -266,7 +269,8 @@ def test_no_probs_is_asked_that_cannot_be_used(
 
         drafter.answer = watched
         tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
-        if name != "eagle2" and (temperature or not name.startswith("dyspec")):
+        searched = ("eagle2", "ddtree", "pctree")
+        if name not in searched and (temperature or not name.startswith("dyspec")):
             assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
             # a probs may turn out to promise less than others
             assert len(set(sizes)) == len(sizes)

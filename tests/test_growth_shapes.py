@@ -5,17 +5,21 @@ pytest tests/test_growth_shapes.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
 from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zipf_drafter
+from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.eagle2 import Eagle2
+from quickbeam.methods.pctree import pctree
 from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
 from toy import ToyModel
 
@@ -62,6 +66,41 @@ def test_eagle2_expands_and_reranks(
         model.draft, width, min(depth, max_depth), budget - 1
     )
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
+
+
+# --- DDTree and PCTree ----------------------------------------------------------------------------
+
+
+@examples(40, derandomize=True)
+@given(seeds, st.integers(1, 16), st.integers(0, 4), st.sampled_from([0.0, 1.0]))
+def test_ddtree_has_the_likeliest_paths_by_the_marginals(
+    seed: int, budget: int, max_depth: int, temperature: float
+) -> None:
+    """Against all paths, with one request a depth."""
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(-1)
+    drafter = KnownDrafter(lambda ids: rows[len(ids) - 1])
+    tree = tree_of(DDTree(drafter), context_of([0], temperature), budget, max_depth)
+    every = [
+        math.prod(float(rows[depth][token]) for depth, token in enumerate(path))
+        for length in range(1, max_depth + 1)
+        for path in product(range(4), repeat=length)
+    ]
+    assert tree.value[1:] == pytest.approx(sorted(every, reverse=True)[: budget - 1])
+    for path, value in zip(paths(tree), tree.value[1:], strict=True):
+        assert value == pytest.approx(math.prod(float(rows[d][t]) for d, t in enumerate(path)))
+    assert drafter.rows == min(max_depth, budget - 1) and len(set(paths(tree))) == len(tree) - 1
+
+
+@examples(20, derandomize=True)
+@given(seeds, st.integers(2, 40), st.integers(1, 5))
+def test_pctree_keeps_four_parents_of_each_depth(seed: int, budget: int, max_depth: int) -> None:
+    scores, bias = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)), torch.eye(6)
+
+    def probs(ids: Sequence[int]) -> torch.Tensor:
+        return (2 * scores[len(ids) - 1] + bias[ids[-1]]).softmax(-1)
+
+    tree = tree_of(pctree(KnownDrafter(probs)), context_of([0], 0.0), budget, max_depth)
+    assert set(paths(tree)) == expand_and_rerank(probs, 4, max_depth, budget - 1)
 
 
 # --- Sequoia --------------------------------------------------------------------------------------

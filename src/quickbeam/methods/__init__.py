@@ -97,6 +97,19 @@ METHODS: dict[str, Preset] = {
         "EAGLE-2: the drafter's likeliest tokens layer by layer, then "
         "the likeliest paths of all layers",
     ),
+    "ddtree": Preset(
+        "ddtree.DDTree",
+        (DRAFTER,),
+        16,
+        "DDTree: the likeliest paths by the marginals of a block drafter, one of each depth",
+    ),
+    "pctree": Preset(
+        "pctree.pctree",
+        (DRAFTER,),
+        16,
+        "PCTree: four children a parent from a block drafter that knows the parent, then the "
+        "likeliest paths",
+    ),
     "frspec": Preset(
         "dyspec.DySpec",
         (DRAFTER,),
