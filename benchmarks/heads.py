@@ -16,10 +16,10 @@ from torch import nn
 
 from common import arguments, finish, milliseconds, numbers, script
 from quickbeam.drafters.base import probs_of
-from quickbeam.drafters.shortlist.head import BlockHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native.library import kernels
 from quickbeam.models.native.operands import Rows
@@ -45,8 +45,10 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
     layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
     count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
     chosen = torch.arange(count) * layout.clusters // count
-    head = BlockHead(weight, layout, most=count)
-    return lambda h: probs_of(head(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
+    router = Router(RouterConfig(2, 2, 2, layout.clusters))  # `router_of` measures one
+    state = Shortlist(weight, layout, router=router, chosen=count).begin([])
+    tokens = frequent + count * CLUSTER
+    return lambda h: probs_of(state.score(h, chosen).logits, 1.0), layout, tokens
 
 
 def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:

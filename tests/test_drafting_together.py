@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from kernels import SETS, load
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, Drafter, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.shortlist.context import ContextTokens
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
@@ -66,8 +64,7 @@ def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
-    context = None if window is None else partial(ContextTokens, weight, window)
-    routed = Shortlist(weight, layout, router=router, chosen=2, deepest=1, context=context)
+    routed = Shortlist(weight, layout, router=router, chosen=2, deepest=1, window=window)
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 

@@ -6,10 +6,10 @@ pytest tests/test_native_drafter.py
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,9 +24,8 @@ from models import VOCAB, tiny
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
-from quickbeam.drafters.shortlist.context import ContextTokens, PlainRows
-from quickbeam.drafters.shortlist.head import BlockHead
-from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.context import ContextTokens
+from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import (
     NativeBlocks,
     NativeRouter,
@@ -41,7 +40,7 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8
 from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
-from test_shortlist_head import expected, spread
+from test_shortlist import spread
 
 SINGLE, HALF = 2.0**-23, 2.0**-8
 
@@ -187,48 +186,48 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(
 
 @st.composite
 def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:
-    vocab, size, d = (
-        draw(st.integers(1, 200)),
-        draw(st.integers(1, 50)),
-        2 * draw(st.integers(1, 40)),
-    )
+    vocab, size, half = (draw(st.integers(1, most)) for most in (200, 50, 40))
     seed = draw(st.integers(0, 99))
-    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[
-        : draw(st.integers(0, vocab))
-    ]
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
+    order = order[: draw(st.integers(0, vocab))]
     layout = Layout(order, draw(st.integers(0, len(order))), size, vocab)
-    clusters = (
-        sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
-    )
-    return (
-        number(vocab, d, seed=seed),
-        number(draw(st.integers(1, 20)), d, seed=seed + 1),
-        layout,
-        clusters,
-    )
+    every = range(layout.clusters)
+    clusters = sorted(draw(st.sets(st.sampled_from(every)))) if every else []
+    h = number(draw(st.integers(1, 20)), 2 * half, seed=seed + 1)
+    return number(vocab, 2 * half, seed=seed), h, layout, clusters
+
+
+def scored(blocks: NativeBlocks, h: torch.Tensor, clusters: Sequence[int]) -> Scores:
+    prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
+    return Scores(blocks.score(h, prepared), prepared.tokens)
+
+
+def of_rows(
+    isa: str, rows: NativeRows, weight: torch.Tensor, h: torch.Tensor, count: int, name: str = INT8
+) -> torch.Tensor:
+    """The logits of the first `count` rows that stand beside no block."""
+    alone = NativeBlocks(weight, Layout.nothing(len(weight)), load(isa), name)
+    tokens = torch.zeros(count, dtype=torch.int64)
+    return alone.score(h, Prepared(np.empty(0, np.int64), tokens, torch.zeros(count)), rows)
 
 
 @every_set
 @examples(60, derandomize=True)
 @given(heads())
-def test_blocks_give_what_the_plain_head_does(
+def test_blocks_give_the_rows_of_the_head(
     isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]
 ) -> None:
     """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens,
     nothing at all."""
     weight, h, layout, clusters = case
-    blocks = NativeBlocks(weight, layout, load(isa), BFLOAT16)
-    logits, tokens = blocks(h, torch.tensor(clusters, dtype=torch.int64))
-    assert logits.shape == (len(h), len(tokens)) and logits.dtype is torch.float32
-    plain = BlockHead(weight.float(), layout, backend="plain")(
-        h.float(), torch.tensor(clusters, dtype=torch.int64)
-    )
-    allowed = (
-        (weight.shape[1] + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
-    )
-    got = spread(type(plain)(logits, tokens), layout.vocab)
-    torch.testing.assert_close(got, spread(plain, layout.vocab), rtol=1e-6, atol=allowed)
-    torch.testing.assert_close(got, expected(weight, h, layout, clusters), rtol=1e-6, atol=allowed)
+    scores = scored(NativeBlocks(weight, layout, load(isa), BFLOAT16), h, clusters)
+    assert scores.logits.dtype is torch.float32
+    parts = [layout.order[: layout.frequent], *(layout.tokens(c) for c in clusters)]
+    held, right = torch.cat(parts), torch.full((len(h), layout.vocab), -torch.inf)
+    right[:, held] = (h.double() @ weight[held].double().T).float()
+    largest = float((h.abs().double() @ weight.abs().double().T).max())
+    allowed = (weight.shape[1] + 4) * SINGLE * largest
+    torch.testing.assert_close(spread(scores, layout.vocab), right, rtol=1e-6, atol=allowed)
 
 
 @every_set
@@ -240,22 +239,23 @@ def test_rows_of_8_bits_are_those_of_the_reference(
     """In blocks, and one by one: bit for bit, whatever stands beside them."""
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
-    blocks, rows = NativeBlocks(weight, layout, load(isa)), NativeRows(weight, load(isa))
+    blocks, rows = (
+        NativeBlocks(weight, layout, load(isa), INT8),
+        NativeRows(weight, load(isa), INT8),
+    )
     prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
     tokens, logits = prepared.tokens, blocks.score(h, prepared)
-    scored = logits[0] > -torch.inf
-    assert torch.equal(logits[:, scored], expected[:, tokens[scored]])
+    finite = logits[0] > -torch.inf
+    assert torch.equal(logits[:, finite], expected[:, tokens[finite]])
     ids = torch.tensor([other % layout.vocab for other in others], dtype=torch.int64)
     rows.reserve(len(ids) + 3)
     rows.write(2, ids)
-    rows.write(0, ids[:2])
-    assert torch.equal(rows.logits(h, len(ids) + 2)[:, 2:], expected[:, ids])
-    if len(ids) > 1:
-        assert torch.equal(rows.logits(h, 2), expected[:, ids[:2]])
+    rows.write(0, ids)  # over some of them
+    assert torch.equal(of_rows(isa, rows, weight, h, len(ids)), expected[:, ids])
+    if len(ids):
         bias = torch.zeros(len(ids)).masked_fill_(ids % 3 == 0, -torch.inf)
-        rows.write(0, ids)
         both = blocks.score(h, Prepared(prepared.blocks, torch.cat([tokens, ids]), bias), rows)
-        assert torch.equal(both[:, : len(tokens)][:, scored], logits[:, scored])
+        assert torch.equal(both[:, : len(tokens)][:, finite], logits[:, finite])
         assert torch.equal(both[:, len(tokens) :], expected[:, ids] + bias)
 
 
@@ -263,36 +263,10 @@ def test_rows_of_8_bits_are_those_of_the_reference(
 def test_rows_that_are_not_finite_stay_as_they_are(isa: str) -> None:
     weight, h = number(40, 64), number(3, 64, seed=1)
     weight[7, 3], weight[9, 0] = float("nan"), float("inf")
-    blocks = NativeBlocks(weight, Layout.by_frequency(torch.arange(40), 40, 40), load(isa))
-    logits, _ = blocks(h, torch.empty(0, dtype=torch.int64))
-    assert (
-        rows_format(weight) == BFLOAT16
-        and bool(logits[:, 7].isnan().all())
-        and bool(logits[:, 10:40].isfinite().all())
-    )
-    rows = NativeRows(weight, load(isa), INT8)  # asked for by name
-    rows.reserve(16)
-    rows.write(0, torch.arange(6, 12))
-    assert bool(rows.logits(h, 6)[:, [1, 3]].isnan().all()) and bool(
-        rows.logits(h, 6)[:, [0, 2, 4, 5]].isfinite().all()
-    )
-
-
-@best_set
-def test_blocks_take_paddings_no_rows_and_strided_rows(isa: str) -> None:
-    weight, layout = number(90, 16), Layout(torch.randperm(90), 20, 30, 90)
-    blocks = NativeBlocks(weight, layout, load(isa))
-    wide = number(6, 40, seed=1)
-    chosen = torch.tensor([0, 2])
-    logits, tokens = blocks(wide[:, :16], chosen)
-    # -1 counts for nothing (`BlockHead`)
-    padded = blocks(wide[:, :16].contiguous(), torch.tensor([0, 2, -1, -1]))
-    assert torch.equal(padded[0], logits) and torch.equal(padded[1], tokens)
-    assert torch.equal(
-        blocks(wide[::2, ::2][:, :16], chosen)[0],
-        blocks(wide[::2, ::2][:, :16].contiguous(), chosen)[0],
-    )
-    assert blocks(wide[:0, :16], chosen)[0].shape == (0, len(tokens))
+    layout = Layout.by_frequency(torch.arange(40), 40, 40)
+    logits, _ = scored(NativeBlocks(weight, layout, load(isa)), h, [])
+    assert rows_format(weight) == BFLOAT16 and bool(logits[:, 7].isnan().all())
+    assert bool(logits[:, 10:40].isfinite().all())
 
 
 @every_set
@@ -306,53 +280,30 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(
     isa: str, rng: random.Random, window: int, d: int
 ) -> None:
     """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
-    weight, skip = number(100, d), torch.tensor([token % 7 == 0 for token in range(100)])
-    contexts = [ContextTokens(weight, window, skip) for _ in range(2)]
-    for context, rows in zip(
-        contexts, (NativeRows(weight, load(isa), BFLOAT16), PlainRows(weight)), strict=True
-    ):
-        context.rows = rows
-    h = number(rng.randint(1, 20), d, seed=1)
+    weight, skip = number(100, d), {token for token in range(100) if token % 7 == 0}
+    rows = NativeRows(weight, load(isa), BFLOAT16)
+    context, h = ContextTokens(window, skip, rows), number(rng.randint(1, 20), d, seed=1)
     right = h.double() @ weight.double().T
     allowed = (d + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
     for _ in range(6):
-        tokens = [rng.randrange(100) for _ in range(rng.randint(0, 50))]
-        afresh = rng.random() < 0.1
-        for context in contexts:
-            (context.reset if afresh else context.extend)(tokens)
-    fast, plain = contexts
-    assert torch.equal(fast.tokens, plain.tokens)
-    for context in contexts:
-        got = context.logits(h)
-        assert got.shape == (len(h), len(context)) and len(context) <= window
-        rounded = HALF * right[:, context.tokens].abs() if context is plain else 0.0
-        assert bool(((got.double() - right[:, context.tokens]).abs() <= allowed + rounded).all())
-    assert fast.logits(h).dtype is torch.float32
+        context.extend([rng.randrange(100) for _ in range(rng.randint(0, 50))])
+        count = len(context.tokens)
+        got = of_rows(isa, rows, weight, h, count, BFLOAT16)
+        assert got.shape == (len(h), count) and count <= window
+        assert bool(((got.double() - right[:, context.tokens]).abs() <= allowed).all())
 
 
 @best_set
-def test_a_head_and_a_context_take_the_kernels_by_themselves(
-    isa: str, native: Callable[[str], None]
-) -> None:
+def test_a_shortlist_takes_the_kernels_by_itself(isa: str, native: Callable[[str], None]) -> None:
     weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
     native(isa)
-    assert (
-        isinstance(ContextTokens(weight).rows, NativeRows)
-        and BlockHead(weight, layout).backend == "native"
-    )
-    assert (
-        isinstance(ContextTokens(weight.float()).rows, PlainRows)
-        and BlockHead(weight.float(), layout).backend == "plain"
-    )
-    assert (
-        isinstance(ContextTokens(weight[:, :15]).rows, PlainRows)
-        and BlockHead(weight[:, :15], layout).backend == "plain"
-    )
+    for given_weight, fits in ((weight, True), (weight.float(), False), (weight[:, :15], False)):
+        shortlist = Shortlist(given_weight, layout, window=9)
+        context = shortlist.begin([30]).context
+        assert context is not None
+        assert (shortlist.native is not None) is (context.rows is not None) is fits
     native("eager")
-    assert (
-        isinstance(ContextTokens(weight).rows, PlainRows)
-        and BlockHead(weight, layout).backend == "plain"
-    )
+    assert Shortlist(weight, layout).native is None
 
 
 # --- the router ---
@@ -425,15 +376,12 @@ def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(
     tree = grown(rng, ids[-1], 12)
     distributions: dict[bool, list[torch.Tensor]] = {}
     for short in (False, True):
-        context = partial(ContextTokens, weight, 40)
         shortlist = (
-            Shortlist(weight, layout, router=router, chosen=2, deepest=5, context=context)
+            Shortlist(weight, layout, router=router, chosen=2, deepest=5, window=40)
             if short
             else None
         )
-        assert shortlist is None or (
-            shortlist.native_router is not None and shortlist.head.backend == "native"
-        )
+        assert shortlist is None or (shortlist.native_router and shortlist.native)
         text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), copy_of(tree)
         distributions[short] = [
             probs for nodes in rounds(tree) for probs in text.distributions(asked, nodes)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quickbeam.models.kv import Pool
 
 logger = logging.getLogger(__name__)
-DEPTHS = 6  # depths of a tree that `HeadUse` counts separately
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
 
 
@@ -206,10 +205,6 @@ class HeadUse:
     - `wanted`: how many committed tokens followed nodes whose distributions had been computed. This
       and the following counters are kept with a shortlist only.
     - `held`: how many of the `wanted` tokens had been scored.
-    - `rare`: how many of the `wanted` tokens were neither frequent nor in the context, so that only
-      a router could select them. Counted by the depth of the node; the last entry is for all deeper
-      nodes, too.
-    - `rare_held`: how many of the `rare` tokens had been scored.
     """
 
     calls: int = 0
@@ -217,17 +212,12 @@ class HeadUse:
     seconds: float = 0.0
     wanted: int = 0
     held: int = 0
-    rare: list[int] = field(default_factory=lambda: [0] * DEPTHS)
-    rare_held: list[int] = field(default_factory=lambda: [0] * DEPTHS)
 
     def plus(self, other: HeadUse) -> HeadUse:
         """Return the sums of both."""
-        found = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        for name in ("rare", "rare_held"):
-            found[name] = [
-                a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)
-            ]
-        return HeadUse(**found)
+        return HeadUse(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
 
 
 class DrafterState(SourceState):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from quickbeam.drafters.base import (
-    DEPTHS,
     Drafter,
     DrafterState,
     DraftProbs,
@@ -64,10 +63,7 @@ class EagleState(FeatureState):
 
     @property
     def used(self) -> HeadUse:
-        """The counters of the head.
-
-        Off the CPU this may wait for the device, which counts the scored tokens.
-        """
+        """The counters of the head."""
         scored = 0 if self.shortlist is None else self.shortlist.scored
         return replace(self.counted, tokens=self.counted.tokens + scored)
 
@@ -91,15 +87,11 @@ class EagleState(FeatureState):
     def _count(self, shortlist: ShortlistState, tokens: Sequence[int]) -> None:
         """Count how many of these committed tokens had been scored."""
         counted, node = self.counted, 0 if self.tree is not None else None
-        for depth, token in enumerate(tokens):
+        for token in tokens:
             if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
                 return
-            always = shortlist.always(token)
-            held = always or shortlist.holds(token, routed)
-            counted.wanted, counted.held = counted.wanted + 1, counted.held + held
-            if not always:
-                counted.rare[min(depth, DEPTHS - 1)] += 1
-                counted.rare_held[min(depth, DEPTHS - 1)] += held
+            counted.wanted += 1
+            counted.held += shortlist.holds(token, routed)
             node = self.tree.child(node, token)
 
     def adopt(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 
 import torch
 from torch import nn
@@ -11,9 +10,8 @@ from torch import nn
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.shortlist.artefact import Artefact
-from quickbeam.drafters.shortlist.context import ContextTokens
-from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
-from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.context import WINDOW
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
@@ -39,7 +37,7 @@ def make_shortlist(
       2502.14856).
     - `frequency+context`: `frequency` and the tokens of `context`.
     - `context`: the tokens of prompt and output, and those that the target's last logits make
-      likely (NanoSpec); `size` is the most it keeps, 3072 where it isn't given.
+      likely (NanoSpec); `size` is the most it keeps, `WINDOW` where it isn't given.
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
     - `router`: `clusters` and the tokens of `context`.
 
@@ -55,35 +53,22 @@ def make_shortlist(
         return None
     drafter = _checked(drafter, model, vocab, size)
     weight = rows_of(model.head, drafter.network.config.hidden_size, model)
-    rows = rows_format(weight)
     if vocab == "context":
-        return Shortlist(
-            weight,
-            Layout.nothing(model.vocab_size),
-            context=partial(ContextTokens, weight, size or 3072, rows=rows),
-        )
+        return Shortlist(weight, Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
-    listed = vocab.startswith(FREQUENCY)
-    layout = (
-        Layout.by_frequency(artefact.ranking, size, model.vocab_size)
-        if listed
-        else artefact.layout.within(size)
-    )
-    context = (
-        partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows)
-        if vocab in BOTH
-        else None
-    )
-    if listed:
-        return Shortlist(weight, layout, context=context)
+    window = WINDOW if vocab in BOTH else None
+    if vocab.startswith(FREQUENCY):
+        layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
+        return Shortlist(weight, layout, window=window)
+    layout = artefact.layout.within(size)
     return Shortlist(
         weight,
         layout,
         router=artefact.router,
         chosen=layout.room(size),
         deepest=artefact.deepest,
-        context=context,
+        window=window,
     )
 
 

@@ -129,8 +129,7 @@ class Layout:
 class Scores(NamedTuple):
     # [n, s], in the head's dtype or float32; -inf in columns that don't count (padding, repeats)
     logits: torch.Tensor
-    # [s] int64 on the logits' device: the token of each column. A token has at most one column that
-    # isn't -inf.
+    # [s] int64, the token of each column. A token has at most one column that isn't -inf.
     tokens: torch.Tensor
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import EPS, Router
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -104,17 +104,10 @@ class NativeBlocks:
         self._beside.linear(one, h, logits)
 
     def prepare(self, clusters: torch.Tensor) -> Prepared:
-        """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64.
-
-        Clusters below 0 are padding and have no block.
-        """
-        parts = [0, *(cluster + 1 for cluster in clusters.tolist() if cluster >= 0)]
+        """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64."""
+        parts = [0, *(cluster + 1 for cluster in clusters.tolist())]
         blocks = torch.cat([self._blocks[part] for part in parts])
         return Prepared(blocks.numpy(), self._tokens[blocks].flatten(), None)
-
-    def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        prepared = self.prepare(clusters)
-        return Scores(self.score(h, prepared), prepared.tokens)
 
     def score(
         self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None
@@ -160,15 +153,12 @@ class NativeRows:
             one.format,
             torch.empty(0, one.data.numel(), dtype=one.data.dtype),
         )
-        self._program = Program(kernels)
-        self._program.linear(
-            one, self._program.given("h", self._inputs), self._program.given("logits", 0, True)
-        )
 
     def reserve(self, size: int) -> None:
         """Make room for `size` rows, keeping those that are there."""
         if size > len(self._data) * BLOCK:
-            data = torch.zeros(-(-size // BLOCK), self._data.shape[1], dtype=self._data.dtype)
+            blocks = max(-(-size // BLOCK), 2 * len(self._data))
+            data = torch.zeros(blocks, self._data.shape[1], dtype=self._data.dtype)
             data[: len(self._data)] = self._data
             self._data = data
 
@@ -183,11 +173,3 @@ class NativeRows:
     def address(self) -> int:
         """The address of the rows. `reserve` may move them."""
         return self._data.data_ptr()
-
-    def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the logits `[n, count]` float32 of `h` `[n, d]` for the first `count` rows."""
-        logits = torch.empty(len(h), count)
-        if count:
-            self._program.set(0, weight=self.address, outputs=count, target_stride=count)
-            self._program.run(plain_rows(len(h)), {"h": h.contiguous(), "logits": logits})
-        return logits
