@@ -6,25 +6,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam import __version__, hub
 from quickbeam.cli.app import app
-from quickbeam.cli.common import progress_lines, statistics_line
+from quickbeam.cli.common import statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar import Grammar
@@ -258,15 +253,6 @@ def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
     ]
 
 
-@pytest.mark.parametrize("command", ["chat", "demo"])
-def test_other_commands_take_the_same_options(run, command):
-    given = ("--drafter", "small", "--weights", "int4", "--draft-weights", "int8")
-    assert run(command, "--method", "dyspec", *given, input="/exit\n").exit_code == 0
-    (_, method, loaded) = fake_llm.CALLS[0][1]
-    assert method == "dyspec"
-    assert [loaded[name] for name in ("drafter", "weights", "draft_weights")] == list(given[1::2])
-
-
 def test_demo_sets_both_answers_side_by_side(run):
     result = run("demo", "--method", "pld")
     assert result.exit_code == 0
@@ -331,50 +317,6 @@ def test_a_reader_that_leaves_ends_it_quietly():
     assert process.returncode == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
-def test_chat_on_a_terminal():
-    """Typed at a pseudo-terminal: Ctrl-C stops an answer, then a line is answered, then Ctrl-D ends
-    it."""
-    import pty
-
-    ours, theirs = pty.openpty()
-    seen = b""
-
-    def until(text: bytes) -> None:
-        nonlocal seen
-        while text not in seen and select.select([ours], [], [], 120)[0]:
-            seen += os.read(ours, 4096)
-        assert text in seen, seen
-        seen = seen.split(text, 1)[1]
-
-    environment = {**os.environ, "TERM": "dumb"}
-    process = subprocess.Popen(
-        [*FAKE, "chat"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        env=environment,
-    )
-    try:
-        os.close(theirs)
-        until(b"> ")
-        os.write(ours, b"endless\n")
-        until(b"one two more more")
-        process.send_signal(signal.SIGINT)
-        until(b"(interrupted)")
-        until(b"> ")
-        os.write(ours, b"hello\n")
-        until(b"one two\r\n")
-        until(b"> ")
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=120) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-
-
 def test_importing_the_package_is_quick():
     heavy = "{'torch', 'transformers', 'typer'} & set(sys.modules)"
     code = f"import sys, quickbeam; sys.exit(bool({heavy}))"
@@ -386,7 +328,6 @@ EARLY = {
     "generate hi --method eagle3": "unknown method 'eagle3'",
     "generate hi --method dyspec --model tiny": "'dyspec' drafts with",
     "generate hi --model some/model": "HF_HUB_OFFLINE",
-    f"generate {'word' + ',word' * 600} --model tiny": "exceed the model's context of 512",
     "chat --model ./nope": "no such model folder",
     "serve --method eagle3": "unknown method 'eagle3'",
     "bench --methods eagle3": "unknown method 'eagle3'",
@@ -400,10 +341,7 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     """Importing torch and transformers takes seconds."""
     tiny = tmp_path / "tiny"
     tiny.mkdir()
-    (tiny / "config.json").write_text('{"max_position_embeddings": 512}')
-    tokenizer = Tokenizer(WordLevel({"word": 0, "?": 1}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(tiny / "tokenizer.json"))
+    (tiny / "config.json").touch()
     code = (
         "import sys; from quickbeam.cli.app import app\n"
         f"for line in {list(EARLY)!r}:\n"
@@ -422,18 +360,6 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     said = done.stderr.split("\n\n")
     for words, line in zip(EARLY.values(), said[: len(EARLY)], strict=True):
         assert words in line and "\n" not in line.strip()
-
-
-def test_progress_is_told_line_by_line_where_there_is_no_terminal(capsys):
-    with progress_lines("loading", every=0.05) as report:
-        time.sleep(0.2)
-        assert capsys.readouterr().err == ""
-        report("compiling", None)
-        time.sleep(0.2)
-        report("converting a.gguf, once", 0.42)
-        time.sleep(0.2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "compiling: 0 s" and lines[-1] == "converting a.gguf, once: 42%"
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from collections import namedtuple
 from importlib import metadata
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from quickbeam import __version__, hub, machine
@@ -93,26 +92,6 @@ def test_without_a_compiler_and_forced_and_elsewhere(monkeypatch):
     monkeypatch.delenv("QUICKBEAM_KERNELS")
     linux(monkeypatch)
     says(doctor.kernels(), NOTE, "Linux on x86-64", "counted, not promised")
-
-
-@pytest.mark.parametrize(
-    ("sets", "asked", "threads", "cores", "status", "words"),
-    [
-        (("avx2", "plain"), "", 8, 8, OK, "8 threads for 8 cores, runs avx2, plain"),
-        (("avx2", "plain"), "", 4, 8, OK, "4 threads for 8 cores"),  # one a physical core
-        (("avx2", "plain"), "4", 4, 8, NOTE, "unset OMP_NUM_THREADS"),
-        (("avx2", "plain"), "16", 16, 8, NOTE, "OMP_NUM_THREADS=8"),
-        (("plain",), "", 8, 8, NOTE, "without AVX2"),
-        ((), "", 8, 8, OK, "8 threads for 8 cores"),
-    ],
-)
-def test_processor_and_threads(monkeypatch, sets, asked, threads, cores, status, words):
-    linux(monkeypatch, *sets)
-    if asked:
-        monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(doctor, "usable_cores", lambda: cores)
-    says(doctor.cpu(), status, words, machine.cpu_name())
 
 
 def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):

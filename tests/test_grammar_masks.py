@@ -15,7 +15,7 @@ import torch
 from cases import few
 from drafters import DRAFTED, KnownDrafter, grown
 from grammars import LETTERS, allowed, compiler, letters, masks
-from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
+from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.accept import Randomness, accept
@@ -23,7 +23,7 @@ from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods.auto import Auto
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Grown, Method
 from quickbeam.methods.constrained import constrained, lay_runs
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.models.base import Passed
@@ -415,26 +415,3 @@ def test_runs_are_laid_where_there_is_room() -> None:
     )
     lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 9, 3)
     assert len(tree) == 6  # as deep as may be
-
-
-def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
-    found = masks("(a|bcd[ab])e*", V - 1)
-    tree = TokenTree(0)
-    for token in (0, 1):
-        tree.add(0, token, "drafter")
-
-    sent = list[DraftProbs | None]()
-
-    def growth(nodes: list[int]) -> Growth:
-        sent.append(
-            (yield DraftRequest(Context([0], torch.zeros(V), grammar=found), tree, nodes, 0.5))
-        )
-        return Grown(TokenTree(0))
-
-    for nodes in ([1, 2], [1]):
-        outer = constrained(growth(nodes), found, 1, 9)
-        assert next(outer)[2:] == ([0], 0.25)  # the root first
-        with pytest.raises(StopIteration):
-            outer.send(None)
-    assert sent[0] is not None and sent[0].forced == {1: 2} and not sent[0].values.any()
-    assert sent[1] is None

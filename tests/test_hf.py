@@ -51,11 +51,8 @@ MASK = (ROWS != PAD).long()
 # not in older versions of transformers
 COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)
 # the name of the argument in older versions is past_key_values
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
-    else "past_key_values"
-)
+FORWARD = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in FORWARD else "past_key_values"
 GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
 
 
@@ -77,6 +74,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield found
 
 
+def pair(model: PreTrainedModel, ids: Any = ROWS, how: Any = generate, **wanted: Any) -> list[Any]:
+    """What `model.generate` gives without our loop, and with it."""
+    if ids is ROWS:
+        wanted["attention_mask"] = MASK
+    return [model.generate(ids, **wanted), model.generate(ids, **wanted, custom_generate=how)]
+
+
 @pytest.mark.parametrize(("layout", "method"), few([(one, "auto") for one in CONFIGS] + [("llama",
     "ar"), ("gpt2", "pld")], [
     ("llama", "auto"), ("llama", "ar"), ("gpt2", "pld"), ("gemma3-window", "auto"),
@@ -84,13 +88,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 ]))  # fmt: skip
 def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None:
     model = tiny(layout)
-    expected = model.generate(ROWS, attention_mask=MASK, **GREEDY)
-    assert torch.equal(
-        model.generate(
-            ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate, method=method
-        ),
-        expected,
-    )
+    expected, found = pair(model, how=generator(method=method), **GREEDY)
+    assert torch.equal(found, expected)
     # the model is as it was
     assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)
 
@@ -99,15 +98,12 @@ def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
     model = tiny("llama", torch.bfloat16)
     params = SamplingParams(max_tokens=40, stop_token_ids=(END,), ignore_eos=True)
     ours = make_model(copy.deepcopy(model))
-    rows = [
-        answer(
-            ours, make_method("ar"), params, [token for token in row if token != PAD]
-        ).output.token_ids
-        for row in ROWS.tolist()
-    ]
-    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)[
-        :, ROWS.shape[1] :
-    ]
+    rows = []
+    for row in ROWS.tolist():
+        prompt = [token for token in row if token != PAD]
+        rows.append(answer(ours, make_method("ar"), params, prompt).output.token_ids)
+    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)
+    found = found[:, ROWS.shape[1] :]
     width = max(map(len, rows))
     assert found.tolist() == [row + [PAD] * (width - len(row)) for row in rows]
 
@@ -121,11 +117,9 @@ def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(
     # the last one is in no vocabulary, and never comes
     ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20]), 10**6]
     wanted = {**GREEDY, "eos_token_id": ends, "pad_token_id": 96}
-    expected = llama.generate(ROWS, attention_mask=MASK, **wanted)
+    expected, found = pair(llama, **wanted)
     assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
-    assert torch.equal(
-        llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate), expected
-    )
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("asked", [
@@ -141,10 +135,7 @@ def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, 
     if "repetition_penalty" in asked and not COUNTS_NO_PADDING:
         with pytest.raises(InvalidInput, match="rows of one length"):
             llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate)
-        expected, found = (
-            llama.generate(ROWS[:1], **wanted, **how) for how in ({}, {"custom_generate": generate})
-        )
-        assert torch.equal(found, expected)
+        assert torch.equal(*pair(llama, ROWS[:1], **wanted))
         return
     if "max_length" in asked:
         del wanted["max_new_tokens"]
@@ -152,10 +143,7 @@ def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, 
         wanted["eos_token_id"] = (
             llama.generate(ROWS, attention_mask=MASK, **GREEDY)[:, -40:].unique().tolist()[1:20]
         )
-    expected, found = (
-        llama.generate(ROWS, attention_mask=MASK, **wanted, **how)
-        for how in ({}, {"custom_generate": generate})
-    )
+    expected, found = pair(llama, **wanted)
     if "return_dict_in_generate" in asked:
         assert type(found) is type(expected)
         expected, found = expected.sequences, found.sequences
@@ -205,15 +193,8 @@ def test_stopping_criteria_are_asked_after_each_token(
     ends, seen, found = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
     for how in ({}, {"custom_generate": generate}):
         seen.append(Until(ends))
-        found.append(
-            llama.generate(
-                ROWS,
-                attention_mask=MASK,
-                **wanted,
-                stopping_criteria=StoppingCriteriaList([seen[-1]]),
-                **how,
-            )
-        )
+        more = dict(stopping_criteria=StoppingCriteriaList([seen[-1]]), **how)
+        found.append(llama.generate(ROWS, attention_mask=MASK, **wanted, **more))
     assert torch.equal(*found) and seen[0].shown == seen[1].shown
     assert found[0].shape[1] < ROWS.shape[1] + 40
 
@@ -227,15 +208,10 @@ def test_stop_strings_and_time(toy_folder: str) -> None:
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD, repetition_penalty=1.7)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
     stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
-    expected, found = (
-        model.generate(ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]), **how)
-        for how in ({}, {"custom_generate": generate})
-    )
+    expected, found = pair(model, ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]))
     assert torch.equal(found, expected) and expected.shape[1] < ids.shape[1] + 24
-    assert (
-        model.generate(ids, **wanted, max_time=0.0, custom_generate=generate).shape[1]
-        == ids.shape[1] + 1
-    )
+    short = model.generate(ids, **wanted, max_time=0.0, custom_generate=generate)
+    assert short.shape[1] == ids.shape[1] + 1
 
 
 def test_a_smaller_model_drafts(toy_folder: str) -> None:
@@ -406,16 +382,9 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
     assert len(made) == 1
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-    expected = model.generate(ROWS[:1], **GREEDY)
-    assert (
-        torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), expected)
-        and len(made) == 2
-    )
+    assert torch.equal(*pair(model, ROWS[:1], **GREEDY)) and len(made) == 2
     model.double()
-    assert torch.equal(
-        model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
-        model.generate(ROWS[:1], **GREEDY),
-    )
+    assert torch.equal(*pair(model, ROWS[:1], **GREEDY))
     assert len(made) == 3
     engine = weakref.ref(made[-1].engine)
     made.clear()
@@ -428,7 +397,7 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
     assert engine() is None
 
 
-def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) -> None:
+def test_a_failure_leaves_nothing_open(made: list[Any]) -> None:
     class Broken(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             if input_ids.shape[1] > 20:
@@ -436,16 +405,8 @@ def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) 
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     model = tiny("llama")
+    broken = dict(stopping_criteria=StoppingCriteriaList([Broken()]), custom_generate=generate)
     with pytest.raises(RuntimeError, match="broken"):
-        model.generate(
-            ROWS,
-            attention_mask=MASK,
-            **GREEDY,
-            stopping_criteria=StoppingCriteriaList([Broken()]),
-            custom_generate=generate,
-        )
+        model.generate(ROWS, attention_mask=MASK, **GREEDY, **broken)
     assert not made[0].engine.busy
-    assert torch.equal(
-        model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
-        llama.generate(ROWS[:1], **GREEDY),
-    )
+    assert torch.equal(*pair(model, ROWS[:1], **GREEDY))

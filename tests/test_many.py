@@ -11,7 +11,6 @@ import itertools
 import random
 from collections.abc import Sequence
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -403,26 +402,6 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
     assert here.model.pool.used == 0
 
 
-def test_an_interrupt_while_one_is_preempted_loses_none(world, monkeypatch):
-    here = world("llama", "native")
-    engine, broken = here.engine(pages=7, share=False), list[SequenceState]()
-    ones = [plain(engine, [3 + i] * 100, 120) for i in range(4)]
-    release = SequenceState.release
-
-    def interrupted(self):
-        release(self)
-        if not self.over and not broken:
-            broken.append(self)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(SequenceState, "release", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, *ones)
-    assert broken and all(one.over or one in list(engine.scheduler.waiting) for one in ones)
-    engine.close()
-    assert all(one.over for one in ones) and here.model.pool.used == 0
-
-
 def test_an_observer_can_not_begin_a_step_within_a_step(world):
     """The other answers of the outer step would be given twice, from old logits."""
     here = world("llama", "native")
@@ -486,62 +465,6 @@ def test_a_smaller_model_reads_a_long_prompt_step_by_step_with_the_target(world)
     engine.close()
 
 
-def test_one_that_fails_while_it_drafts_holds_nothing_when_room_is_made(world, monkeypatch):
-    here = world("llama", "native")
-    engine, params = here.engine(), SamplingParams(max_tokens=12, ignore_eos=True)
-    policies = [here.policies()["pld"], here.policies()["pld"]]
-    ones = [
-        engine.add(request(here.model, policy, params, (5, 6, 7 + i), budget=4))
-        for i, policy in enumerate(policies)
-    ]
-    engine.step()
-    seen, room = [], engine.scheduler.with_room
-
-    def looked(ready):
-        seen.append([one.over for one in engine.scheduler.active])
-        return room(ready)
-
-    def broken(*_):
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(engine.scheduler, "with_room", looked)
-    monkeypatch.setattr(policies[1], "grow", broken)
-    run(engine, *ones)
-    assert str(ones[1].error) == "broken" and ones[0].error is None
-    assert seen and not any(over for step in seen for over in step)
-    engine.close()
-
-
-def test_sampled_answers_with_a_seed_are_those_given_alone(world):
-    """With every policy."""
-    here = world("llama", "native")
-    params = [
-        SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True)
-        for seed in range(6)
-    ]
-    alone = [
-        answer(here.model, NoDraft(), one, [5, 6, 7], budget=1).output.token_ids for one in params
-    ]
-    engine = here.engine()
-    names = here.policies()
-    ones = [
-        engine.add(
-            request(
-                here.model,
-                here.policies()[name],
-                one,
-                [5, 6, 7],
-                budget=None if name != "ar" else 1,
-                setting=name,
-            )
-        )
-        for name, one in zip(names, params, strict=True)
-    ]
-    run(engine, *ones)
-    assert [one.output.token_ids for one in ones] == alone
-    engine.close()
-
-
 def test_a_full_batch_goes_down_to_plain_decoding(world):
     """Where a further row costs about as much as all before it, trees are their roots; alone the
     same request gets a tree."""
@@ -565,34 +488,6 @@ def test_a_full_batch_goes_down_to_plain_decoding(world):
 
     assert nodes(0) > 1.5
     assert nodes(15) < 0.6 * nodes(0)
-
-
-@pytest.mark.long
-def test_memory_stays_flat(world):
-    """10,000 short requests: what is kept of them is bounded."""
-    here = world("llama", "native")
-    engine, process, policies = here.engine(pages=40), psutil.Process(), here.policies()
-    chance, before, open_ones = random.Random(0), 0, list[SequenceState]()
-    for number in range(10_000):
-        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
-        params = SamplingParams(max_tokens=3, ignore_eos=True)
-        name = ("ar", "pld", "auto")[number % 3]
-        open_ones.append(
-            engine.add(
-                request(here.model, policies[name], params, prompt, budget=None, setting=name)
-            )
-        )
-        while len(open_ones) >= 16:
-            engine.step()
-            open_ones = [one for one in open_ones if not one.over]
-        if number == 2_000:
-            before = process.memory_info().rss
-    run(engine, *open_ones)
-    grown = process.memory_info().rss - before
-    print(f"{grown / 1e6:.1f} MB more after 8,000 further requests")
-    assert grown < 20e6
-    assert here.model.pool.used <= 40
-    assert not engine._nodes
 
 
 @pytest.mark.parametrize("pages", (None, 7))

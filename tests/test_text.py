@@ -220,15 +220,6 @@ class Counting:
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_work_for_each_token_does_not_grow(kind: str) -> None:
-    tokenizer = Counting(TOKENIZERS[kind]())
-    detokenizer = Detokenizer(tokenizer)
-    for token in encode(tokenizer.tokenizer, " ".join(SENTENCES * 5)):
-        detokenizer.append(token)
-    assert max(tokenizer.sizes) <= 16
-
-
 def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
     """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer
     has no token for."""

@@ -60,7 +60,7 @@ EMBEDDED: dict[str, Embedded] = {
         end_tokens=("<|im_end|>", "<|endoftext|>"),
         license="Apache-2.0",
         summary="SmolLM2-135M-Instruct by Hugging Face, bfloat16 from 4-bit weights",
-    ),
+    )
 }
 
 

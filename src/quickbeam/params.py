@@ -185,10 +185,7 @@ RULES: dict[str, tuple[Callable[[Any, SamplingParams], bool], str]] = {
         "finite, at least 0 and at most 1e30 (0: the most probable token)",
     ),
     "top_k": (lambda value, _: _integer(value, 0), "an integer of at least 0 (0: off)"),
-    "top_p": (
-        lambda value, _: _finite(value) and 0 < value <= 1,
-        "above 0 and at most 1 (1: off)",
-    ),
+    "top_p": (lambda value, _: _finite(value) and 0 < value <= 1, "above 0 and at most 1 (1: off)"),
     "min_p": (lambda value, _: _finite(value) and 0 <= value <= 1, "between 0 and 1 (0: off)"),
     "repetition_penalty": (
         lambda value, _: _finite(value) and 1e-6 <= value <= 1e6,
