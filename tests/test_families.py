@@ -34,6 +34,7 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -158,6 +159,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
     "lfm2": Lfm2Config(**SIZES, layer_types=CONVOLVED, conv_bias=True),
+    "lfm2_moe": Lfm2MoeConfig(**SIZES | EXPERTS, layer_types=CONVOLVED, num_dense_layers=1),
     "llama": LlamaConfig(**SIZES),
     "llama-bias": LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -203,7 +205,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, correction in (*model.named_parameters(), *model.named_buffers()):
-            if "correction" in name:
+            if "correction" in name or "expert_bias" in name:
                 correction.copy_(torch.randn_like(correction) * 0.1)
     return model.eval()
 

@@ -404,6 +404,9 @@ def test_what_cannot_be_read_while_computing_is_refused(
     ):
         with pytest.raises(InvalidInput, match=words):
             LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
+    experts = saved("gpt-oss-sinks", tmp_path / "experts", toy_folder)
+    with pytest.raises(InvalidInput, match="its experts can't be read from disk"):
+        LLM(experts, "ar", memory=TIGHT)
     gpt = saved("gpt2", tmp_path / "gpt2", toy_folder)
     with pytest.raises(InvalidInput, match="native kernels run in one call"):
         LLM(gpt, "ar", memory=TIGHT)

@@ -139,7 +139,7 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
         )
     raise InvalidInput(
         f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "
-        "full and sliding-window attention, and of recurrent families lfm2: use one of these"
+        "full and sliding-window attention, and of recurrent families lfm2 and lfm2_moe: use these"
     )
 
 

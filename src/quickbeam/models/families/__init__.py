@@ -18,7 +18,7 @@ from quickbeam.models.families.gpt2 import gpt2
 from quickbeam.models.families.gpt_neox import gpt_neox
 from quickbeam.models.families.gpt_oss import gpt_oss
 from quickbeam.models.families.hunyuan import hunyuan
-from quickbeam.models.families.lfm2 import lfm2
+from quickbeam.models.families.lfm2 import lfm2, lfm2_moe
 from quickbeam.models.families.llama import granite, granitemoe, llama, seed_oss, smollm3
 from quickbeam.models.families.mistral import ministral3, mistral
 from quickbeam.models.families.mixtral import mixtral
@@ -51,6 +51,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "granitemoe": granitemoe,
     "hunyuan_v1_dense": hunyuan,
     "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,

@@ -1,15 +1,67 @@
-"""LFM2: short convolutions, and attention in some layers."""
+"""LFM2: short convolutions, attention in some layers, and experts."""
 
 from __future__ import annotations
 
-from quickbeam.models.families.reading import Config, NotDescribed, attention, decoder, tensors
-from quickbeam.models.stack import FeedForward, Layer, Norm, ShortConv, Stack
+from collections.abc import Callable
+
+from quickbeam.models.families.reading import (
+    Config,
+    NotDescribed,
+    attention,
+    decoder,
+    experts,
+    tensors,
+)
+from quickbeam.models.stack import (
+    Experts,
+    FeedForward,
+    Layer,
+    Norm,
+    Rotary,
+    Routing,
+    ShortConv,
+    Stack,
+)
 
 
 def lfm2(c: Config) -> Stack:
     for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
         c.get(name)  # the sizes of the feed-forward
     c.get("full_attn_idxs")  # `layer_types` follows from it
+    return _stack(c, dense, Rotary("model.rotary_emb"))
+
+
+def dense(i: int) -> FeedForward:
+    at = f"model.layers.{i}.feed_forward"
+    return FeedForward(tensors(f"{at}.w1", f"{at}.w3"), tensors(f"{at}.w2"), "silu", True)
+
+
+def lfm2_moe(c: Config) -> Stack:
+    """Dense layers first. Then experts chosen by their sigmoids plus a bias."""
+
+    def feed_forward(i: int) -> FeedForward | Experts:
+        if i < c.num_dense_layers:
+            return dense(i)
+        at = f"model.layers.{i}.feed_forward"
+        routing = Routing(
+            tensors(f"{at}.gate"),
+            c.num_experts_per_tok,
+            "sigmoid",
+            f"{at}.expert_bias" if c.use_expert_bias else None,
+            renormalised=bool(c.norm_topk_prob),
+            plus=1e-6,
+            factor=float(c.routed_scaling_factor),
+        )
+        return experts(c, i, routing, c.num_experts, "feed_forward", act="silu")
+
+    return _stack(c, feed_forward, Rotary("model.pos_emb"))
+
+
+def _stack(
+    c: Config,
+    feed_forward: Callable[[int], FeedForward | Experts],
+    rotary: Rotary,
+) -> Stack:
 
     def norm(module: str) -> Norm:
         return Norm((f"{module}.weight",), c.norm_eps)
@@ -18,18 +70,14 @@ def lfm2(c: Config) -> Stack:
         at, kind = f"model.layers.{i}", c.layer_types[i]
         if kind not in ("conv", "full_attention"):
             raise NotDescribed(f"a layer of kind {kind}")
-        fed = FeedForward(
-            tensors(f"{at}.feed_forward.w1", f"{at}.feed_forward.w3"),
-            tensors(f"{at}.feed_forward.w2"),
-            "silu",
-            True,
-        )
+        fed = feed_forward(i)
         norms = norm(f"{at}.operator_norm"), norm(f"{at}.ffn_norm")
         if kind == "conv":
             return Layer(None, fed, *norms, recurrent=conv(c, f"{at}.conv"))
         of = f"{at}.self_attn"
         heads = norm(f"{of}.q_layernorm"), norm(f"{of}.k_layernorm")
-        return Layer(attention(c, i, out=tensors(f"{of}.out_proj"), norms=heads), fed, *norms)
+        mixer = attention(c, i, out=tensors(f"{of}.out_proj"), norms=heads, rotary=rotary)
+        return Layer(mixer, fed, *norms)
 
     return decoder(c, layer, norm=norm("model.embedding_norm"))
 

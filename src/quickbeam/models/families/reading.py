@@ -212,7 +212,13 @@ def gated(
 
 
 def experts(
-    c: Config, i: int, routing: Routing, count: int, name: str = "mlp", **more: Any
+    c: Config,
+    i: int,
+    routing: Routing,
+    count: int,
+    name: str = "mlp",
+    act: str | None = None,
+    **more: Any,
 ) -> Experts:
     """Return the experts of layer `i`, whose weights are stacked: `[count, 2 * inner, d]`, gates
     first, and `[count, d, inner]`. `more`: other fields of `Experts`."""
@@ -221,7 +227,7 @@ def experts(
     def one(n: int) -> FeedForward:
         up = (Tensor(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))
         down = Linear((Tensor(f"{at}.down_proj", expert=n),))
-        return FeedForward(Linear(tuple(up)), down, activation(c.hidden_act), True)
+        return FeedForward(Linear(tuple(up)), down, activation(act or c.hidden_act), True)
 
     return Experts(routing, tuple(one(n) for n in range(count)), **more)
 
