@@ -29,6 +29,9 @@ from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
@@ -275,6 +278,37 @@ def test_scores_of_few_candidates_are_the_equations_among_them(toys: dict[str, T
         assert len(probs.confidence) == len(nodes)
         assert all(0 < sure < 1 for sure in probs.confidence)
     assert 5 <= few <= 15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shortlist_is_scored_once_a_tree(dtype: torch.dtype) -> None:
+    """Frequent tokens and the context: the whole distributions on what is scored, one product."""
+    toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
+    ids = [rng.randrange(VOCAB) for _ in range(20)]
+    hidden, tree = toy.hidden(ids[:-1]).to(dtype), grown(rng, ids[-1], 9)
+    layout = Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
+    weight = toy.model.get_output_embeddings().weight.detach().to(dtype)
+    both, held = list[torch.Tensor](), torch.tensor([t < 30 or t in ids for t in range(VOCAB)])
+    for shortlist in (None, Shortlist(weight, layout, window=50)):
+        context = context_of(ids)
+        state = context.states["drafter"] = toy.drafter.begin(ids, shortlist)
+        state.append_hidden(hidden)
+        requests = [DraftRequest(context, tree, nodes) for nodes in rounds(tree)]
+        both.append(torch.cat([toy.drafter.answer([one])[0].dense() for one in requests]))
+        assert state.used.calls == 1
+    whole, part = both
+    offered = part.sum(0) > 0  # and the last logits' favourites, which are all equal here
+    assert bool(offered[held].all()) and 30 < int(offered.sum()) < VOCAB
+    whole = whole * offered / (whole * offered).sum(-1, keepdim=True).clamp(min=1e-9)
+    torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-2)
+    assert state.used.tokens == int(offered.sum())
+
+
+def test_a_router_is_refused(toys: dict[str, Toy]) -> None:
+    layout, router = Layout(torch.arange(VOCAB), 9, 9, VOCAB), Router(RouterConfig(D, D, 4, 10))
+    routed = Shortlist(torch.zeros(VOCAB, D), layout, router=router, chosen=2)
+    with pytest.raises(InvalidInput, match="takes no router"):
+        toys["dspark"].drafter.begin([1], routed)
 
 
 # The native kernels

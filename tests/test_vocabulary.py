@@ -236,13 +236,13 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
     ) and f"must be 1 to {VOCAB}" in told("router", 0)
     assert "must be at least 5, a cluster's" in told("router", 3)
     lm = LMDrafter(tiny("llama"), VOCAB)
-    assert "this drafter scores its whole vocabulary" in told("router", one=lm)
+    assert "a head of its own" in told("router", one=lm)
     shortlist = make_shortlist(drafter, target, "context")
     with pytest.raises(InvalidInput, match="--vocab full"):
         lm.begin([1], shortlist)
     own = Pair("own-head").drafter
-    assert "a shortlist of its own" in told("frequency", one=own)
-    with pytest.raises(InvalidInput, match="a shortlist of its own"):
+    assert "a head of its own" in told("frequency", one=own)
+    with pytest.raises(InvalidInput, match="a head of its own"):
         own.begin([1], shortlist)
     # an engine refuses it before any work
     for one, params in ((lm, SamplingParams()), (own, SamplingParams(temperature=1.0))):

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from answers import request
 from cases import few
 from drafters import DRAFTED
-from quickbeam.drafters import eagle
+from quickbeam.drafters import feature
 from quickbeam.drafters.base import HeadUse
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sampled_answers_have_the_models_probs(
     folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eagle, "OFFERED", 1)
+    monkeypatch.setattr(feature, "OFFERED", 1)
     torch.manual_seed(0)
     sizes = dict(
         num_hidden_layers=1,

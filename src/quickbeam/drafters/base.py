@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from quickbeam.models.kv import Pool
 
 logger = logging.getLogger(__name__)
+OWN_HEAD = (
+    "this drafter has a head of its own, which scores all its tokens: take --vocab full, or a "
+    "drafter that shares the model's head (EAGLE's, or a block drafter)"
+)
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
 
 
@@ -288,6 +293,9 @@ class Drafter(Source):
     context_length: int | None = None  # how many tokens it can read; None: no limit
     weight_bytes: float | None = None  # of the weights that a call reads, if they are known
     skips = False  # whether its states can leave tokens out (`skip`)
+    folder: Path | None = None  # where it was read from
+    head_size: int | None = None  # of what the target's head reads of it; None: a head of its own
+    routes = False  # whether a router can choose what its head scores
 
     @abstractmethod
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
@@ -299,8 +307,12 @@ class Drafter(Source):
 
     def check_shortlist(self, shortlist: Shortlist | None) -> None:
         """Raise `InvalidInput` for a shortlist that this drafter can't take."""
-        if shortlist is not None:
-            raise InvalidInput("this drafter scores its whole vocabulary: take --vocab full")
+        if shortlist is not None and self.head_size is None:
+            raise InvalidInput(OWN_HEAD)
+        if shortlist is not None and shortlist.router is not None and not self.routes:
+            raise InvalidInput(
+                "this drafter takes no router: take --vocab frequency+context, context or full"
+            )
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raise `InvalidInput` if prompt and answer might exceed the drafter's context length.

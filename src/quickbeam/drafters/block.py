@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 
@@ -11,7 +12,7 @@ from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
 from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
@@ -26,8 +27,10 @@ class BlockState(FeatureState):
     the tree that is being grown, `[drafted, d]`. `scores`: U of `tokens` `[s]`, `[drafted, s]`.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
-        super().__init__(cache, ids)
+    def __init__(
+        self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
+    ) -> None:
+        super().__init__(cache, ids, shortlist)
         self.rows = self.scores = torch.empty(0)
         self.tokens = torch.empty(0, dtype=torch.int64)
 
@@ -74,6 +77,7 @@ class BlockDrafter(Drafter):
     ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
+        self.head_size = network.config.hidden_size
         model.watch(network.config.taps)
         found = usable_kernels(model, network.embedding, NativeBlocks.sizes(network))
         self.passes: NativeBlocks | TorchBlocks = (
@@ -85,7 +89,7 @@ class BlockDrafter(Drafter):
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> BlockState:
         self.check_shortlist(shortlist)
-        return BlockState(self.pool.new(), ids)
+        return BlockState(self.pool.new(), ids, None if shortlist is None else shortlist.begin(ids))
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -106,6 +110,8 @@ class BlockDrafter(Drafter):
         hidden states of committed tokens are missing.
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
+            for one in firsts:
+                self._state(one).offer(one.context.logits)
             self._run([self._state(one) for one in firsts], [one.tree for one in firsts])
         return [self._probs(request) for request in requests]
 
@@ -131,14 +137,39 @@ class BlockDrafter(Drafter):
                     f"hidden states of {state.cache.length} tokens for {anchor} before the anchor"
                 )
         anchors = [tree.token[0] for tree in trees]
-        parts = self.passes.run([state.cache for state in states], anchors)
-        for state, tree, rows, logits in zip(states, trees, *parts, strict=True):
-            state.tree, state.rows, state.calls = tree, rows, state.calls + 1
-            logits = logits[:, : self.vocab_size].float()
-            likely = [tokens for tokens, _ in largest(logits, self.candidates)]
+        rows = self.passes.run([state.cache for state in states], anchors)
+        for state, tree, part in zip(states, trees, rows, strict=True):
+            state.tree, state.rows, state.calls = tree, part, state.calls + 1
+        self._score(states)
+
+    def _score(self, states: Sequence[BlockState]) -> None:
+        """Compute U of the candidates of all depths.
+
+        One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
+        take one each.
+        """
+        began, whole = perf_counter(), [state for state in states if state.shortlist is None]
+        parts = list[torch.Tensor]()
+        if whole:
+            logits = self.passes.logits(torch.cat([state.rows for state in whole]))
+            parts = [part for part in logits[:, : self.vocab_size].chunk(len(whole))]
+        for state in whole:
+            state.counted.seconds += (perf_counter() - began) / len(whole)
+            state.counted.tokens += self.vocab_size
+        for state in states:
+            began, tokens = perf_counter(), None
+            if state.shortlist is None:
+                scores = parts.pop(0).float()
+            else:
+                scores, tokens = state.shortlist.score(state.rows, state.shortlist.shared.none)
+                scores = scores.float()
+            likely = [columns for columns, _ in largest(scores, self.candidates)]
             every = sorted(set[int]().union(*likely)) or [0]
-            state.tokens = torch.tensor(every, device=self.device)
-            state.scores = logits[:, state.tokens]
+            columns = torch.tensor(every, device=self.device)
+            state.tokens = columns if tokens is None else tokens[columns]
+            state.scores = scores[:, columns]
+            state.counted.seconds += perf_counter() - began
+            state.counted.calls += 1
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         """Return the distributions after the requested nodes."""

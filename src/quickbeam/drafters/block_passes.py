@@ -48,12 +48,14 @@ class TorchBlocks:
             key, value = self.network.key_value(i, fused, step.positions)
             step.write(layer, key.transpose(0, 1), value.transpose(0, 1))
 
-    def run(
-        self, caches: Sequence[SequenceCache], anchors: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a block behind each sequence's committed tokens.
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return U of rows that draft: `[n, d]` to `[n, vocab]`."""
+        return self.network.head(rows)  # type: ignore[no-any-return]
 
-        Returns the rows that draft, `[b, drafted, d]`, and their logits U, `[b, drafted, vocab]`.
+    def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
+        """Run a block behind each sequence's committed tokens, and return the rows that draft.
+
+        They are `[b, drafted, d]`.
         """
         blocks = list[Behind]()
         for cache in caches:
@@ -68,7 +70,7 @@ class TorchBlocks:
             return step.attend(query, self._layers[i])
 
         rows = self.network(anchors, [cache.length for cache in caches], attend)
-        return self.network.drafting(rows), self.network.logits(rows)
+        return self.network.drafting(rows)
 
 
 class NativeBlocks:
@@ -94,10 +96,7 @@ class NativeBlocks:
             self._layers.append(NativeLayer(*weights, norm, shape, offset, norms))
             self._keys.append(pack(k, v))
         self._reading, self._running = self._make_reading(), self._make_running()
-        self._angles, self._head = (
-            Angles(network.rotary),
-            NativeHead(pack.head(network.head), kernels),
-        )
+        self._angles, self._head = Angles(network.rotary), list[NativeHead]()
 
     @staticmethod
     def sizes(network: BlockNetwork) -> tuple[int, ...]:
@@ -115,9 +114,13 @@ class NativeBlocks:
         table = self._angles.up_to(max(listed.positions))
         self._reading.run(listed.rows(), {"states": states}, table)
 
-    def run(
-        self, caches: Sequence[SequenceCache], anchors: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `TorchBlocks.logits`."""
+        if not self._head:  # packed where it is needed: shortlists have rows of their own
+            self._head.append(NativeHead(self._pack.head(self.network.head), self._kernels))
+        return self._head[0](rows)
+
+    def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""
         config, listed = self.network.config, RowList()
         size, drafted = config.block_size, config.drafted
@@ -134,7 +137,7 @@ class NativeBlocks:
         rows = torch.empty(len(caches) * drafted, config.hidden_size, dtype=torch.bfloat16)
         table = self._angles.up_to(max(listed.positions))
         self._running.run(listed.rows(), {"rows": rows}, table)
-        return rows.view(len(caches), drafted, -1), self._head(rows).view(len(caches), drafted, -1)
+        return rows.view(len(caches), drafted, -1)
 
     def _make_reading(self) -> Program:
         network, program = self.network, Program(self._kernels)

@@ -6,8 +6,6 @@ It computes them from the target's hidden states with the network of `eagle_mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,21 +16,15 @@ from quickbeam.drafters.base import (
     DrafterState,
     DraftProbs,
     DraftRequest,
-    HeadUse,
     probs_of,
 )
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
-from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
 
-# How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
-# that follow the root.
-OFFERED = 16
 Works = list[tuple["EagleState", Rows, dict[int, int]]]
 """Sequences' rows of a pass, with the nodes whose distributions are computed, and their depths."""
 
@@ -52,20 +44,11 @@ class EagleState(FeatureState):
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        super().__init__(cache, ids)
-        self.shortlist = shortlist
-        self.unseen: list[int] = []  # committed tokens that the shortlist has yet to read
-        self.counted = HeadUse()
+        super().__init__(cache, ids, shortlist)
         self.out = self.feature = torch.empty(0)
         self.place: dict[int, int] = {}
         self.paths: list[list[int]] = []
         self.routed: dict[int, torch.Tensor] = {}
-
-    @property
-    def used(self) -> HeadUse:
-        """The counters of the head."""
-        scored = 0 if self.shortlist is None else self.shortlist.scored
-        return replace(self.counted, tokens=self.counted.tokens + scored)
 
     @property
     def unread_rows(self) -> int:
@@ -82,7 +65,6 @@ class EagleState(FeatureState):
         if self.shortlist is not None:
             self._count(self.shortlist, tokens)
             self.routed.clear()
-            self.unseen.extend(tokens)
 
     def _count(self, shortlist: ShortlistState, tokens: Sequence[int]) -> None:
         """Count how many of these committed tokens had been scored."""
@@ -103,7 +85,6 @@ class EagleState(FeatureState):
 
     def release(self) -> None:
         super().release()
-        self.shortlist = None
         self.out = self.feature = torch.empty(0)
 
 
@@ -123,6 +104,7 @@ class EagleDrafter(Drafter):
 
     name = "drafter"
     needs_hidden = True
+    routes = True
     pool: Pool
 
     def __init__(
@@ -132,7 +114,7 @@ class EagleDrafter(Drafter):
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
         self.network.rotary = config.rotary().to(model.device)  # the angles stay float32
         self.vocab_size = model.vocab_size
-        self.folder: Path | None = None  # where the drafter was read from
+        self.head_size = None if config.own_head else config.hidden_size
         model.watch(config.layers)
         found = usable_kernels(model, network.embedding, NativeEagle.sizes(network))
         fits = native and config.activation == "silu"
@@ -142,12 +124,6 @@ class EagleDrafter(Drafter):
             else TorchEagle(self.network, model)
         )
         self.pool = self.passes.pool
-
-    def check_shortlist(self, shortlist: Shortlist | None) -> None:
-        if shortlist is not None and self.network.config.own_head:
-            raise InvalidInput(
-                "this drafter's head has a shortlist of its own, trained with it: take --vocab full"
-            )
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
         self.check_shortlist(shortlist)
@@ -169,8 +145,8 @@ class EagleDrafter(Drafter):
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
-            self._offer(request)
             state = self._state(request)
+            state.offer(request.context.logits)
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != state.unread_rows:
                 raise ValueError(
@@ -192,16 +168,6 @@ class EagleDrafter(Drafter):
     def _state(self, request: DraftRequest) -> EagleState:
         state: EagleState = request.context.states[self.name]
         return state
-
-    def _offer(self, request: DraftRequest) -> None:
-        """Let the shortlist read new tokens, and those that the last logits make likely."""
-        state = self._state(request)
-        if state.shortlist is not None:
-            began = perf_counter()
-            state.shortlist.extend(state.unseen)
-            state.shortlist.extend(largest(request.context.logits[None], OFFERED)[0][0])
-            state.unseen.clear()
-            state.counted.seconds += perf_counter() - began
 
     def _read(self, states: Sequence[EagleState], early: bool) -> None:
         """Compute rows of the committed tokens that have hidden states.

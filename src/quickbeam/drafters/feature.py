@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from quickbeam.drafters.base import DrafterState
+from quickbeam.drafters.base import DrafterState, HeadUse
+from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.drafters.unread import Unread
 from quickbeam.models.angles import STEP, angles
 from quickbeam.models.base import Model
@@ -24,6 +28,9 @@ from quickbeam.models.stack import Rotary
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
+# How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
+# that follow the root.
+OFFERED = 16
 
 
 State = TypeVar("State", bound="FeatureState")
@@ -32,14 +39,25 @@ State = TypeVar("State", bound="FeatureState")
 class FeatureState(DrafterState):
     """What such a drafter keeps of one sequence.
 
-    `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
-    have none yet. `tree`: the tree that is being grown. `calls`: how many passes were run.
+    - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
+      have none yet.
+    - `shortlist`: what its head scores, or None. `counted`: how the head was used.
+    - `tree`: the tree that is being grown. `calls`: how many passes were run.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
+    def __init__(
+        self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
+    ) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.unread = Unread()
+        self.unread, self.shortlist, self.counted = Unread(), shortlist, HeadUse()
+        self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.tree: TokenTree | None = None
+
+    @property
+    def used(self) -> HeadUse:
+        """The counters of the head."""
+        scored = 0 if self.shortlist is None else self.shortlist.scored
+        return replace(self.counted, tokens=self.counted.tokens + scored)
 
     @property
     def waiting(self) -> int:
@@ -47,6 +65,15 @@ class FeatureState(DrafterState):
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
+        self._unseen.extend(tokens)
+
+    def offer(self, logits: torch.Tensor) -> None:
+        """Let the shortlist read new tokens, and those that the last `logits` `[vocab]` favour."""
+        if self.shortlist is not None:
+            began = perf_counter()
+            self.shortlist.extend([*self._unseen, *largest(logits[None], OFFERED)[0][0]])
+            self.counted.seconds += perf_counter() - began
+        self._unseen.clear()
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
@@ -77,7 +104,7 @@ class FeatureState(DrafterState):
     def release(self) -> None:
         self.cache.release()
         self.unread.reset()
-        self.tree = None
+        self.tree = self.shortlist = None
 
 
 def in_parts(

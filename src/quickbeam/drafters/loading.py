@@ -98,9 +98,11 @@ def _feature_drafter(folder: Path, target: Model) -> Drafter:
         "embedding": target.embedding,
         "head": target.head,
     }
-    if is_block(folder):
-        return BlockDrafter(load_block(folder, **fitting), target)
-    drafter = EagleDrafter(load_eagle(folder, **fitting), target)
+    drafter: Drafter = (
+        BlockDrafter(load_block(folder, **fitting), target)
+        if is_block(folder)
+        else EagleDrafter(load_eagle(folder, **fitting), target)
+    )
     drafter.folder = folder
     return drafter
 

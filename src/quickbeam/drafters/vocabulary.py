@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
 
-from quickbeam.drafters.base import Drafter
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.base import OWN_HEAD, Drafter
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.context import WINDOW
 from quickbeam.drafters.shortlist.layout import Layout
@@ -44,15 +43,20 @@ def make_shortlist(
     Without a `size`, all but `context` take a share of the vocabulary (`SHARES`).
 
     Raises `InvalidInput` for an unknown `vocab`, a `size` that is not 1 to the vocabulary's, a
-    drafter that is no feature drafter or has a shortlist of its own, and a drafter without the
-    files that `quickbeam train` writes.
+    drafter that has a head of its own, and a drafter without the files that `quickbeam train`
+    writes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)
     if vocab == FULL:
         return None
-    drafter = _checked(drafter, model, vocab, size)
-    weight = rows_of(model.head, drafter.network.config.hidden_size, model)
+    if drafter.head_size is None:
+        raise InvalidInput(f"--vocab {vocab}: {OWN_HEAD}")
+    if size is not None and not 1 <= size <= model.vocab_size:
+        raise InvalidInput(
+            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
+        )
+    weight = rows_of(model.head, drafter.head_size, model)
     if vocab == "context":
         return Shortlist(weight, Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
@@ -72,25 +76,6 @@ def make_shortlist(
     )
 
 
-def _checked(drafter: Drafter, model: Model, vocab: str, size: int | None) -> EagleDrafter:
-    """Return the drafter if it can have a shortlist of this kind and size."""
-    if not isinstance(drafter, EagleDrafter):
-        raise InvalidInput(
-            f"--vocab {vocab}: this drafter scores its whole vocabulary; give one "
-            "that `quickbeam train` makes, or an EAGLE head, or take --vocab full"
-        )
-    if drafter.network.config.own_head:
-        raise InvalidInput(
-            f"--vocab {vocab}: this drafter's head has a shortlist of its own, "
-            "trained with it; take --vocab full"
-        )
-    if size is not None and not 1 <= size <= model.vocab_size:
-        raise InvalidInput(
-            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
-        )
-    return drafter
-
-
 class Shortlists:
     """The shortlists of one drafter, each made when it is first requested.
 
@@ -98,37 +83,20 @@ class Shortlists:
     """
 
     def __init__(self, drafter: Drafter, model: Model) -> None:
-        self._drafter, self._model = drafter, model
-        # by kind and size, the most recently used last
-        self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()
+        self._make = lru_cache(maxsize=KEPT)(partial(make_shortlist, drafter, model))
 
     def get(self, vocab: str, size: int | None) -> Shortlist | None:
         """Return the shortlist for `vocab` and `size` (see `make_shortlist`)."""
-        key = plain_vocab(vocab), size
-        if (
-            key not in self._made
-            and (made := make_shortlist(self._drafter, self._model, *key)) is not None
-        ):
-            self._made[key] = made
-            while len(self._made) > KEPT:
-                self._made.popitem(last=False)
-        if key in self._made:
-            self._made.move_to_end(key)
-        return self._made.get(key)
+        return self._make(plain_vocab(vocab), size)
 
 
 def is_listed(drafter: Drafter) -> bool:
     """Whether `drafter` comes with a list of the most frequent tokens."""
-    if (
-        not isinstance(drafter, EagleDrafter)
-        or drafter.network.config.own_head
-        or drafter.folder is None
-    ):
-        return False
-    return Artefact.there(drafter.folder)
+    folder = drafter.folder
+    return drafter.head_size is not None and folder is not None and Artefact.there(folder)
 
 
-def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
+def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
     folder = drafter.folder
     if folder is None or not Artefact.there(folder):
         raise InvalidInput(
@@ -149,11 +117,11 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
             f"--vocab {vocab}: {folder} has clusters but no router; make one with "
             "quickbeam train --only shortlist"
         )
-    config, network = artefact.router.config, drafter.network.config
-    if (config.hidden_size, config.embed_size) != (network.hidden_size, network.hidden_size):
+    config, size = artefact.router.config, drafter.head_size
+    if (config.hidden_size, config.embed_size) != (size, size):
         raise InvalidInput(
             f"{folder}: a router for states of {config.hidden_size}, the drafter's "
-            f"are {network.hidden_size}: train it anew"
+            f"are {size}: train it anew"
         )
     return artefact
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from quickbeam.drafters.eagle import OFFERED
 from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.feature import OFFERED
 from quickbeam.errors import InvalidInput
 from quickbeam.train.drafter import autocast
 from quickbeam.train.shards import Shards, spread_lengths
