@@ -4,12 +4,13 @@ that answers stay the same. `pytest tests/test_answers.py`"""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from answers import request
 from models import VOCAB, tiny
-from quickbeam import LLM, SamplingParams
+from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
@@ -138,3 +139,37 @@ def test_tokens_stay_within_the_vocabulary() -> None:
     known.add([0, 0, 0, 0, VOCAB - 1, 0, 0, 0, 0, 7])
     match = known.match([0, 0, 0, 0])
     assert match is not None and known.continuation(match, 9) == [7]
+
+
+def test_kept_from_one_process_to_the_next(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "answers"
+    memory, rng = AnswerMemory(1 << 20, path, "m"), random.Random(4)
+    texts = {who: [rng.randrange(90) for _ in range(80)] for who in (None, "1.2.3.4", b"key")}
+    for who, text in texts.items():
+        memory.of(who).add(text)
+    memory.close()
+    again = AnswerMemory(1 << 20, path, "m")
+    for who, text in texts.items():
+        match = again.of(who).match(text[:40])
+        assert match is not None and again.of(who).continuation(match, 99) == text[40:]
+        assert all(again.of(other).match(text[:40]) is None for other in texts if other != who)
+    with pytest.raises(InvalidInput, match="keeps answers of m, not of other: name"):
+        AnswerMemory(1 << 20, path, "other")
+    for content in (b"", b"no such file", path.read_bytes()[:-7]):
+        (tmp_path / "wrong").write_bytes(content)
+        with pytest.raises(InvalidInput, match="no file of kept answers"):
+            AnswerMemory(1 << 20, tmp_path / "wrong", "m")
+    before = path.read_bytes()
+    again._keep = tmp_path / "missing" / "folder"
+    again.close()
+    assert "answers are not kept" in caplog.text and path.read_bytes() == before
+
+
+def test_a_model_keeps_its_answers(toy_folder: str, tmp_path: Path) -> None:
+    params, steps = SamplingParams(max_tokens=30, ignore_eos=True), []
+    for _ in range(2):
+        with LLM(toy_folder, "logitspec", budget=8, keep=tmp_path / "kept") as llm:
+            steps.append(llm.generate("a b c d e f", params).statistics.steps)
+    assert steps[1] < steps[0]
+    with pytest.raises(InvalidInput, match="a memory of answers of 0 keeps none"):
+        LLM(toy_folder, memory_of_answers=0, keep=tmp_path / "kept")

@@ -64,7 +64,7 @@ def test_generate_streams_text_and_then_statistics(run):
     assert options.pop("progress") is not None
     unset = "device budget drafter vocab shortlist memory kv_memory draft_weights"
     expected = {"trust_remote_code": False, **dict.fromkeys(unset.split())}
-    expected["memory_of_answers"] = "64MB"
+    expected |= {"memory_of_answers": "64MB", "keep": None}
     assert options == expected | dict.fromkeys(("dtype", "weights"), "bfloat16")
     assert (call, messages, params) == ("chat", [("user", "hello")], SamplingParams())
 
@@ -94,7 +94,7 @@ def test_every_option_arrives(run):
         --include-stop-str-in-output --no-skip-special-tokens --coupling residual"""
     loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
         --shortlist 99 --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB
-        --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 0"""
+        --weights int4 --draft-weights int8 --memory 3GB --memory-of-answers 1MB --keep k"""
     given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
@@ -104,7 +104,7 @@ def test_every_option_arrives(run):
     expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
     expected |= {"dtype": "float32", "device": "cpu", "trust_remote_code": True}
     expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
-    expected["memory_of_answers"] = "0"
+    expected |= {"memory_of_answers": "1MB", "keep": "k"}
     assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
     expected = dict(max_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, seed=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class LLM(Answering):
     - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
       free.
     - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
-      0 for none. Later answers draft from them.
+      0 for none. Later answers draft from them. `keep`: a file that holds them from one process to
+      the next; it is written when the model is closed.
     - `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
     - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
       everything on one device.
@@ -79,6 +81,7 @@ class LLM(Answering):
         max_running: int = MOST_ACTIVE,
         kv_memory: int | str | None = None,
         memory_of_answers: int | str = "64MB",
+        keep: str | Path | None = None,
         share_prefixes: bool = True,
         revision: str | None = None,
         device_map: str | dict[str, Any] | None = None,
@@ -93,9 +96,7 @@ class LLM(Answering):
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
         _check_running(max_running)
-        remembered = None
-        if str(memory_of_answers) != "0":
-            remembered = AnswerMemory(parse_bytes(memory_of_answers))
+        remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
         room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         for one in [weights] if draft_weights is None else [weights, draft_weights]:
@@ -121,6 +122,14 @@ class LLM(Answering):
         self.prepare(method)
         if measured:  # now, and not in the first answer
             self.thread.call(lambda: self.engine.budget)
+
+
+def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerMemory | None:
+    if str(size) == "0":
+        if keep is not None:
+            raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
+        return None
+    return AnswerMemory(parse_bytes(size), None if keep is None else Path(keep), model)
 
 
 def _check_running(most: object) -> None:

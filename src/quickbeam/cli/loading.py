@@ -84,6 +84,8 @@ class Loading(Target):
     )
     memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
     """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
+    keep: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """Keep them in this file from one run to the next."""
 
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""

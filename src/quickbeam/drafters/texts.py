@@ -7,12 +7,22 @@ each tenant has a memory of its own: nobody can measure what another one was tol
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from quickbeam.errors import InvalidInput
+
+logger = logging.getLogger(__name__)
 
 GRAM = 4  # tokens of the n-grams that are looked up
 AGREED = 32  # how many tokens before a match are compared at most
@@ -20,6 +30,7 @@ SCAN = 8  # how many occurrences of an n-gram are compared
 KNOWN = 32  # so many tokens that go on as remembered are not entered again
 FACTOR = 0x9E3779B97F4A7C15  # of the n-grams' hashes, below 2^64
 TOKEN_BYTES = 16  # of memory, for each remembered token
+KIND = "quickbeam answers"  # of a file that keeps them
 TENANTS = 8  # how many tenants are remembered, each with so much of the memory
 
 
@@ -65,6 +76,10 @@ class Texts:
         self._older[after] = np.where(first, self._newest[slots], np.roll(after, 1) + 1)
         last = np.roll(first, -1)
         self._newest[slots[last]] = after[last] + 1
+
+    def ring(self) -> npt.NDArray[np.int32]:
+        """Return all texts, the oldest first, as they are stored."""
+        return np.roll(self._ring, -self._end)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
         """Return where the end of `suffix` occurred with the most tokens before that agree, too.
@@ -132,11 +147,17 @@ class AnswerMemory:
 
     A program's own requests, whose tenant is None, may take all of it. The tenants of a server have
     an eighth each, and the one that has asked for nothing the longest is forgotten.
+
+    `keep`: a file that holds the texts from one process to the next. It is read here, and `close`
+    writes it. `model` is noted in it. Raises `InvalidInput` for a file that is no such one, or that
+    is another model's.
     """
 
-    def __init__(self, size: int) -> None:
-        self._tokens = size // TOKEN_BYTES
+    def __init__(self, size: int, keep: Path | None = None, model: str = "") -> None:
+        self._tokens, self._keep, self._model = size // TOKEN_BYTES, keep, model
         self._texts = OrderedDict[Hashable, Texts]()
+        if keep is not None and keep.exists():
+            self._read(keep)
 
     def of(self, tenant: Hashable) -> Texts:
         """Return what is remembered for a tenant."""
@@ -151,3 +172,50 @@ class AnswerMemory:
     def forget(self) -> None:
         """Forget all texts."""
         self._texts.clear()
+
+    def close(self) -> None:
+        """Write the texts to the file, if there is one, and forget them.
+
+        A file that can't be written stays as it was, with a warning.
+        """
+        if self._keep is not None and self._texts:
+            part = self._keep.with_name(f".{self._keep.name}.{os.getpid()}.part")
+            rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
+            names = json.dumps([_name(tenant) for tenant in self._texts])
+            noted = {"kind": KIND, "model": self._model, "tenants": names}
+            try:
+                save_file(rings, part, metadata=noted)
+                os.replace(part, self._keep)
+            except (OSError, SafetensorError) as error:
+                part.unlink(missing_ok=True)
+                logger.warning("answers are not kept: %s can't be written (%s)", self._keep, error)
+        self.forget()
+
+    def _read(self, path: Path) -> None:
+        try:
+            with safe_open(path, "np") as file:
+                noted = file.metadata() or {}
+                if noted.get("kind") != KIND:
+                    raise ValueError("its metadata don't say so")
+                if noted["model"] != self._model:
+                    raise InvalidInput(
+                        f"{path} keeps answers of {noted['model']}, not of {self._model}: name "
+                        "another file, one for each model"
+                    )
+                for i, name in enumerate(json.loads(noted["tenants"])):
+                    texts, ring = self.of(_tenant(name)), file.get_tensor(str(i))
+                    for text in np.split(ring, np.flatnonzero(ring == 0)):
+                        texts.add((text[text > 0] - 1).tolist())
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise InvalidInput(
+                f"{path} is no file of kept answers ({error}): name another one, or remove it"
+            ) from error
+
+
+def _name(tenant: Hashable) -> str | None:
+    """Return a tenant as JSON has it: a key's digest, an address, or None."""
+    return tenant.hex() if isinstance(tenant, bytes) else None if tenant is None else f"@{tenant}"
+
+
+def _tenant(name: str | None) -> Hashable:
+    return name if name is None else name[1:] if name.startswith("@") else bytes.fromhex(name)

@@ -130,6 +130,8 @@ class Engine:
         """End all sequences and forget all texts."""
         for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
             self.cancel(sequence)
+        if self._memory is not None:
+            self._memory.close()
         self.forget()
         self.model.close()
 
