@@ -41,7 +41,7 @@ def ways(
     places, held = (
         collect_places(
             folder.network,
-            folder.head,
+            folder.target,
             folder.shards,
             [i for i in range(len(folder.shards)) if (i % HELD_OUT == 0) is own],
             given.depths,

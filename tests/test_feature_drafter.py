@@ -24,8 +24,8 @@ from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_passes import Passed, Rows
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
-from quickbeam.train.shards import Conversation
-from quickbeam.train.unroll import collate, unroll
+from quickbeam.train.shards import Conversation, collate
+from quickbeam.train.unroll import unroll
 from quickbeam.tree import TokenTree
 
 
@@ -149,11 +149,11 @@ def test_training_unrolls_what_drafting_computes(kind: str) -> None:
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     heard = torch.cat(pair.begin(ids, 0).heard)
     conversation = Conversation(
-        torch.tensor(ids, dtype=torch.int32), torch.ones(12, dtype=torch.bool), heard, 1.0
+        torch.tensor(ids, dtype=torch.int32), torch.ones(12, dtype=torch.bool), 1.0
     )
+    batch = collate([conversation])._replace(hidden=heard[None])
     trained = [
-        pair.network.logits(step.out).softmax(-1)
-        for step in unroll(pair.network, collate([conversation]), depths)
+        pair.network.logits(step.out).softmax(-1) for step in unroll(pair.network, batch, depths)
     ]
     assert [len(distributions) for distributions in trained] == [10, 9, 8, 7]
     text = pair.begin(ids[:1], ids[1])

@@ -23,8 +23,9 @@ from quickbeam.train.shards import (
     Shards,
     ShardWriter,
     Unwritten,
+    collate,
     read_prompts,
-    side_by_side,
+    split,
     spread_lengths,
 )
 
@@ -33,9 +34,7 @@ def conversation(seed: int) -> Conversation:
     generator = torch.Generator().manual_seed(seed)
     n = 3 + seed % 5
     tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
-    return Conversation(
-        tokens, tokens % 2 == 0, torch.randn(n, 4, generator=generator).bfloat16(), seed / 8
-    )
+    return Conversation(tokens, tokens % 2 == 0, seed / 8)
 
 
 def write(folder: Path, *seeds: int) -> None:
@@ -49,7 +48,7 @@ def write(folder: Path, *seeds: int) -> None:
 def same(found: Shards, seeds: list[int]) -> bool:
     pairs = list(zip(found, map(conversation, seeds), strict=True))
     return all(
-        all(map(torch.equal, a[:3], b[:3])) and a.temperature == b.temperature for a, b in pairs
+        all(map(torch.equal, a[:2], b[:2])) and a.temperature == b.temperature for a, b in pairs
     )
 
 
@@ -124,7 +123,7 @@ def test_answered_prompts_are_told_by_their_tokens(tmp_path: Path) -> None:
     for prompt in ([1, 2], [1, 2, 3], [4]):
         tokens = torch.tensor([*prompt, 7, 8], dtype=torch.int32)
         answer = torch.arange(len(tokens)) >= len(prompt)
-        writer.add(Conversation(tokens, answer, torch.zeros(len(tokens), 4), 0.0))
+        writer.add(Conversation(tokens, answer, 0.0))
     writer.flush()
     asked = [[1], [4], [4], [1, 2], [1, 2, 3], [1, 2, 3, 7]]
     assert Shards(tmp_path).answered_prompts(asked) == [False, True, False, True, True, False]
@@ -179,19 +178,26 @@ def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
     assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
 
 
-def test_batches_of_a_step_weigh_about_the_same() -> None:
-    generator, rng = torch.Generator().manual_seed(1), random.Random(1)
-    weights = [rng.randrange(300) for _ in range(403)]
-    batches = [list(range(i, min(i + 4, 403))) for i in range(0, 403, 4)]  # 101
-
-    def weight(batch: list[int]) -> int:
-        return sum(weights[i] for i in batch)
-
-    order = side_by_side(batches, weights, 2, generator)
-    assert sorted(order) == sorted(batches) and order[-1] == min(batches, key=weight)
-    gaps = [abs(weight(a) - weight(b)) for a, b in zip(order[:100:2], order[1:100:2], strict=True)]
-    assert sum(gaps) < 0.1 * sum(
-        abs(weight(a) - weight(b)) for a, b in zip(batches[:100:2], batches[1:100:2], strict=True)
+def test_conversations_side_by_side_are_padded_at_the_end() -> None:
+    batch = collate([conversation(0), conversation(4), conversation(1)])
+    assert batch.lengths.tolist() == [3, 7, 4] and batch.tokens.shape == batch.answer.shape == (
+        3,
+        7,
     )
-    firsts = [weight(batch) for batch in order[:100:2]]
-    assert firsts != sorted(firsts) and order != side_by_side(batches, weights, 2, generator)
+    for row, seed in enumerate((0, 4, 1)):
+        tokens, answer, _ = conversation(seed)
+        assert batch.tokens[row, : len(tokens)].tolist() == tokens.tolist()
+        assert batch.answer[row].tolist() == answer.tolist() + [False] * (7 - len(tokens))
+
+
+def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 0)
+    with pytest.raises(InvalidInput, match=r"a single conversation.*--tokens"):
+        split(Shards(tmp_path))
+    write(tmp_path, 1)
+    assert split(Shards(tmp_path)) == ([0], [1])
+    write(tmp_path, *range(2, 105))
+    train, held = split(Shards(tmp_path))
+    assert held == [49, 99] and sorted(train + held) == list(range(105))

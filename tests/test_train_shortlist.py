@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from quickbeam.cli.app import app
+from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
@@ -24,12 +25,12 @@ from quickbeam.drafters.shortlist.router import RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
 from quickbeam.train.clusters import CLUSTERINGS, FEATURES, halve, pifa, ranking
-from quickbeam.train.drafter import split
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
-from quickbeam.train.shards import Conversation, Shards, ShardWriter
+from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
+from quickbeam.train.target import Batch
 from scripts import script
 
 VOCAB, D = 60, 16
@@ -39,18 +40,31 @@ REST = torch.arange(5, VOCAB)  # all but five frequent tokens
 RECIPE = RouterRecipe(width=64, epochs=30, lr=5e-3, batch=64)
 
 
+class CodedTarget:
+    """A target whose last hidden state tells the next token, (last + 3) modulo the vocabulary."""
+
+    device, head = torch.device("cpu"), HEAD
+
+    def read(self, batch: Batch) -> Batch:
+        tokens = batch.tokens
+        noise = torch.randn(1, 99, D, generator=torch.Generator().manual_seed(1))
+        noise = noise[:, : tokens.shape[1]] + 0.01 * tokens[..., None]
+        last = 0.7 * HEAD[(tokens + 3) % VOCAB]
+        return batch._replace(hidden=torch.cat([noise, last], -1).bfloat16())
+
+    def hidden(self, conversation: Conversation) -> torch.Tensor:
+        """`[n, 2 * D]`."""
+        return self.read(collate([conversation])).hidden[0]
+
+
 def conversations(count: int, seed: int = 0) -> list[Conversation]:
-    """Text whose next token is told by the last one: (last + 3) modulo the vocabulary, as the
-    hidden state says too."""
+    """Text whose next token is told by the last one."""
     generator = torch.Generator().manual_seed(seed)
     text = []
     for _ in range(count):
         n = int(torch.randint(8, 30, (1,), generator=generator))
         tokens = (torch.randint(VOCAB, (1,), generator=generator) + 3 * torch.arange(n)) % VOCAB
-        hidden = torch.cat(
-            [torch.randn(n, D, generator=generator), 0.7 * HEAD[(tokens + 3) % VOCAB]], 1
-        )
-        text.append(Conversation(tokens.int(), torch.arange(n) >= 4, hidden.bfloat16(), 0.0))
+        text.append(Conversation(tokens.int(), torch.arange(n) >= 4, 0.0))
     return text
 
 
@@ -74,7 +88,7 @@ def network() -> EagleHead:
 @pytest.fixture(scope="module")
 def collected(network: EagleHead, tmp_path_factory: pytest.TempPathFactory) -> Places:
     shards = written(tmp_path_factory.mktemp("text"), conversations(40))
-    return collect_places(network, HEAD, shards, range(len(shards)), 2, 10**6)
+    return collect_places(network, CodedTarget(), shards, range(len(shards)), 2, 10**6)
 
 
 def layout_of(order: torch.Tensor, size: int) -> Layout:
@@ -92,7 +106,7 @@ def full_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 @torch.no_grad()
 def read(net: EagleHead, conversation: Conversation, at: int, depth: int) -> torch.Tensor:
     """What the layer reads at row `at` after `depth` drafts, over the rows that it sees."""
-    hidden = list(net.fuse(conversation.hidden[: at + 1].float()))
+    hidden = list(net.fuse(CodedTarget().hidden(conversation)[: at + 1].float()))
     embedded = net.embed(conversation.tokens.long()).float()
     for _ in range(depth):
         n = len(hidden)
@@ -109,10 +123,10 @@ def test_places_are_those_of_the_text(
     monkeypatch.setattr(places, "autocast", lambda device: torch.autocast("cpu", enabled=False))
     text = conversations(5)
     shards = written(tmp_path, text)
-    got = collect_places(network, HEAD, shards, range(5), 2, 10**6)
+    got = collect_places(network, CodedTarget(), shards, range(5), 2, 10**6)
     expected, states = [], []
     for one in text:
-        last = one.hidden[:, -D:]
+        last = CodedTarget().hidden(one)[:, -D:]
         likely = (last @ HEAD.T.bfloat16()).float().argsort(dim=1, descending=True)
         for at in range(len(one.tokens)):
             known = {*one.tokens[: at + 2].tolist(), *likely[at, :2].tolist()}
@@ -134,7 +148,7 @@ def test_places_are_those_of_the_text(
         assert float(distance.min()) < 0.02 * float(hidden.abs().max())
     assert torch.allclose(got.mass.sum(1), torch.ones(len(got.tokens)), atol=0.1)
     assert bool((got.mass[:, 0] >= got.mass[:, 1]).all())
-    assert len(collect_places(network, HEAD, shards, range(5), 2, 7).tokens) == 7
+    assert len(collect_places(network, CodedTarget(), shards, range(5), 2, 7).tokens) == 7
 
 
 def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> None:
@@ -142,7 +156,7 @@ def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> 
     shards = written(tmp_path, silent)
     for chosen in ([0, 1, 2], []):
         with pytest.raises(InvalidInput, match="no answers"):
-            collect_places(network, HEAD, shards, chosen, 3, 100)
+            collect_places(network, CodedTarget(), shards, chosen, 3, 100)
 
 
 def test_tokens_are_ranked_by_count_and_ties_by_id() -> None:
@@ -235,13 +249,13 @@ def test_figures_are_shares_of_the_places() -> None:
 
 @pytest.fixture(scope="module")
 def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter's folder, with its text."""
+    """The folder of a feature drafter, with text of the model."""
     folder = tmp_path_factory.mktemp("drafter")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
-    given = "--only drafter --tokens 1500 --length 64 --slots 8 --epochs 1 --batch 256"
-    given += " --loss-vocab 128 --depths 1"
+    given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
+    EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)).save(folder)
     return folder
 
 
@@ -279,7 +293,7 @@ def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str)
 
 def test_the_defaults_fit_the_vocabulary(toy_folder: str, folder: Path) -> None:
     for kind, listed, size in (("pifa", 5, 4), ("kmeans", 21, 4)):
-        stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(kind), 1)
+        stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(kind))
         assert (stage.listed, stage.size) == (listed, size)
         assert stage.recipe.residual is (kind == "pifa")
 
@@ -289,12 +303,14 @@ def test_nothing_held_out_is_trained_on(
 ) -> None:
     taken: list[list[int]] = []
 
-    def watched(net: Any, head: Any, shards: Any, chosen: list[int], *rest: Any) -> Places:
+    def watched(net: Any, of: Any, shards: Any, chosen: list[int], *rest: Any) -> Places:
         taken.append(list(chosen))
-        return collect_places(net, head, shards, chosen, *rest)
+        return collect_places(net, of, shards, chosen, *rest)
 
     monkeypatch.setattr(shortlist, "collect_places", watched)
-    stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(rows=100, router_epochs=1), 1)
+    stage = ShortlistTraining(
+        toy_folder, folder, ShortlistPlan(rows=100, router_epochs=1, depths=1)
+    )
     stage.run(lambda what, done: None)
     train, held = taken
     assert held == split(stage.shards)[1] and not set(held) & set(train)
@@ -311,9 +327,9 @@ class Elsewhere(torch.nn.Embedding):
         super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
         self.away = True
 
-    def cpu(self) -> Elsewhere:
+    def _apply(self, move: Any, recurse: bool = True) -> Elsewhere:
         self.away = False
-        return super().cpu()
+        return super()._apply(move, recurse)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         assert not self.away, "ids of another device"
@@ -323,10 +339,10 @@ class Elsewhere(torch.nn.Embedding):
 def test_what_follows_the_text_runs_where_the_places_are(
     toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = ShortlistPlan(rows=200, width=16, router_epochs=1)
-    stage = ShortlistTraining(toy_folder, folder, plan, depths=1)
+    plan = ShortlistPlan(rows=200, width=16, router_epochs=1, depths=1)
+    stage = ShortlistTraining(toy_folder, folder, plan)
     known = [stage._collect(part, 200, lambda done: None) for part in split(stage.shards)]
-    stage.network._shared["embedding"] = Elsewhere(stage.network.embedding)
+    stage.target.embedding._embedding = Elsewhere(stage.target.embedding._embedding)
     monkeypatch.setattr(stage, "_collect", lambda *arguments: known.pop(0))
     stage.run(lambda what, done: None)
     assert Artefact.load(folder).router is not None
@@ -340,13 +356,13 @@ def test_the_list_may_be_that_of_a_drafter_with_more_text(
     for where, of in ((other, order), (wrong, torch.arange(100))):
         Artefact(Layout(of, 4, 8, len(of)), of, None).save(where)
     plan = ShortlistPlan(rows=200, listed=6, width=16, router_epochs=1, list_of=other)
-    ShortlistTraining(toy_folder, folder, plan, 1).run(lambda what, done: None)
+    ShortlistTraining(toy_folder, folder, plan).run(lambda what, done: None)
     artefact = Artefact.load(folder)
     assert torch.equal(artefact.ranking, order)
     assert torch.equal(artefact.layout.order[:6], order[:6])
     assert "--list-of other" in (folder / "ROUTER.md").read_text()
     with pytest.raises(InvalidInput, match="its shortlist is of 100 tokens"):
-        ShortlistTraining(toy_folder, folder, replace(plan, list_of=wrong), 1)
+        ShortlistTraining(toy_folder, folder, replace(plan, list_of=wrong))
 
 
 def test_bad_input_to_the_command(
@@ -360,16 +376,14 @@ def test_bad_input_to_the_command(
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     assert "give the --model that it was trained for" in refused()
     (folder / "config.json").write_text(json.dumps(config))
-    shutil.rmtree(folder / "text")
-    one = Conversation(torch.arange(9).int(), torch.ones(9).bool(), torch.zeros(9, 8), 0.0)
-    written(folder / "text", [one])
-    assert "the text holds hidden states of 8" in refused()
-    monkeypatch.setattr(shortlist, "load_model", None)  # what follows is refused without the model
+    monkeypatch.setattr(shortlist, "load_target", None)  # what follows is refused without the model
     own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
     EagleHead(own).save(folder)
     assert "a fixed shortlist" in refused()
     (folder / "model.safetensors").unlink()
     assert "not a drafter" in refused()
+    BlockNetwork(BlockConfig(32, 64, 4, 2, 8, 1, (1,), 32, 257, 4, 256)).save(folder)
+    assert "holds a block drafter" in refused()
     shutil.rmtree(folder / "text")
     assert "no text" in refused()
 

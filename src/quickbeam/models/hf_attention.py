@@ -190,20 +190,11 @@ class Features:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         count = model.config.get_text_config().num_hidden_layers
         check_layers(layers, count)
-        lists = [
-            m
-            for m in model.modules()
-            if isinstance(m, nn.ModuleList) and len(m) == count and _attends(m[0])
-        ]
-        if not lists:
-            raise InvalidInput(
-                f"{type(model).__name__} keeps its layers in no list of {count}: "
-                "its hidden states can't be read"
-            )
+        found = decoder_layers(model)
         self._caught: dict[int, torch.Tensor] = {}
         self._layers = tuple(layers)
         self._hooks = [
-            (model.base_model if layer > count else lists[0][layer - 1]).register_forward_hook(
+            (model.base_model if layer > count else found[layer - 1]).register_forward_hook(
                 partial(self._catch, layer)
             )
             for layer in set(layers)
@@ -223,6 +214,18 @@ class Features:
         states = torch.cat([self._caught[layer] for layer in self._layers], -1)
         self._caught.clear()
         return states
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's layers. Raises `InvalidInput` where they are not one list."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module[0]):
+            return module
+    raise InvalidInput(
+        f"{type(model).__name__} keeps its layers in no list of {count}: its hidden states can't "
+        "be read"
+    )
 
 
 def _attends(layer: nn.Module) -> bool:

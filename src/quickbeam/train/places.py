@@ -14,9 +14,9 @@ import torch
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import OFFERED
 from quickbeam.errors import InvalidInput
-from quickbeam.train.drafter import autocast
-from quickbeam.train.shards import Shards, spread_lengths
-from quickbeam.train.unroll import Batch, ahead, collate, unroll
+from quickbeam.train.shards import Shards, collate, spread_lengths
+from quickbeam.train.target import Batch, FrozenTarget, autocast
+from quickbeam.train.unroll import ahead, unroll
 
 LIKELY = 48  # the target's likeliest tokens that are kept of each place
 # Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
@@ -54,7 +54,7 @@ class Places(NamedTuple):
 @torch.no_grad()
 def collect_places(
     network: EagleHead,
-    head: torch.Tensor,
+    target: FrozenTarget,
     shards: Shards,
     chosen: Sequence[int],
     depths: int,
@@ -64,16 +64,17 @@ def collect_places(
 ) -> Places:
     """Return at most `count` places in the answers of the `chosen` conversations.
 
-    Places are at depths 0 to `depths` - 1. `head`: the target's, `[vocab, d]`. `report(done)` is
-    called with the share that is done, 0 to 1. Raises `InvalidInput` if no place is in an answer.
+    Places are at depths 0 to `depths` - 1. `target` reads the layers that `network` does, and last
+    what its own head reads. `report(done)` is called with the share that is done, 0 to 1. Raises
+    `InvalidInput` if no place is in an answer.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [shards.length(i) for i in chosen]
     parts, collected = list[Places](), 0
     for group in spread_lengths(lengths, BATCH_TOKENS, generator) if lengths else ():
-        batch = collate([shards[chosen[i]] for i in group]).to(head.device)
-        with autocast(head.device):
-            for places in _by_depth(network, head, batch, depths):
+        batch = target.read(collate([shards[chosen[i]] for i in group]))
+        with autocast(target.device):
+            for places in _by_depth(network, target.head, batch, depths):
                 parts.append(places)
                 collected += len(places.tokens)
         report(min(1.0, collected / count))

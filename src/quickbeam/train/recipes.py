@@ -5,6 +5,7 @@ This module does not import PyTorch: the fields are the options of `quickbeam tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,36 +17,40 @@ FIXED = {"option": False}  # fields that no option sets
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a drafter is trained.
+    """How a block drafter is trained.
 
-    A step has up to `depths` passes of training-time test (`ahead`). The learning rate rises over
-    `warmup` steps, stays at `lr`, and falls to zero over the last share `cooldown` of the run.
-
-    The loss is the cross-entropy with the target's distribution over `loss_vocab` tokens
-    (`LossVocabulary`), plus `regression` times the smooth L1 distance to the target's hidden state,
-    which guides the training while the drafter's distribution is still far off.
+    The learning rate rises over `warmup` steps, and falls to zero as a cosine.
     """
 
-    epochs: float = field(default=6, metadata={"min": 0.01})
-    """Times the drafter is trained on the text."""
+    epochs: float = field(default=4, metadata={"min": 0.01})
+    """Times the drafter is trained on --tokens of text."""
     batch: int = field(default=1024, metadata={"min": 64})
     """Tokens a training step, padding counted."""
-    depths: int = field(default=3, metadata={"min": 1, "max": 12})
-    """Drafts ahead that drafter and router are trained for."""
-    decay: float = field(default=0.8, metadata=FIXED)
-    """The weight of a pass over that of the pass before it."""
     lr: float = field(default=1e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
-    warmup: int = field(default=50, metadata=FIXED)
-    """Steps in which the learning rate rises."""
-    cooldown: float = field(default=0.3, metadata={"min": 0, "max": 1})
-    """Last part of the run: the rate falls to zero."""
+    block: int = field(default=7, metadata={"min": 1, "max": 32})
+    """Tokens that the drafter drafts in a pass."""
+    depth: int = field(default=2, metadata={"min": 1, "max": 16})
+    """Layers of the drafter."""
+    rank: int = field(default=64, metadata={"min": 0})
+    """Of the Markov head, which knows the token before each position. 0: none."""
+    spacing: int = field(default=4, metadata={"min": 1})
+    """Tokens of text for each block that a step drafts."""
     loss_vocab: int = field(default=8192, metadata={"min": 16})
     """Tokens that a step's loss is taken over."""
-    regression: float = field(default=10.0, metadata=FIXED)
-    """The weight of the distance to the target's hidden state, at the start."""
-    lead: float = field(default=0.5, metadata=FIXED)
-    """First share of the run, in which that weight falls to zero."""
+    warmup: int = field(default=100, metadata=FIXED)
+    """Steps in which the learning rate rises."""
+    gamma: float = field(default=4.0, metadata=FIXED)
+    """A position's weight is e^(-position / gamma), from 0."""
+    entropy: float = field(default=0.1, metadata=FIXED)
+    """The weight of the cross-entropy with the target's distribution, after the `lead`."""
+    lead: float = field(default=0.3, metadata=FIXED)
+    """First share of the run, in which that weight falls from 1: far from the target's
+    distribution, the distance has next to no gradient."""
+    distance: float = field(default=0.9, metadata=FIXED)
+    """The weight of the distance between the drafter's and the target's distribution."""
+    confidence: float = field(default=1.0, metadata=FIXED)
+    """The weight of the cross-entropy of the confidence."""
     whole: float = field(default=0.5, metadata=FIXED)
     """First share of the run, in which every token counts, those of users too: text is expensive,
     and what users write holds what answers don't. After that only answers count."""
@@ -54,21 +59,14 @@ class Recipe:
     seed: int = 0
     """Repeats a run on the same machine."""
 
-    def ahead(self, done: float) -> int:
-        """Return the number of passes of a step if `done` (0 to 1) of the run is over.
-
-        It is one in the first half, then two, and one more after every further fifth of the run. A
-        step of three passes takes three times as long, and what it learns first is the first pass.
-        """
-        return min(self.depths, 1 if done < 0.5 else 2 + int((done - 0.5) * 5))
+    def entropy_weight(self, done: float) -> float:
+        """Return the weight of the cross-entropy if `done` (0 to 1) of the run is over."""
+        return max(self.entropy, 1 - (1 - self.entropy) * done / max(self.lead, 1e-9))
 
     def rate(self, step: int, done: float) -> float:
         """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
-        return (
-            self.lr
-            * min(1.0, (step + 1) / self.warmup)
-            * min(1.0, max(0.0, 1 - done) / max(self.cooldown, 1e-9))
-        )
+        rising = min(1.0, (step + 1) / self.warmup)
+        return self.lr * rising * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,22 @@ class Plan:
     model: str | None
     """Folder, .gguf file, Hugging Face id or embedded name. Default: the embedded one."""
     out: Path
-    """Folder for text, checkpoints, drafter and shortlist. A second run goes on from there."""
-    tokens: int = field(default=1_000_000, metadata={"min": 1000})
+    """Folder for text, checkpoints and drafter. A second run goes on from there."""
+    tokens: int = field(default=6_000_000, metadata={"min": 1000})
     """Tokens of text to write."""
     prompts: Path | None = None
     """Questions of your own, a JSON object a line: {"prompt": …}, {"turns": […]} or
     {"messages": […]}. Default: the model writes questions."""
-    slots: int = field(default=128, metadata={"min": 1})
+    slots: int = field(default=64, metadata={"min": 1})
     """Conversations written at a time."""
     length: int = field(default=512, metadata={"min": 32})
     """Longest conversation, in tokens."""
     quote: float = field(default=0.15, metadata={"min": 0, "max": 1})
     """Share of conversations about a longer text, made of what was written before."""
     start: Path | None = None
-    """Begin with the weights of this drafter (a folder), to train it on with other text."""
+    """Begin with the weights of this block drafter (a folder), to train it on."""
     languages: Sequence[str] = field(
-        default=("en",),
+        default=("en", "code"),
         metadata={
             "help": "Of the questions and documents that the model writes, in equal parts, "
             f"comma-separated: {', '.join(LANGUAGES)}."
@@ -127,5 +125,7 @@ class ShortlistPlan:
     """Tokens a cluster. Default: 16; kmeans: 512; at most a 64th of the vocabulary."""
     router_epochs: int = field(default=4, metadata={"min": 1})
     """Times the router is trained on the places."""
+    depths: int = field(default=3, metadata={"min": 1, "max": 12})
+    """Drafts ahead that the router is trained for."""
     width: int = field(default=256, metadata={"min": 1})
     """Of the router's hidden layer."""

@@ -1,7 +1,4 @@
-"""Conversations with the target's hidden states, on disk.
-
-They are written in shards and read one conversation at a time.
-"""
+"""Conversations on disk: they are written in shards and read one conversation at a time."""
 
 from __future__ import annotations
 
@@ -15,23 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.train.target import Batch
 
-SHARD = 40_000  # a file is written once there are so many tokens for it
+SHARD = 20_000  # a file is written once there are so many tokens for it
+HELD_OUT = 50  # one conversation in this many is never trained on
 
 
 class Conversation(NamedTuple):
     """A conversation of n tokens.
 
     `tokens`: `[n]` int32. `answer`: `[n]` bool, which of them the model says as an answer; a
-    drafter is for those. `hidden`: `[n, L * d]`, the target's hidden states of L layers
-    after each token. `temperature`: of the answer.
+    drafter is for those. `temperature`: of the answer.
     """
 
     tokens: torch.Tensor
     answer: torch.Tensor
-    hidden: torch.Tensor
     temperature: float
 
 
@@ -67,7 +65,6 @@ class ShardWriter:
         tensors = {
             "tokens": torch.cat([c.tokens for c in self._held]),
             "answer": torch.cat([c.answer for c in self._held]),
-            "hidden": torch.cat([c.hidden for c in self._held]),
             "length": torch.tensor([len(c.tokens) for c in self._held]),
             "temperature": torch.tensor([c.temperature for c in self._held]),
         }
@@ -170,10 +167,10 @@ class Shards:
 
     def __getitem__(self, i: int) -> Conversation:
         file, begin, end, temperature = self._places[i]
-        tokens, answer, hidden = (
-            self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer", "hidden")
+        tokens, answer = (
+            self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer")
         )
-        return Conversation(tokens, answer, hidden, temperature)
+        return Conversation(tokens, answer, temperature)
 
     def __iter__(self) -> Iterator[Conversation]:
         return (self[i] for i in range(len(self)))
@@ -235,17 +232,24 @@ def spread_lengths(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def side_by_side(
-    batches: Sequence[list[int]], weights: Sequence[int], count: int, generator: torch.Generator
-) -> list[list[int]]:
-    """Return the batches in a new random order for `count` processes.
+def collate(conversations: Sequence[Conversation]) -> Batch:
+    """Return conversations as a batch, padded to the longest, without hidden states."""
+    tokens, answer = (
+        pad_sequence(list(column), batch_first=True)
+        for column in zip(*((c.tokens, c.answer) for c in conversations), strict=True)
+    )
+    return Batch(tokens.long(), answer, torch.tensor([len(c.tokens) for c in conversations]))
 
-    Every `count` batches in a row weigh about the same, because the processes wait for one another.
-    `weights`: by index; a batch weighs as much as its indices together.
+
+def split(shards: Shards) -> tuple[list[int], list[int]]:
+    """Return the numbers of the conversations to train on, and of those that are held out.
+
+    Both are at least one. Raises `InvalidInput` for fewer than two conversations.
     """
-    order = sorted(batches, key=lambda batch: sum(weights[i] for i in batch))
-    # an incomplete group would shift all that follow, so the lightest batches come last
-    first = len(order) % count
-    groups = [order[i : i + count] for i in range(first, len(order), count)]
-    shuffled = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
-    return [batch for group in shuffled for batch in group] + order[:first]
+    if len(shards) < 2:
+        raise InvalidInput(
+            "the text is a single conversation, which can't be both trained on and held out: run "
+            "`quickbeam train` with more --tokens, a smaller --length, or more --prompts"
+        )
+    held = [i for i in range(len(shards)) if i % HELD_OUT == HELD_OUT - 1] or [len(shards) - 1]
+    return sorted(set(range(len(shards))) - set(held)), held

@@ -8,7 +8,6 @@ context's tokens.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Callable
@@ -18,18 +17,20 @@ from pathlib import Path
 import torch
 
 from quickbeam import hub
-from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.block_model import is_block
+from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
-from quickbeam.models.loading import load_model, pick_device
+from quickbeam.models.base import check_layers
+from quickbeam.models.loading import pick_device
 from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
-from quickbeam.train.drafter import HELD_OUT, for_products, head_of, split
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
-from quickbeam.train.shards import Shards
+from quickbeam.train.shards import HELD_OUT, Shards, split
+from quickbeam.train.target import FrozenTarget, load_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
 DEEPEST = 5  # the largest depth at which the router is asked
@@ -46,55 +47,48 @@ Figures = dict[int, tuple[Recall, Recall]]
 class DrafterFolder:
     """What the training of a shortlist reads.
 
-    That is the text in `out`, its drafter, and the target's embedding and head. `model`: None is
-    the embedded default. Raises `InvalidInput` if the folder lacks one of them or if they don't fit
-    one another, before the model is loaded if possible.
+    That is the text in `out`, its drafter, and the target. `model`: None is the embedded default.
+    Raises `InvalidInput` if the folder lacks one of them or if they don't fit one another, before
+    the model is loaded if possible.
     """
 
     def __init__(self, model: str | None, out: Path) -> None:
         self.model, self.out = model, out
-        if not any((out / "text").glob("*.safetensors")):
-            raise InvalidInput(
-                f"{out} holds no text: make a drafter there first, quickbeam train --only drafter "
-                f"--out {out}"
-            )
         self.shards = Shards(out / "text")
+        if is_block(out):
+            raise InvalidInput(
+                f"{out} holds a block drafter, which scores its whole vocabulary: a shortlist is "
+                "for feature drafters (EAGLE)"
+            )
         config = EagleHead.load(out).config
         if config.own_head:
             raise InvalidInput(
                 f"{out}: this drafter has a vocabulary of its own, of "
                 f"{config.draft_vocab_size:,} tokens: a fixed shortlist"
             )
-        device = pick_device(None)
-        target, _ = load_model(hub.resolve(model), torch.bfloat16, device)
-        self.head = for_products(head_of(target))
-        embedding = target.get_input_embeddings()
-        del target
-        gc.collect()
-        self._check(config)
-        self.network = EagleHead.load(out, embedding).to(device).eval().requires_grad_(False)
-
-    def _check(self, config: EagleConfig) -> None:
-        if (config.vocab_size, config.target_size) != tuple(self.head.shape):
+        model_read, _ = load_target(model, pick_device(None))
+        count = model_read.config.get_text_config().num_hidden_layers
+        check_layers(config.layers, count)
+        self.target = FrozenTarget(model_read, (*config.layers, count + 1))
+        if (config.vocab_size, config.target_size) != tuple(self.target.head.shape):
             raise InvalidInput(
                 f"{self.out} drafts for a model with {config.vocab_size:,} tokens and hidden "
                 f"states of {config.target_size}, {self.model or hub.DEFAULT} has "
-                f"{self.head.shape[0]:,} and {self.head.shape[1]}: give the --model that it was "
-                "trained for"
+                f"{self.target.head.shape[0]:,} and {self.target.head.shape[1]}: give the --model "
+                "that it was trained for"
             )
-        if (width := self.shards[0].hidden.shape[1]) != len(config.layers) * config.target_size:
-            raise InvalidInput(
-                f"{self.out}: the text holds hidden states of {width}, the drafter reads "
-                f"{len(config.layers)} times {config.target_size}"
-            )
+        network = EagleHead.load(out, self.target.embedding)
+        self.network = network.to(self.target.device).eval().requires_grad_(False)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The target's head, `[vocab, d]`."""
+        return self.target.head
 
     def to_cpu(self) -> None:
-        """Move the drafter, the embedding that it shares with the target, and the head to the CPU.
-
-        What is collected from the text is there.
-        """
-        self.network.cpu().embedding.cpu()
-        self.head = for_products(self.head.cpu())
+        """Move what is used after the text was read to the CPU, where its places are."""
+        self.network.cpu()
+        self.target.to_cpu()
 
     def counts(self) -> torch.Tensor:
         """Return how often each token occurs in the text, `[vocab]` int64.
@@ -108,17 +102,15 @@ class DrafterFolder:
 
 
 class ShortlistTraining(DrafterFolder):
-    """Makes a drafter's shortlist as `plan` says, for `depths` drafts ahead.
+    """Makes a drafter's shortlist as `plan` says.
 
     Raises `InvalidInput` as `DrafterFolder` does, for sizes that are out of range, and for a
     `plan.list_of` of another vocabulary.
     """
 
-    def __init__(
-        self, model: str | None, out: Path, plan: ShortlistPlan, depths: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: str | None, out: Path, plan: ShortlistPlan, seed: int = 0) -> None:
         super().__init__(model, out)
-        self.plan, self.depths, self.seed, vocab = plan, depths, seed, len(self.head)
+        self.plan, self.seed, vocab = plan, seed, len(self.head)
         share, most, size = DEFAULTS[plan.clusters]
         self.listed = plan.listed or min(max(1, vocab // share), most)
         self.size = plan.size or min(size, max(1, vocab // 64))
@@ -171,7 +163,14 @@ class ShortlistTraining(DrafterFolder):
 
     def _collect(self, chosen: list[int], count: int, report: Callable[[float], None]) -> Places:
         return collect_places(
-            self.network, self.head, self.shards, chosen, self.depths, count, self.seed, report
+            self.network,
+            self.target,
+            self.shards,
+            chosen,
+            self.plan.depths,
+            count,
+            self.seed,
+            report,
         )
 
     def figures(self, layout: Layout, router: Router, places: Places) -> Figures:
@@ -194,7 +193,7 @@ class ShortlistTraining(DrafterFolder):
         parts = ["quickbeam train --only shortlist", f"--clusters {plan.clusters}"]
         parts += [f"--model {self.model}"] if self.model else []
         parts += [f"--rows {plan.rows} --listed {self.listed} --size {self.size}"]
-        parts += [f"--depths {self.depths} --router-epochs {plan.router_epochs}"]
+        parts += [f"--depths {self.plan.depths} --router-epochs {plan.router_epochs}"]
         parts += [f"--width {plan.width}"]
         parts += [f"--list-of {plan.list_of.name}"] if plan.list_of else []
         return " ".join(parts)
@@ -227,7 +226,7 @@ class ShortlistTraining(DrafterFolder):
 those of the context, and no router.
 
 - **Data:** {places:,} places of {self.shards.tokens:,} tokens of text that the model wrote itself,
-  up to {self.depths} drafts ahead. One conversation in {HELD_OUT} was held out.
+  up to {self.plan.depths} drafts ahead. One conversation in {HELD_OUT} was held out.
 
 On {len(counted.tokens):,} held-out places, how often the model's likeliest token is scored, by the
 number of rows that list and clusters have together; "of rare": where it is neither among as many

@@ -1,154 +1,50 @@
-"""From a model to a drafter, in stages: write text, train, describe.
+"""From a model to a block drafter, in stages: write text, train, describe.
 
 Each stage continues what an earlier run left.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch
-from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from quickbeam import hub
-from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
 from quickbeam.errors import InvalidInput
-from quickbeam.models.gathered import RowPool
-from quickbeam.models.kv import LayerShape
-from quickbeam.models.loading import eos_ids, load_model
-from quickbeam.models.torch import TorchModel
-from quickbeam.train import drafter, openers, text
-from quickbeam.train.recipes import Plan as Plan
-from quickbeam.train.shards import Shards, ShardWriter, Unwritten, read_prompts
+from quickbeam.models.base import Model
+from quickbeam.models.loading import eos_ids, pick_device
+from quickbeam.models.opening import make_model
+from quickbeam.train import openers, text
+from quickbeam.train.block import Held, new_network
+from quickbeam.train.recipes import Plan, Recipe
+from quickbeam.train.shards import HELD_OUT, Shards, ShardWriter, Unwritten, read_prompts
+from quickbeam.train.target import FrozenTarget, load_target
 from quickbeam.train.trainer import Report, Trainer
 
-GIB = 2**30
+
+def written(plan: Plan) -> Shards | None:
+    """Return the text that is there. Raises `InvalidInput` for files that are no shards."""
+    return Shards(plan.text) if any(plan.text.glob("*.safetensors")) else None
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The most that the stages take, in bytes."""
+class TextStage:
+    """Has the model of a `plan` write text. Raises `InvalidInput` for an unknown language."""
 
-    text_memory: int
-    train_memory: int
-    disk: int
-
-
-class DrafterTraining:
-    """Makes a drafter for a model: `write_text`, then `train`.
-
-    `accelerator`: the device and the number of processes.
-    """
-
-    def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
-        openers.questions(plan.languages)  # an unknown one is refused before anything is loaded
+    def __init__(self, plan: Plan) -> None:
+        openers.questions(plan.languages)  # refused before anything is loaded
         self.plan = plan
-        self.accelerator = accelerator or Accelerator()
-        self.device = self.accelerator.device
-        folder = hub.resolve(plan.model)
-        self.model, self.tokenizer = load_model(folder, torch.bfloat16, self.device)
-        config = self.model.config.get_text_config()
-        self.head = drafter.head_of(self.model)  # before anything is packed
-        count = config.num_hidden_layers
-        self.layers = tuple(
-            sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1})
-        )
-        heads, kv_heads = (
-            config.num_attention_heads,
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        )
-        rope = {"max_position_embeddings": config.max_position_embeddings}
-        if parameters := getattr(config, "rope_parameters", None):
-            rope["rope_parameters"] = dict(parameters)
-        self.config = EagleConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            layers=self.layers,
-            target_size=config.hidden_size,
-            vocab_size=len(self.head),
-            eps=getattr(config, "rms_norm_eps", 1e-5),
-            rope=rope,
-            feature_norms=True,
-            lift=True,
-        )
+        loaded, self._tokenizer = load_target(plan.model, pick_device(None))
+        self._stops = eos_ids(loaded, self._tokenizer)
+        self._model: Model = make_model(loaded)
 
-    def needs(self) -> Needs:
-        """Return upper estimates, from the shapes."""
-        plan, config, recipe = self.plan, self.config, self.plan.recipe
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        row = len(self.layers) * config.target_size * 2 + 5
-        logits = plan.slots * config.vocab_size * 4
-        base = GIB  # the interpreter and the libraries
-        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        pool = RowPool(
-            [shape] * self.model.config.get_text_config().num_hidden_layers,
-            self.model.dtype,
-            self.device,
-        )
-        longest = plan.length * 3 // 2 + pool.page  # the pool grows by half
-        cache = plan.slots * -(-longest // pool.page) * pool.page_bytes
-        text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
-        width = (
-            (config.heads + 2 * config.kv_heads) * config.head_dim
-            + 3 * config.intermediate_size
-            + 12 * config.hidden_size
-        )
-        parameters = config.hidden_size * (
-            len(config.layers) * config.target_size + width + 2 * config.hidden_size
-        )
-        longest = max(recipe.batch, plan.length)
-        activations = (
-            longest * recipe.depths * (6 * width + 3 * recipe.loss_vocab) * 4 + longest * row * 4
-        )
-        scores = 4 * config.heads * longest * (plan.length + recipe.depths) * (recipe.depths + 2)
-        check = 6 * plan.length * config.vocab_size * 4
-        head = 0 if drafter.fast_bfloat16(self.device) else 4 * self.head.numel()
-        train_memory = base + 2 * weights + head + 24 * parameters + activations + scores + check
-        return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
-
-    def check(self) -> None:
-        """Raise `InvalidInput` if the training can't be done.
-
-        That is if the disk has no room for what is still to be written, or if `start` is of another
-        shape.
-        """
-        if self.plan.start is not None:
-            self.network()
-        self.plan.out.mkdir(parents=True, exist_ok=True)
-        there = sum(f.stat().st_size for f in self.plan.out.rglob("*") if f.is_file())
-        free = shutil.disk_usage(self.plan.out).free
-        if (needed := self.needs().disk - there) > free:
-            raise InvalidInput(
-                f"{self.plan.out} has {free / GIB:.1f} GiB free, {needed / GIB:.1f} "
-                "are needed: ask for fewer --tokens"
-            )
-
-    def written(self) -> int:
-        """Return how many tokens of text there are.
-
-        Raises `InvalidInput` for files that are no shards.
-        """
-        there = self._there()
-        return 0 if there is None else there.tokens
-
-    def _there(self) -> Shards | None:
-        try:
-            return Shards(self.plan.text)
-        except InvalidInput:
-            if any(self.plan.text.glob("*.safetensors")):
-                raise
-            return None
-
-    def write_text(self, report: Callable[[int, float], None]) -> None:
+    def run(self, report: Callable[[int, float], None]) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         `report` is called after every pass with the number of tokens, those of conversations that
@@ -156,32 +52,27 @@ class DrafterTraining:
         interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
         the text can't be written.
         """
-        plan, processes = self.plan, self.accelerator.num_processes
-        earlier = self._there()
+        plan, earlier = self.plan, written(self.plan)
         there = 0 if earlier is None else earlier.tokens
-        prompts = None
-        if plan.prompts is not None and there < plan.tokens:
+        prompts, answered = None, None
+        if plan.prompts is not None:
             prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
-        answered = None
-        if prompts is not None:
             none = [False] * len(prompts)
             answered = none if earlier is None else earlier.answered_prompts(prompts)
-        self.accelerator.wait_for_everyone()  # no process writes before all have looked
         if there >= plan.tokens or (answered is not None and all(answered)):
             return
-        shards = ShardWriter(plan.text, f"text{self.accelerator.process_index}")
+        shards = ShardWriter(plan.text)
         began, fresh = time.perf_counter(), 0
 
         def stepped(unfinished: int) -> None:
-            here = (fresh + unfinished) * processes
+            here = fresh + unfinished
             report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
 
-        share = -(-(plan.tokens - there) // processes)
         try:
-            for conversation in self._writer(shards, prompts, answered, share, stepped):
+            for conversation in self._writer(shards, prompts, answered, there, stepped):
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
-                if there + fresh * processes >= plan.tokens:
+                if there + fresh >= plan.tokens:
                     break
             stepped(0)
         except Unwritten:
@@ -190,147 +81,183 @@ class DrafterTraining:
             shards.flush()
             raise
         shards.flush()
-        self.accelerator.wait_for_everyone()
 
     def _writer(
         self,
         shards: ShardWriter,
         prompts: list[list[int]] | None,
         answered: list[bool] | None,
-        tokens: int,
+        there: int,
         stepped: Callable[[int], None],
     ) -> text.Writer:
-        """Return what writes this process's share of the text."""
-        plan, rank, count = (
-            self.plan,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
-        stops = eos_ids(self.model, self.tokenizer)
-        template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
+        plan, stops = self.plan, frozenset(self._stops)
+        template = None if plan.prompts else text.Template.of(self._tokenizer, self._stops)
         recipe = text.Recipe(
             length=plan.length,
             question=min(text.Recipe.question, plan.length // 3),
             quote=plan.quote,
             openers=openers.questions(plan.languages),
             documents=openers.documents(plan.languages),
-            seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank,
+            seed=plan.recipe.seed + 1_000_003 * (shards.files + 1),
         )
-        model = TorchModel(self.model)
-        model.watch(self.layers)
         return text.Writer(
-            model,
+            self._model,
             plan.slots,
             self._ids,
             template,
-            template.stops if template else frozenset(stops),
+            template.stops if template else stops,
             recipe,
-            None if prompts is None else prompts[rank::count],
-            None if answered is None else answered[rank::count],
-            tokens,
+            prompts,
+            answered,
+            plan.tokens - there,
             stepped,
         )
 
     def _ids(self, words: str) -> list[int]:
-        return [
-            int(token) for token in self.tokenizer(words, add_special_tokens=False)["input_ids"]
-        ]
+        found = self._tokenizer(words, add_special_tokens=False)["input_ids"]
+        return [int(token) for token in found]
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            return [
-                int(token)
-                for token in self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
-            ]
-        ids = self.tokenizer.apply_chat_template(
+        if not getattr(self._tokenizer, "chat_template", None):
+            words = "\n".join(m["content"] for m in messages)
+            return [int(token) for token in self._tokenizer(words)["input_ids"]]
+        ids = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return [int(token) for token in ids]
 
-    def train(self, report: Callable[[Report], None]) -> drafter.Held:
-        """Train on the text that is there, and write the drafter and its card.
 
-        Returns the held-out figures. It frees the model, so no other stage can follow.
-        """
-        plan = self.plan
-        shards = Shards(plan.text)
-        network = self.network()
-        del self.model  # with its packed linears, and the keys and values of the text
-        gc.collect()
-        # The distance to hidden states only guides networks that begin with random weights.
-        recipe = replace(plan.recipe, regression=0.0) if plan.start else plan.recipe
-        trainer = Trainer(network, self.head, shards, recipe, plan.out, self.accelerator)
-        held = trainer.run(report)
-        if self.accelerator.is_main_process:
-            (plan.out / "README.md").write_text(self.card(shards, trainer, held))
-            record = {"held_out": held._asdict(), "recipe": asdict(plan.recipe)}
-            (plan.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
+    """Return the shape of a block drafter for a model: layers as wide as the model's own.
+
+    It reads the model after the first layer, about half of them, and nearly all. The mask is a
+    token that text does not hold: one without a name, or the last special one.
+    """
+    config = model.config.get_text_config()
+    count, vocab = config.num_hidden_layers, len(model.get_output_embeddings().weight)
+    rope = {"max_position_embeddings": config.max_position_embeddings}
+    if parameters := getattr(config, "rope_parameters", None):
+        rope["rope_parameters"] = dict(parameters)
+    named, heads = len(tokenizer), config.num_attention_heads
+    special = [i for i in tokenizer.added_tokens_decoder if i < vocab]
+    return BlockConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        depth=recipe.depth,
+        # DFlash's rule: round(1 + i (L - 4) / 2) for three, and one further, as outputs
+        taps=tuple(sorted({min(count, 2 + round(i * max(0, count - 4) / 2)) for i in range(3)})),
+        target_size=config.hidden_size,
+        vocab_size=vocab,
+        block_size=recipe.block,
+        mask_token=vocab - 1 if named < vocab else max(special, default=vocab - 1),
+        markov_rank=recipe.rank,
+        confidence=True,
+        eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+    )
+
+
+def command(plan: Plan) -> str:
+    """Return the command line of a training."""
+    plain = Recipe()
+    parts = ["quickbeam train"]
+    parts += [f"--model {plan.model}"] if plan.model else []
+    parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
+    parts += [f"--tokens {plan.tokens} --length {plan.length} --quote {plan.quote:g}"]
+    parts += [f"--languages {','.join(plan.languages)}"]
+    parts += [f"--start {plan.start.name}"] if plan.start else []
+    for name, value in asdict(plan.recipe).items():
+        if value != getattr(plain, name):
+            parts.append(f"--{name.replace('_', '-')} {value:g}")
+    return " ".join(parts)
+
+
+class BlockStage:
+    """Trains a block drafter on the text of a `plan`.
+
+    Raises `InvalidInput` if there is no text, or `start` is of another shape.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        Shards(plan.text)  # refused before anything is loaded
+        model, tokenizer = load_target(plan.model, pick_device(None))
+        config = block_config(model, tokenizer, plan.recipe)
+        count = model.config.get_text_config().num_hidden_layers
+        self.target = FrozenTarget(model, (*config.taps, count + 1))
+        network = (
+            new_network(config, self.target.embedding, self.target.layers, plan.recipe.seed)
+            if plan.start is None
+            else self._begun(config, count)
+        )
+        total = max(1, int(plan.tokens * plan.recipe.epochs))
+        self.trainer = Trainer(network, self.target, plan.text, plan.recipe, total, plan.out)
+
+    def _begun(self, config: BlockConfig, layers: int) -> BlockNetwork:
+        start = self.plan.start
+        assert start is not None
+        network = load_block(
+            start,
+            target_layers=layers,
+            target_size=config.target_size,
+            vocab_size=config.vocab_size,
+            embedding=self.target.embedding,
+            head=torch.nn.Identity(),
+        )
+        own, expected = asdict(network.config), asdict(config)
+        if others := [
+            f"{name} {own[name]!r} instead of {expected[name]!r}"
+            for name in expected
+            if own[name] != expected[name]
+        ]:
+            raise InvalidInput(f"--start {start}: of another shape: {'; '.join(others)}")
+        return network.float().requires_grad_(True)
+
+    def run(self, report: Callable[[Report], None]) -> Held:
+        """Train, write the drafter's card and figures, and return these."""
+        plan, held = self.plan, self.trainer.run(report)
+        (plan.out / "README.md").write_text(self.card(held))
+        record = {
+            "command": command(plan),
+            "seen": self.trainer.seen,
+            "held_out": held._asdict(),
+            "recipe": asdict(plan.recipe),
+        }
+        (plan.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
         return held
 
-    def network(self) -> EagleHead:
-        """Return the network that training begins with.
-
-        Raises `InvalidInput` if `start` is of another shape.
-        """
-        if self.plan.start is None:
-            return drafter.new_network(self.model, self.config, self.plan.recipe.seed)
-        return drafter.begun(self.model, self.config, self.plan.start)
-
-    def command(self) -> str:
-        """Return the command line of this training."""
-        plan, recipe, plain = self.plan, self.plan.recipe, drafter.Recipe()
-        parts = ["quickbeam train --only drafter"]
-        parts += [f"--model {plan.model}"] if plan.model else []
-        parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
-        parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]
-        parts += [f"--quote {plan.quote:g}"] if plan.quote != Plan.quote else []
-        if tuple(plan.languages) != Plan.languages:
-            parts += [f"--languages {','.join(plan.languages)}"]
-        parts += [f"--start {plan.start.name}"] if plan.start else []
-        for name, value in asdict(recipe).items():
-            if value != getattr(plain, name):
-                parts.append(f"--{name.replace('_', '-')} {value:g}")
-        return " ".join(parts)
-
-    def card(self, shards: Shards, trainer: Trainer, held: drafter.Held) -> str:
+    def card(self, held: Held) -> str:
         """Return the model card in Markdown: what it is, how it was made, how good it is."""
-        name = self.plan.model or hub.DEFAULT
+        trainer, config = self.trainer, self.trainer.network.config
+        name, shards = self.plan.model or hub.DEFAULT, trainer.shards
         rows = "\n".join(
             f"| {i} | {a:.3f} | {o:.3f} |"
             for i, (a, o) in enumerate(zip(held.agreement, held.overlap, strict=True), 1)
         )
         parameters = sum(p.numel() for p in trainer.network.parameters()) / 1e6
-        source = (
-            f"answers to the prompts of {self.plan.prompts.name}"
-            if self.plan.prompts
-            else "questions, answers and documents"
-        )
-        return f"""# A feature drafter for {name}
+        return f"""# A block drafter for {name}
 
-One decoder layer of {parameters:.1f} M parameters that reads hidden states of {name} (after layers
-{", ".join(map(str, self.layers))}) and drafts its next tokens, with its embedding and head. Made
-with
+{config.depth} layers of {parameters:.1f} M parameters in all, with a Markov head of rank
+{config.markov_rank}, that read hidden states of {name} (after layers
+{", ".join(map(str, config.taps))}) and draft {config.drafted} tokens in one pass, with its
+embedding and head. DSpark's layout (2607.05147). Made with
 
-    {self.command()}
+    {command(self.plan)}
 
-- **Data:** {source} written by the model itself, {shards.tokens:,} tokens in {len(shards):,}
-  conversations ({shards.answers:,} tokens of answers). No other text was used. One conversation in
-  {drafter.HELD_OUT} was held out.
-- **Training:** {trainer.seen:,} tokens ({trainer.seen / shards.tokens:.1f} times the text) in
-  {trainer.step:,} steps, {timedelta(seconds=round(trainer.seconds))} on {_machine(self.device)}.
-- **Held-out acceptance**, by depth (how many tokens it drafts ahead, its own drafts having been
-  right): how often its likeliest token is the model's, and the mean overlap Σ min(p, q) of the two
-  distributions, which is how often a drawn token is accepted at temperature 1.
+- **Data:** written by the model itself, {shards.tokens:,} tokens in {len(shards):,} conversations
+  ({shards.answers:,} tokens of answers). No other text was used. One conversation in {HELD_OUT} was
+  held out.
+- **Training:** {trainer.seen:,} tokens in {trainer.step:,} steps,
+  {timedelta(seconds=round(trainer.seconds))} with {torch.get_num_threads()} threads on
+  {trainer.target.device.type}.
+- **Held-out**, by position: how often its likeliest token is the model's, and the mean overlap of
+  the two distributions, which is how often a drawn token is accepted at temperature 1. As a chain,
+  that is {held.mat:.2f} tokens a step at temperature 0, and {held.mat_drawn:.2f} at 1.
 
-| depth | agreement | overlap |
+| position | agreement | overlap |
 | --- | --- | --- |
 {rows}
 """
-
-
-def _machine(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )

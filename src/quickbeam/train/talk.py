@@ -8,12 +8,10 @@ them and no token is computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 
-from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.base import Context, Source, SourceState
 from quickbeam.engine.output import NullTokenizer, Output
 from quickbeam.engine.sequence import Request
 from quickbeam.methods.base import Growth, Method, without_calls
@@ -67,13 +65,6 @@ class Talk:
         self.turn_tokens = 0  # tokens of the current turn
         self.over = False
         self.repetition = RepetitionDetector()
-        self.hidden: list[torch.Tensor] = []  # hidden states, by pass
-        self.read = 0  # how many tokens they are of
-
-    @property
-    def done(self) -> bool:
-        """Whether the conversation is over and the model has read its last token."""
-        return self.over and self.read >= len(self.tokens)
 
     def append(self, token: int) -> None:
         """Append the next token."""
@@ -87,9 +78,9 @@ class Talk:
             self.repetition.read(token)
 
     def conversation(self) -> Conversation:
-        """Return the conversation, once it is `done`."""
+        """Return the conversation, once it is `over`."""
         tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
-        return Conversation(tokens, answer, torch.cat(self.hidden).cpu(), self.temperature)
+        return Conversation(tokens, answer, self.temperature)
 
     def request(
         self,
@@ -101,13 +92,10 @@ class Talk:
     ) -> Request:
         """Return the request for the engine.
 
-        It is for at most `length` tokens in all, and one more that nobody reads, so that the model
-        reads the last one. `turn` is called after every token. It lets the other speaker go on, or
-        says that the conversation is over.
+        It is for at most `length` tokens in all. `turn` is called after every token. It lets the
+        other speaker go on, or says that the conversation is over.
         """
-        params = SamplingParams(
-            max_tokens=length + 1 - len(self.tokens), seed=seed, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=length - len(self.tokens), seed=seed, ignore_eos=True)
         voice = _Speakers(self, turn, user_temperature, vocab_size)
         return Request(
             self.tokens,
@@ -151,43 +139,25 @@ class _Speakers(Sampler):
         return self._speakers[self._talk.answering].probs(logits)
 
 
+class _Known(Source):
+    """Names the template's tokens in statistics."""
+
+    name = "template"
+
+    def begin(self, ids: Sequence[int]) -> SourceState:
+        return SourceState()
+
+
 class _Template(Method):
-    """Drafts the known tokens as a chain. Its source keeps the hidden states."""
+    """Drafts the known tokens as a chain."""
+
+    sources = (_Known(),)
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
-        self.sources = (_Recorder(talk),)
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         for token in self._talk.known[: min(budget - 1, max_depth)]:
-            tree.add(len(tree) - 1, token, _Recorder.name)
+            tree.add(len(tree) - 1, token, _Known.name)
         return without_calls(tree)
-
-
-class _Recorder(Drafter):
-    """A drafter that keeps the hidden states of a conversation and drafts nothing."""
-
-    name = "template"
-    needs_hidden = True
-
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
-        self._talk.hidden, self._talk.read = [], 0
-        return _Recording(self._talk)
-
-    def answer(self, requests: Sequence[DraftRequest]) -> NoReturn:
-        raise NotImplementedError("nobody asks it")
-
-
-class _Recording(DrafterState):
-    """Takes the hidden states of one conversation."""
-
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-
-    def append_hidden(self, hidden: torch.Tensor) -> None:
-        self._talk.hidden.append(hidden.clone())  # a copy, so that the pass's tensor is freed
-        self._talk.read += len(hidden)

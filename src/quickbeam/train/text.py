@@ -140,10 +140,10 @@ class Writer:
     Iterating over it yields them. It ends when all `prompts` are answered or all `tokens` written.
     `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
     model's own questions. `answered`: for each prompt, whether to pass over it; None for none.
-    `model` gives the hidden states that conversations hold (`Model.watch`). `tokens`: how many are
-    wanted. No conversation is begun that is likely not needed for them, so that little is written
-    in vain and few long conversations are cut off at the end. None for no end. `stepped` is called
-    after every pass with the number of tokens in conversations that are not complete yet.
+    `tokens`: how many are wanted. No conversation is begun that is likely not needed for them, so
+    that little is written in vain and few long conversations are cut off at the end. None for no
+    end. `stepped` is called after every pass with the number of tokens in conversations that are
+    not complete yet.
 
     Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
     `ValueError` if there is neither a template nor prompts.
@@ -164,9 +164,8 @@ class Writer:
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
-        # one token follows the last one of a conversation, though nobody reads it
         if (limit := model.context_length) is not None:
-            recipe = replace(recipe, length=min(recipe.length, limit - 1))
+            recipe = replace(recipe, length=min(recipe.length, limit))
         if (
             prompts is None
             and template is not None
@@ -209,7 +208,7 @@ class Writer:
                 for talk, sequence in list(running.items()):
                     if sequence.error is not None:
                         raise sequence.error
-                    if talk.done:
+                    if talk.over:
                         engine.cancel(sequence)
                         del running[talk]
                         if any(talk.answer):

@@ -1,8 +1,11 @@
-"""The training loop of a feature drafter: steps, checkpoints, reports."""
+"""The training loop of a block drafter: steps, checkpoints, reports.
+
+All that is drawn at random depends on the seed and the number of the step or round. So a training
+that was killed and goes on from its last checkpoint ends with the same weights as one that was not.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -10,98 +13,84 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.train.drafter import (
+from quickbeam.train.block import (
+    Blocks,
     Held,
     LossVocabulary,
-    Objective,
-    Recipe,
-    for_products,
+    draft,
     hold_out,
-    split,
+    loss_of,
+    place_blocks,
 )
-from quickbeam.train.shards import Shards, side_by_side, spread_lengths
-from quickbeam.train.unroll import Batch, collate
+from quickbeam.train.recipes import Recipe
+from quickbeam.train.shards import Shards, collate, split, spread_lengths
+from quickbeam.train.target import Batch, FrozenTarget, autocast
 
-CHECK_DEPTHS = 5  # depths of the held-out figures
-CHECK_TOKENS = 5_000  # held-out tokens of a report; the final figures look at all of them
-
-
-class _Diverged(QuickbeamError):
-    """A loss or a gradient that is not finite."""
+CHECK_TOKENS = 5_000  # held-out tokens of a report
+FINAL_TOKENS = 50_000  # and of the final figures
 
 
 class Report(NamedTuple):
     """Where a training stands.
 
-    `done`: the share of the run that is over, 0 to 1. `loss`: the mean since the last report.
-    `rate`: tokens per second. `held`: held-out figures.
+    `seen`: tokens trained on so far. `done`: the share of the run that is over, 0 to 1. `loss`: the
+    mean since the last report. `rate`: tokens per second. `held`: held-out figures.
     """
 
     step: int
+    seen: int
     done: float
     loss: float
     rate: float
     seconds: float
-    seconds_left: float
-    held: Held | None
+    held: Held
 
 
 class Trainer:
-    """Trains `network` on the text of `shards`. `head`: the target's, `[vocab, d]`.
+    """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
-    `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line per report),
-    and the network itself at every checkpoint. So an interrupted training leaves a drafter that can
-    be used. `every`: seconds between checkpoints.
+    `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line a report),
+    and the drafter itself at every checkpoint. So a training that ended early leaves a drafter that
+    can be used. `every`: seconds between checkpoints, which is the most that is lost when the
+    process is killed. `report_every`: seconds between reports.
+
+    The text may grow meanwhile: each round over it takes what is there when it begins.
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
 
     def __init__(
         self,
-        network: EagleHead,
-        head: torch.Tensor,
-        shards: Shards,
+        network: BlockNetwork,
+        target: FrozenTarget,
+        text: Path,
         recipe: Recipe,
+        tokens: int,
         folder: Path,
-        accelerator: Accelerator,
-        every: float = 180.0,
+        every: float = 50.0,
+        report_every: float = 300.0,
     ) -> None:
-        self.network, self.shards, self.recipe, self.folder, self.every = (
-            network,
-            shards,
-            recipe,
-            folder,
-            every,
-        )
-        self._accelerator = accelerator
-        self._device = accelerator.device
-        self._head = for_products(head.to(self._device))
-        self._train, self._held = split(shards)
-        self._lengths, self._answered = (
-            [shards.length(i) for i in self._train],
-            [shards.answered[i] for i in self._train],
-        )
-        self._total = max(1, int(sum(self._lengths) * recipe.epochs))  # tokens of the run
-        self._vocabulary = LossVocabulary(
-            shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index
-        )
-        self.step = self.seen = self.round = 0
+        self.network, self.target, self.recipe = network.to(target.device), target, recipe
+        self.text, self.folder, self.every, self.report_every = text, folder, every, report_every
+        self.total = tokens
+        self.step = self.seen = self.round = self.batch = 0
         self.seconds = 0.0
-        optimizer = torch.optim.AdamW(
-            network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-        )
-        self._objective, self._optimizer = accelerator.prepare(
-            Objective(network.to(self._device), recipe), optimizer
+        self.shards = Shards(text)
+        self.conversations = len(self.shards)  # of this round
+        self._optimizer = torch.optim.AdamW(
+            network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._resume()
+        self._held = split(self.shards)[1]
+        counts = self.shards.counts(len(target.head))
+        self._vocabulary = LossVocabulary(counts, recipe.loss_vocab)
 
     @property
     def checkpoint(self) -> Path:
@@ -114,12 +103,8 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             self.network.load_state_dict(state["network"])
             self._optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seen, self.round, self.seconds = (
-                state["step"],
-                state["seen"],
-                state["round"] + 1,
-                state["seconds"],
-            )
+            for name, value in state["counters"].items():
+                setattr(self, name, value)
         except (
             OSError,
             RuntimeError,
@@ -135,19 +120,15 @@ class Trainer:
             ) from error
 
     def save(self) -> None:
-        """Write the checkpoint and the network, each completely or not at all.
+        """Write the checkpoint and the drafter, each completely or not at all.
 
-        Only the main process writes. Raises `QuickbeamError` if they can't be written.
+        Raises `QuickbeamError` if they can't be written.
         """
-        if not self._accelerator.is_main_process:
-            return
+        names = ("step", "seen", "round", "batch", "conversations", "seconds")
         state = {
             "network": self.network.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "step": self.step,
-            "seen": self.seen,
-            "round": self.round,
-            "seconds": self.seconds,
+            "counters": {name: getattr(self, name) for name in names},
         }
         part = self.checkpoint.with_suffix(".part")
         try:
@@ -164,107 +145,82 @@ class Trainer:
                 f"{self.folder}: the checkpoint can't be written ({error}); the last one stands"
             ) from error
 
-    def _batches(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this process's batches, and how many tokens all processes have in that step.
-
-        Each round has a new random order.
-        """
-        rank, count = self._accelerator.process_index, self._accelerator.num_processes
-        for number in itertools.count(self.round):
-            self.round = number
-            generator = torch.Generator().manual_seed(self.recipe.seed + number)
-            order = spread_lengths(self._lengths, self.recipe.batch, generator)
-            if count > 1:  # by answers, which are most of the work once only they count
-                order = side_by_side(order, self._answered, count, generator)
-            for first in range(0, len(order), count):
-                step = [order[(first + i) % len(order)] for i in range(count)]
-                tokens = sum(self._lengths[i] for chosen in step for i in chosen)
-                yield collate([self.shards[self._train[i]] for i in step[rank]]), tokens
+    def _batches(self) -> Iterator[Batch]:
+        """Yield batches from where the training stands. Each round has a new random order."""
+        while True:
+            chosen = [i for i in split(self.shards)[0] if i < self.conversations]
+            generator = torch.Generator().manual_seed(self.recipe.seed + self.round)
+            lengths = [self.shards.length(i) for i in chosen]
+            order = spread_lengths(lengths, self.recipe.batch, generator)
+            for number in range(self.batch, len(order)):
+                self.batch = number + 1
+                yield collate([self.shards[chosen[i]] for i in order[number]])
+            self.shards = Shards(self.text)
+            self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train to the end of the recipe, and return the held-out figures of the result.
+        """Train to the end, and return the held-out figures of the result.
 
-        Whatever ends it early leaves a checkpoint of the last step. The exception is a loss or a
-        gradient that is not finite (`QuickbeamError`), after which the checkpoint before stays.
+        Raises `QuickbeamError` for a loss or a gradient that is not finite. Whatever ends it early,
+        the last checkpoint stands.
         """
-        if self.seen >= self._total:
-            return self._check(None)
         batches = self._batches()
-        began = reported = time.perf_counter()
+        saved = reported = began = time.perf_counter()
         before, losses, fresh = self.seconds, list[float](), self.seen
-        try:
-            while self.seen < self._total:
-                batch, tokens = next(batches)
-                losses.append(self._step(batch))
-                self.step, self.seen = self.step + 1, self.seen + tokens
-                now = time.perf_counter()
-                self.seconds = before + now - began
-                if now - reported < self.every or not self._accelerator.is_main_process:
-                    continue
+        while self.seen < self.total:
+            batch = next(batches)
+            losses.append(self._step(batch))
+            self.step, self.seen = self.step + 1, self.seen + int(batch.lengths.sum())
+            now = time.perf_counter()
+            self.seconds = before + now - began
+            if now - saved >= self.every or self.seen >= self.total:
                 self.save()
-                rate = (self.seen - fresh) / (now - began)
-                left = (self._total - self.seen) / rate
-                mean = sum(losses) / len(losses)
-                self._log(
-                    Report(
-                        self.step,
-                        self.seen / self._total,
-                        mean,
-                        rate,
-                        self.seconds,
-                        left,
-                        self._check(CHECK_TOKENS),
-                    ),
-                    report,
-                )
+                saved = now
+            if now - reported >= self.report_every:
+                rate, loss = (self.seen - fresh) / (now - began), sum(losses) / len(losses)
+                self._log(report, loss, rate)
                 reported, losses = time.perf_counter(), []
-        except _Diverged:
-            raise  # what made the loss infinite is in the weights: no checkpoint
-        except BaseException:
-            self.save()
-            raise
-        self.save()
-        return self._check(None)
+        return self.check(FINAL_TOKENS)
 
     def _step(self, batch: Batch) -> float:
-        tokens, shift = self._vocabulary.choose(batch)
-        rows = self._head[tokens.to(self._device)]
-        loss = self._objective(
-            batch.to(self._device), rows, shift.to(self._device), self.seen / self._total
-        )
+        recipe, device = self.recipe, self.target.device
+        done, size = self.seen / self.total, self.network.config.block_size
+        generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
+        blocks = place_blocks(batch, size, recipe.spacing, done >= recipe.whole, generator)
+        if not blocks.counts.any():
+            return 0.0
+        chosen, shift = (x.to(device) for x in self._vocabulary.choose(batch.tokens, generator))
+        batch, blocks = self.target.read(batch), Blocks(*(x.to(device) for x in blocks))
+        with autocast(device):
+            drafted = draft(self.network, batch, blocks)
+            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, recipe, done)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip)
         value = float(loss.detach())
-        if not value < float("inf"):
-            raise _Diverged(
-                f"the loss of step {self.step} is {value}: take a smaller --lr; the "
-                "last checkpoint stands"
-            )
-        self._accelerator.backward(loss)
-        norm = self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
-        # under a scaler (float16), such a step is left out and the scale lowered
-        if self._accelerator.scaler is None and not float(norm) < float("inf"):
-            raise _Diverged(
-                f"the gradient of step {self.step} is {float(norm)}: take a smaller --lr; the "
-                "last checkpoint stands"
+        if not (value < float("inf") and float(norm) < float("inf")):
+            raise QuickbeamError(
+                f"the loss of step {self.step} is {value}, its gradient's norm {float(norm)}: take "
+                "a smaller --lr; the last checkpoint stands"
             )
         for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.rate(self.step, self.seen / self._total)
+            group["lr"] = recipe.rate(self.step, done)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return value
 
-    def _check(self, tokens: int | None) -> Held:
+    def check(self, tokens: int) -> Held:
+        """Return figures on about so many `tokens` of held-out conversations."""
         chosen, count = [], 0
         for i in self._held:
-            if tokens is not None and count >= tokens:
+            if count >= tokens:
                 break
             chosen.append(i)
             count += self.shards.length(i)
-        return hold_out(self.network, self.shards, chosen, self._head, CHECK_DEPTHS)
+        return hold_out(self.network, self.target, self.shards, chosen)
 
-    def _log(self, record: Report, report: Callable[[Report], None]) -> None:
-        fields: dict[str, Any] = record._asdict()
-        if record.held is not None:
-            fields["held"] = record.held._asdict()
+    def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
+        done, held = self.seen / self.total, self.check(CHECK_TOKENS)
+        record = Report(self.step, self.seen, done, loss, rate, self.seconds, held)
         with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(fields) + "\n")
+            log.write(json.dumps(record._asdict() | {"held": held._asdict()}) + "\n")
         report(record)

@@ -5,56 +5,14 @@ The drafter is unrolled over its own outputs, as in drafting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.train.shards import Conversation
-
-
-class Batch(NamedTuple):
-    """Conversations side by side, padded at the end.
-
-    `tokens`: `[b, n]` int64. `answer`: `[b, n]` bool. `hidden`: `[b, n, L * d]`. `lengths`: `[b]`
-    int64, without the padding.
-    """
-
-    tokens: torch.Tensor
-    answer: torch.Tensor
-    hidden: torch.Tensor
-    lengths: torch.Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(column.to(device) for column in self))
-
-    def whole(self) -> Batch:
-        """Return the same batch with all tokens as answers, except for the padding."""
-        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return self._replace(answer=places < self.lengths[:, None])
-
-
-def collate(conversations: Sequence[Conversation]) -> Batch:
-    """Return conversations as a batch, padded to the longest."""
-    longest = max(len(c.tokens) for c in conversations)
-    tokens, answer, hidden = (
-        torch.stack(
-            [
-                F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, longest - len(tensor)))
-                for tensor in column
-            ]
-        )
-        for column in (
-            [c.tokens for c in conversations],
-            [c.answer for c in conversations],
-            [c.hidden for c in conversations],
-        )
-    )
-    return Batch(
-        tokens.long(), answer, hidden, torch.tensor([len(c.tokens) for c in conversations])
-    )
+from quickbeam.train.target import Batch
 
 
 class _Unrolled:
@@ -130,14 +88,14 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
     """Run `depths` passes, and yield each of them.
 
     In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
-    token belongs to an answer.
+    token belongs to an answer. The last of `batch.hidden` is what the target's head reads.
     """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     with torch.no_grad():
         embedded = network.embed(batch.tokens).float()
     attend = _Unrolled()
-    hidden = network.fuse(batch.hidden.float())
+    hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
     for depth in range(depths):
         following = ahead(embedded, depth + 1)
         out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
@@ -145,13 +103,3 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
         target = ahead(batch.hidden[..., -size:], depth + 1)[counts]
         yield Pass(hidden, counts, out[counts], target)
         hidden = out
-
-
-def lasting(answer: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return which rows of `unroll`'s first pass the pass at `depth` also has, `[m]` bool.
-
-    It has them in the same order and for the same tokens. It has all of them, except for tokens at
-    the first `depth` + 2 positions of a conversation. `answer`: the batch's.
-    """
-    place = torch.arange(2, answer.shape[1], device=answer.device).expand(len(answer), -1)
-    return place[answer[:, 2:]] >= depth + 2

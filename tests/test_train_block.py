@@ -1,0 +1,608 @@
+"""Training a block drafter: its mask, its loss, checkpoints, the command.
+
+pytest tests/test_train_block.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from quickbeam import LLM, SamplingParams
+from quickbeam.cli.app import app
+from quickbeam.drafters.base import Context, DraftRequest
+from quickbeam.drafters.block import BlockDrafter
+from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.opening import make_model
+from quickbeam.train import block
+from quickbeam.train.block import (
+    BlockLoss,
+    Blocks,
+    LossVocabulary,
+    draft,
+    hold_out,
+    logits,
+    loss_of,
+    new_network,
+    place_blocks,
+)
+from quickbeam.train.recipes import Plan, Recipe
+from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
+from quickbeam.train.stages import TextStage
+from quickbeam.train.target import FrozenTarget
+from quickbeam.train.trainer import Report, Trainer
+from quickbeam.tree import TokenTree
+
+VOCAB, D, SIZE = 40, 16, 4
+CONFIG = BlockConfig(
+    D,
+    24,
+    4,
+    2,
+    4,
+    2,
+    (1, 2),
+    D,
+    VOCAB,
+    block_size=SIZE,
+    mask_token=39,
+    markov_rank=4,
+    confidence=True,
+)
+SMALL = Recipe(batch=128, lr=5e-3, warmup=2, loss_vocab=VOCAB, spacing=2)
+
+
+def model() -> LlamaForCausalLM:
+    """A target whose next token is told by the last one."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=D,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,
+    )
+    made = LlamaForCausalLM(config).eval()
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    made.lm_head.weight.data.mul_(4)
+    return made
+
+
+def own_text(target: LlamaForCausalLM, count: int, seed: int = 0) -> list[Conversation]:
+    """Greedy text of the target, behind three random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB - 1, (count, 3), generator=generator)
+    ids = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_length=29,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    lengths = torch.randint(10, 30, (count,), generator=generator).tolist()
+    return [
+        Conversation(row[:n].int(), torch.arange(n) >= 3, 0.0)
+        for row, n in zip(ids, lengths, strict=True)
+    ]
+
+
+def written(folder: Path, count: int) -> Path:
+    writer = ShardWriter(folder)
+    for conversation in own_text(model(), count):
+        writer.add(conversation)
+    writer.flush()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("own") / "text", 60)
+
+
+def target() -> FrozenTarget:
+    return FrozenTarget(model(), (*CONFIG.taps, 3))
+
+
+def untrained(of: FrozenTarget) -> BlockNetwork:
+    return new_network(CONFIG, of.embedding, of.layers, 0)
+
+
+def trainer(
+    text: Path, folder: Path, tokens: int = 4000, recipe: Recipe = SMALL, every: float = 0.0
+) -> Trainer:
+    of = target()
+    return Trainer(untrained(of), of, text, recipe, tokens, folder, every, report_every=0.0)
+
+
+def lively(of: FrozenTarget) -> BlockNetwork:
+    """A network whose weights are large enough for all of its inputs to show."""
+    torch.manual_seed(0)
+    made = untrained(of)
+    for parameter in made.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return made.requires_grad_(False)
+
+
+# --- the mask -------------------------------------------------------------------------------------
+
+
+def drafted_alone(
+    of: FrozenTarget, made: BlockNetwork, ids: list[int], chain: list[int]
+) -> torch.Tensor:
+    """What the block drafter itself says along a `chain` behind `ids`: `[len(chain), vocab]`."""
+    served = make_model(model())
+    network = BlockNetwork(CONFIG, served.embedding, served.head)
+    network.load_state_dict(made.state_dict())
+    drafter = BlockDrafter(network, served)
+    state = drafter.begin(ids)
+    batch = of.read(collate([Conversation(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)]))
+    state.append_hidden(batch.hidden[0, :, : len(CONFIG.taps) * D])
+    tree, node = TokenTree(ids[-1]), 0
+    for token in chain[1:]:
+        node = tree.add(node, token, "x")
+    context = Context(ids, torch.empty(0), temperature=1.0)
+    context.states[drafter.name] = state
+    (probs,) = drafter.answer([DraftRequest(context, tree, range(len(tree)))])
+    return probs.dense()
+
+
+def trained_probs(
+    of: FrozenTarget, made: BlockNetwork, conversations: list[Conversation], anchors: torch.Tensor
+) -> torch.Tensor:
+    """The same by the pass that training makes of many blocks, `[b, a, k, vocab]`."""
+    batch = of.read(collate(conversations))
+    counts = torch.ones(*anchors.shape, SIZE, dtype=torch.bool)
+    drafted = draft(made, batch, Blocks(anchors, counts))
+    probs = logits(made, drafted, of.head).softmax(-1)
+    return probs.view(*counts.shape, VOCAB)
+
+
+def difference_to_drafting() -> float:
+    of = target()
+    made, conversations = lively(of), own_text(model(), 2, seed=5)
+    anchors = torch.tensor([[1, 4, 5], [2, 3, 4]])
+    trained = trained_probs(of, made, conversations, anchors)
+    gaps = []
+    for b, conversation in enumerate(conversations):
+        ids = conversation.tokens.tolist()
+        for a, anchor in enumerate(anchors[b].tolist()):
+            alone = drafted_alone(of, made, ids[: anchor + 1], ids[anchor : anchor + SIZE])
+            gaps.append(float((alone - trained[b, a]).abs().max()))
+    return max(gaps)
+
+
+def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor() -> None:
+    assert difference_to_drafting() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda anchors, n: torch.arange(n) <= anchors[..., None],  # the anchor's own hidden state
+        lambda anchors, n: torch.arange(n) < anchors[..., None] - 1,
+        lambda anchors, n: torch.ones(*anchors.shape, n, dtype=torch.bool),  # all that follows
+    ],
+)
+def test_a_wrong_mask_is_noticed(
+    wrong: Callable[[torch.Tensor, int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block, "sees", wrong)
+    assert difference_to_drafting() > 1e-2
+
+
+def test_blocks_are_at_random_places_whose_tokens_are_there() -> None:
+    conversations = own_text(model(), 6)
+    batch, n = collate(conversations), max(len(c.tokens) for c in conversations)
+    for answers in (False, True):
+        seen = set()
+        for seed in range(40):
+            blocks = place_blocks(batch, SIZE, 3, answers, torch.Generator().manual_seed(seed))
+            assert blocks.anchors.shape == (6, -(-n // 3))
+            for b, conversation in enumerate(conversations):
+                last = len(conversation.tokens) - 1
+                used = blocks.counts[b].any(-1)
+                places = blocks.anchors[b][used].tolist()
+                assert len(set(places)) == len(places)  # no block twice
+                for anchor, counts in zip(places, blocks.counts[b][used].tolist(), strict=True):
+                    ahead = range(anchor + 1, anchor + 1 + SIZE)
+                    assert anchor >= 1 and counts == [
+                        i <= last and (not answers or i >= 3) for i in ahead
+                    ]
+                    seen.add((b, anchor))
+        first = 2 if answers else 1
+        everywhere = {
+            (b, i) for b, c in enumerate(conversations) for i in range(first, len(c.tokens) - 1)
+        }
+        assert seen == everywhere
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def test_the_loss_and_its_gradients_are_those_of_the_formula() -> None:
+    of = target()
+    made, batch = lively(of).requires_grad_(True), of.read(collate(own_text(model(), 3, seed=2)))
+    blocks = place_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
+    chosen, shift = torch.arange(VOCAB), torch.rand(VOCAB)
+    drafted = draft(made, batch, blocks)
+    loss = loss_of(made, drafted, of.head, chosen, shift, SMALL)
+    p = (drafted.target @ of.head.T + shift).softmax(-1)
+    log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
+    distance = (p - log.exp()).abs().sum(-1)
+    taken = 1 - distance.detach() / 2
+    confidence = made.confidence(drafted.rows, drafted.previous)
+    assert confidence is not None
+    said = confidence.sigmoid()
+    plain, weights = torch.zeros(()), 0.0
+    for i, k in enumerate(drafted.position.tolist()):
+        weight = math.exp(-k / 4)
+        sure = taken[i] * said[i].log() + (1 - taken[i]) * (1 - said[i]).log()
+        plain = plain + weight * (-0.1 * p[i] @ log[i] + 0.9 * distance[i] - sure)
+        weights += weight
+    torch.testing.assert_close(loss, plain / weights)
+    names = [name for name, _ in made.named_parameters()]
+    gradients = [
+        torch.autograd.grad(value, list(made.parameters()), retain_graph=True)
+        for value in (loss, plain / weights)
+    ]
+    for name, own, expected in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def test_rows_in_parts_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, found = torch.Generator().manual_seed(0), []
+    x, second, hidden, head, shift, weight = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((30, 20), (50, 4), (30, 16), (50, 16), (50,), (30,))
+    )
+    for rows in (7, 100):
+        monkeypatch.setattr(block, "ROWS", rows)
+        x, second = x.detach().requires_grad_(), second.detach().requires_grad_()
+        total, distance = BlockLoss.apply(x, second, hidden, head, shift, weight, (0.1, 0.9))
+        found.append((total, distance, *torch.autograd.grad(total, (x, second))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_padding_changes_no_loss() -> None:
+    of = target()
+    made, (short, *_) = lively(of), own_text(model(), 1)
+    longer = Conversation(torch.zeros(40, dtype=torch.int32), torch.zeros(40).bool(), 0.0)
+    anchors, counts = torch.tensor([[2, 4]]), torch.ones(1, 2, SIZE, dtype=torch.bool)
+    alone = draft(made, of.read(collate([short])), Blocks(anchors, counts))
+    batch = of.read(collate([short, longer]))
+    padded = Blocks(anchors.repeat(2, 1), torch.cat([counts, ~counts]))
+    for one, other in zip(alone, draft(made, batch, padded), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
+    vocab, generator = 2000, torch.Generator().manual_seed(0)
+    scores = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
+    vocabulary = LossVocabulary(torch.arange(vocab).flip(0), 400)
+    sums, batch = [], torch.tensor([[1990, 1991]])
+    for _ in range(300):
+        tokens, shift = vocabulary.choose(batch, generator)
+        assert torch.equal(tokens, tokens.unique()) and len(tokens) <= 400
+        assert {*range(200), 1990, 1991} <= set(tokens.tolist())
+        sums.append(float((scores[tokens] + shift).exp().sum()))
+    assert sum(sums) / len(sums) == pytest.approx(float(scores.exp().sum()), rel=0.02)
+    whole, shift = LossVocabulary(torch.zeros(vocab), 9999).choose(batch, generator)
+    assert whole.tolist() == list(range(vocab)) and not shift.any()
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_a_toy_target_is_learnt(tmp_path: Path) -> None:
+    text = written(tmp_path / "text", 400)
+    recipe = replace(SMALL, batch=512, lr=2e-2, spacing=1)
+    run = trainer(text, tmp_path / "out", 20_000, recipe, every=1e9)
+    run.report_every = 1e9
+    before = run.check(10**6)
+    held = run.run(lambda report: None)
+    # layers that begin as the target's know the first position already
+    assert max(before.agreement[1:]) < 0.3 and before.mat < 2.3
+    assert min(held.overlap) > 0.8 and held.mat_drawn > 4, held
+    assert min(held.agreement) > 0.5 and held.mat > 2.7, held  # where two tokens tie, less
+    of = run.target
+    loaded = load_block(
+        tmp_path / "out",
+        target_layers=2,
+        target_size=D,
+        vocab_size=VOCAB,
+        embedding=of.embedding,
+        head=torch.nn.Identity(),
+    )
+    assert loaded.config == CONFIG
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, run.network.state_dict()[name].bfloat16())
+
+
+def test_held_out_figures_are_those_of_a_plain_walk(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agreement, overlap and tokens a step, against a loop over single blocks."""
+    monkeypatch.setattr(block, "CHECK_SPACING", 2)
+    of, shards, chosen = target(), Shards(text), range(5)
+    made = untrained(of)
+    held = hold_out(made, of, shards, chosen)
+    generator, chains = torch.Generator().manual_seed(0), list[int]()
+    agree, overlap = ([list[float]() for _ in range(SIZE)] for _ in range(2))
+    for i in chosen:
+        ids = shards[i].tokens.tolist()
+        batch = of.read(collate([shards[i]]))
+        blocks = place_blocks(batch, SIZE, 2, True, generator)
+        p = (batch.hidden[0, :, -D:] @ of.head.T).softmax(-1)
+        for anchor, counts in zip(blocks.anchors[0].tolist(), blocks.counts[0], strict=True):
+            n = int(counts.sum())
+            if not n:
+                continue
+            q = drafted_alone(of, made, ids[: anchor + 1], ids[anchor : anchor + n])
+            right = [int(q[k].argmax()) == int(p[anchor + k].argmax()) for k in range(n)]
+            chains += [1 + [*right, False].index(False)] * (n == SIZE)
+            for k in range(n):
+                agree[k].append(right[k])
+                overlap[k].append(float(torch.minimum(q[k], p[anchor + k]).sum()))
+    means = [[sum(x) / len(x) for x in columns] for columns in (agree, overlap)]
+    assert len(chains) > 20 and held.mat == pytest.approx(sum(chains) / len(chains), abs=0.1)
+    # products of training are in bfloat16 where those are fast
+    assert held.agreement == pytest.approx(means[0], abs=0.05)
+    assert held.overlap == pytest.approx(means[1], abs=0.02) and 1 < held.mat_drawn < 1 + SIZE
+
+
+def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
+    """From a checkpoint in the middle of a round, whatever was done after it; bit for bit."""
+    whole = trainer(text, tmp_path / "whole", 2000)
+    whole.run(lambda report: None)
+
+    def stop(report: Report) -> None:
+        if report.step in (1, 3, 15):
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        cut = trainer(text, tmp_path / "cut", 2000)
+        with pytest.raises(KeyboardInterrupt):
+            cut.run(stop)
+        cut._step(next(cut._batches()))  # what a kill loses: steps without a checkpoint
+    last = trainer(text, tmp_path / "cut", 2000)
+    assert last.step == 15 and last.round > 0 and last.batch > 1 and last.seconds > 0
+    last.run(lambda report: None)
+    assert (last.step, last.seen, last.round) == (whole.step, whole.seen, whole.round)
+    for one, other in zip(whole.network.parameters(), last.network.parameters(), strict=True):
+        assert torch.equal(one, other)
+    log = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in log]
+    assert steps == list(range(1, whole.step + 1))
+
+
+def test_text_that_grows_is_taken_in_the_next_round(tmp_path: Path) -> None:
+    writer = ShardWriter(written(tmp_path / "text", 8))
+    run = trainer(tmp_path / "text", tmp_path / "out", 10**6, every=1e9)
+    batches = run._batches()
+    first = next(batches)
+    for conversation in own_text(model(), 30, seed=1):
+        writer.add(conversation)
+    writer.flush()
+    tokens = int(first.lengths.sum())
+    while run.round == 0:
+        tokens += (fresh := int(next(batches).lengths.sum())) * (run.round == 0)
+    assert tokens == sum(run.shards.length(i) for i in range(7)) and fresh
+    assert run.conversations == 38
+
+
+def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
+    run, seen = trainer(text, tmp_path / "out"), set[tuple[int, ...]]()
+    batches = run._batches()
+    while run.round < 2:
+        batch = next(batches)
+        for ids, n in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True):
+            seen.add(tuple(ids[:n]))
+    train, held = split(run.shards)
+    texts = [tuple(conversation.tokens.tolist()) for conversation in run.shards]
+    assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
+
+
+def test_the_rate_rises_and_falls_and_the_cross_entropy_leads() -> None:
+    recipe = Recipe(lr=1.0, warmup=10)
+    assert [recipe.rate(0, 0), recipe.rate(9, 0)] == [0.1, 1]
+    assert [recipe.rate(99, done) for done in (0.5, 1)] == pytest.approx([0.5, 0])
+    weights = [Recipe(lead=0.2).entropy_weight(done) for done in (0, 0.1, 0.2, 1)]
+    assert weights == pytest.approx([1, 0.55, 0.1, 0.1])
+
+
+def test_what_goes_wrong_is_named(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for what in ("loss", "gradient"):
+        run = trainer(text, tmp_path / what)
+
+        def diverge(report: Report, run: Trainer = run, what: str = what) -> None:
+            weight = run.network.fc.weight
+            if what == "loss":
+                weight.data.fill_(float("nan"))
+            else:
+                weight.register_hook(lambda gradient: gradient * float("inf"))
+
+        with pytest.raises(QuickbeamError, match="take a smaller --lr"):
+            run.run(diverge)
+        left = torch.load(tmp_path / what / "checkpoint.pt", weights_only=True)
+        assert left["counters"]["step"] == 1
+        assert all(weight.isfinite().all() for weight in left["network"].values())
+    (tmp_path / "loss" / "checkpoint.pt").write_bytes(b"nonsense")
+    with pytest.raises(InvalidInput, match="take another --out"):
+        trainer(text, tmp_path / "loss")
+    run = trainer(text, tmp_path / "out")
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def full_too(tensors: object, path: Path) -> None:
+        path.write_bytes(b"part")
+        raise SafetensorError("I/O error: No space left on device")
+
+    for writer, failing in (
+        ("quickbeam.drafters.folder.save_file", full_too),
+        ("torch.save", full),
+    ):
+        monkeypatch.setattr(writer, failing)
+        with pytest.raises(QuickbeamError, match="No space left"):
+            run.save()
+        assert not list((tmp_path / "out").glob("*.part"))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> list[str]:
+    sizes = "--tokens 1500 --length 64 --slots 8 --batch 256 --loss-vocab 128 --rank 8 --block 5"
+    return ["train", *sizes.split(), *arguments]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
+    return path
+
+
+def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
+    toy_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2")
+    bench = ["--limit", "2", "--max-tokens", "8"]
+    result = CliRunner().invoke(app, [*arguments, *bench, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "held-out agreement by position" in result.output
+    assert "--epochs 2" in (card := (out / "README.md").read_text()) and "| 5 |" in card
+    methods = json.loads((out / "bench.json").read_text())["methods"]
+    assert {"ar", "logitspec", "dyspec", "auto"} <= set(methods)
+    assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
+    # text and training are done: nothing but the figures
+    made = (out / "model.safetensors").read_bytes()
+    again = CliRunner().invoke(app, [*arguments, "--only", "drafter", "--out", str(out)])
+    assert again.exit_code == 0 and (out / "model.safetensors").read_bytes() == made
+    assert json.loads((out / "training.json").read_text())["recipe"]["epochs"] == 2
+
+    more = [*arguments[:-1], "0.01", "--lr", "1e-7", "--out", str(tmp_path / "more")]
+    more += ["--only", "drafter"]
+    refused = CliRunner().invoke(app, more)
+    assert refused.exit_code == 2 and "holds no text" in " ".join(refused.output.split())
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "text").symlink_to(out / "text")
+    assert CliRunner().invoke(app, [*more, "--start", str(out)]).exit_code == 0
+    assert "--start out" in (tmp_path / "more" / "README.md").read_text()
+    (tmp_path / "more" / "checkpoint.pt").unlink()
+    other = CliRunner().invoke(app, [*more, "--start", str(out), "--depth", "1"])
+    assert other.exit_code == 2 and "depth 2 instead of 1" in " ".join(other.output.split())
+
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with LLM(toy_folder, "ar", dtype="float32") as plain:
+        expected = plain.generate("abc", params).token_ids
+    with LLM(toy_folder, "dyspec", dtype="float32", drafter=str(out)) as llm:
+        for method in (
+            "dyspec",
+            "chain",
+            "dyspec-threshold",
+            "specinfer",
+            "sequoia",
+            "eagle2",
+            "auto",
+        ):
+            answer = llm.generate("abc", params, method=method)
+            assert answer.token_ids == expected, method
+            assert method == "auto" or answer.statistics.sources["drafter"].drafted > 0
+
+
+def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path) -> None:
+    def told(*arguments: str) -> str:
+        given = command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
+
+    assert "can't be read" in told("--prompts", str(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
+    assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
+    assert "choose among" in told("--languages", "xx")
+
+
+def test_prompts_are_answered_once_over_all_runs(
+    toy_folder: str, prompts: Path, tmp_path: Path
+) -> None:
+    plan, told = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
+
+    def stop(tokens: int, rate: float) -> None:
+        if tokens > 4 * 64:  # more than four unfinished ones can have
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TextStage(plan).run(stop)
+    assert 1 <= len(Shards(plan.text)) < 60
+    TextStage(plan).run(lambda tokens, rate: told.append(tokens))
+    assert len(Shards(plan.text)) == 60 and told[-1] == Shards(plan.text).tokens
+    stage = TextStage(plan)
+    stage.run(lambda tokens, rate: pytest.fail("none is left"))
+    asked = [stage._encode([{"role": "user", "content": f"say {i}"}]) for i in range(60)]
+    begun = [
+        tuple(one.tokens[: int(one.answer.int().argmax())].tolist()) for one in Shards(plan.text)
+    ]
+    assert sorted(begun) == sorted(map(tuple, asked))
+
+
+def test_a_full_disk_ends_the_text_with_what_to_do(
+    toy_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, tried = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[Path]()
+
+    def full(tensors: object, path: Path) -> None:
+        tried.append(path)
+        path.write_bytes(b"part")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("quickbeam.train.shards.SHARD", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr("quickbeam.train.shards.save_file", full)
+        with pytest.raises(QuickbeamError, match=r"No space left.*make room and run again"):
+            TextStage(plan).run(lambda tokens, rate: None)
+    assert len(tried) == 1 and not list(plan.text.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_command_keeps_what_it_made(
+    toy_folder: str, tmp_path: Path, how: signal.Signals
+) -> None:
+    out, many = tmp_path / "out", tmp_path / "prompts.jsonl"
+    many.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8_000)))
+    arguments = command("--model", toy_folder, "--prompts", str(many), "--out", str(out))
+    arguments[arguments.index("1500")] = "400000"
+    with subprocess.Popen(
+        [sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr is not None
+        for told in run.stderr:
+            if told.startswith("text: 4"):
+                break
+        run.send_signal(how)
+        rest = run.stderr.read()
+    assert run.returncode == (-9 if how is signal.SIGKILL else 130) and "Traceback" not in rest
+    assert Shards(out / "text").tokens > 0
