@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+BODY = {"model": "smollm2-135m", "prompt": "Once upon a time"}
+
 
 @pytest.fixture
 def port() -> int:
@@ -25,24 +27,17 @@ def port() -> int:
 
 
 def start(port: int, *options: str) -> subprocess.Popen[str]:
-    arguments = [
-        sys.executable,
-        "-m",
-        "quickbeam",
-        "serve",
-        "--port",
-        str(port),
-        "--no-warm",
-        *options,
-    ]
-    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm"]
+    return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
 
 
-def healthy(port: int) -> bool:
+def health(port: int) -> int:
+    """The status that it tells, or 0. A port that listens is not enough: the server takes signals
+    only once its loop runs."""
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code
+    except httpx.TransportError:
+        return 0
 
 
 def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
@@ -65,15 +60,9 @@ def finish(server: subprocess.Popen[str]) -> None:
 def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, port, again):
     server = start(port, "--drain-timeout", "120")
     try:
-        wait(lambda: healthy(port))
+        wait(lambda: health(port) == 200)
         address = f"http://127.0.0.1:{port}/v1/completions"
-        body = {
-            "model": "smollm2-135m",
-            "prompt": "Once upon a time",
-            "max_tokens": 150,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = {**BODY, "max_tokens": 150, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", address, json=body, timeout=120) as response:
             got = response.iter_lines()
             next(got)
@@ -109,19 +98,11 @@ def test_a_full_disk_behind_stderr_ends_nothing():
 def test_a_process_that_loads_can_be_ended(smollm2, port):
     server = start(port)
     try:
-        wait(lambda: says_that_it_loads(port))
+        wait(lambda: health(port) == 503)
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
     finally:
         finish(server)
-
-
-def says_that_it_loads(port: int) -> bool:
-    """A port that listens is not enough: the server takes signals only once its loop runs."""
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 503
-    except httpx.TransportError:
-        return False
 
 
 @pytest.mark.long
@@ -137,22 +118,16 @@ def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, po
     supervisor = threading.Thread(target=supervise)
     supervisor.start()
     try:
-        body = {
-            "model": "smollm2-135m",
-            "prompt": "Once upon a time",
-            "max_tokens": 8,
-            "temperature": 0,
-        }
+        body = {**BODY, "max_tokens": 8, "temperature": 0}
         texts = []
         for life in range(2):
-            wait(lambda life=life: len(servers) > life and healthy(port))
-            found = httpx.post(
-                f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120
-            ).json()
+            wait(lambda life=life: len(servers) > life and health(port) == 200)
+            address = f"http://127.0.0.1:{port}/v1/completions"
+            found = httpx.post(address, json=body, timeout=120).json()
             texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
             if not life:
                 servers[0].send_signal(signal.SIGKILL)
-                wait(lambda: not healthy(port), seconds=5)
+                wait(lambda: health(port) != 200, seconds=5)
         assert texts[0] == texts[1]
     finally:
         stop.set()

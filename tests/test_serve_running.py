@@ -38,6 +38,8 @@ from serving import ScriptedRunner
 ROOT = Path(__file__).parents[1]
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
+STREAM = BODY | {"stream": True}
+
 
 class Listening(NamedTuple):
     """A server of this process on a socket."""
@@ -98,20 +100,13 @@ def test_it_listens_while_it_loads(llm):
 
     async def main() -> None:
         async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
-            health, asked, models = [
-                await client.get("/health"),
-                await client.post("/v1/completions", json=BODY),
-                await client.get("/v1/models"),
+            health, models, metrics, page = [
+                await client.get(path) for path in ("/health", "/v1/models", "/metrics", "/")
             ]
-            assert [found.status_code for found in (health, asked, models)] == [503] * 3
-            assert (
-                health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) >= 1
-            )
-            assert (
-                (await client.get("/metrics")).status_code
-                == (await client.get("/")).status_code
-                == 200
-            )
+            asked = await client.post("/v1/completions", json=BODY)
+            assert [one.status_code for one in (health, asked, models)] == [503] * 3
+            assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) > 0
+            assert metrics.status_code == page.status_code == 200
             # the request for an answer, and not the question what models there are
             assert refused(one.runner) == 1
             go.set()
@@ -125,20 +120,19 @@ def test_it_listens_while_it_loads(llm):
 @pytest.mark.parametrize("loaded", (False, True))
 def test_a_signal_while_it_loads_ends_it(llm, loaded):
     """Also where the model comes just then: it is not begun with."""
-    go, ready = threading.Event(), threading.Event()
+    go, told = threading.Event(), not loaded
 
     async def main() -> None:
-        async with listening(llm, load=lambda: (go.wait(), ready.set(), llm)[2]) as (one, client):
-            if loaded:
-                one.server.on_tick = lambda counter: asyncio.sleep(
-                    0, one.server.should_exit and one.runner._aio is not None
-                )
+        nonlocal told
+        async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
+            one.server.on_tick = lambda _: asyncio.sleep(0, one.server.should_exit and told)
             one.stop()
             await until(lambda: one.runner.unhealthy_reason == "draining")
             if loaded:
                 go.set()
-                await until(lambda: one.runner._aio is not None)
+                await until(lambda: one.runner.fingerprint == "fp_tiny")
                 assert (await client.get("/health")).json() == {"status": "draining"}
+                told = True
             assert await one.serving is loaded
             go.set()
 
@@ -162,24 +156,18 @@ def test_a_signal_lets_answers_end_and_takes_no_others(llm):
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 brake.release(3)
-                async with client.stream(
-                    "POST", "/v1/completions", json=BODY | {"stream": True}
-                ) as streamed:
+                async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
                     got = lines(streamed)
                     chunks = [await anext(got)]
                     whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
                     await until(lambda: one.runner.gate.inside == 2)
                     one.stop()
                     await until(lambda: one.runner.unhealthy_reason == "draining")
-                    health, late = (
-                        await client.get("/health"),
-                        await client.post("/v1/completions", json=BODY),
-                    )
-                    assert health.status_code == late.status_code == 503 and health.json() == {
-                        "status": "draining"
-                    }
-                    assert int(late.headers["retry-after"]) >= 1
-                    assert not one.serving.done()
+                    health = await client.get("/health")
+                    late = await client.post("/v1/completions", json=BODY)
+                    assert health.status_code == late.status_code == 503
+                    assert health.json() == {"status": "draining"}
+                    assert int(late.headers["retry-after"]) >= 1 and not one.serving.done()
                     brake.release()
                     chunks += [chunk async for chunk in got]
             assert text_of(chunks) == alone == (await whole).json()["choices"][0]["text"]
@@ -191,10 +179,8 @@ def test_a_signal_lets_answers_end_and_takes_no_others(llm):
 def test_a_response_is_sent_to_its_end_after_the_answer_is_over(llm):
     async def main() -> None:
         async with listening(llm, kind=ScriptedRunner) as (one, client):
-            one.runner.script, one.runner.piece, one.runner.pause = "a tale", 1, 0.25
-            async with client.stream(
-                "POST", "/v1/completions", json=BODY | {"stream": True}
-            ) as streamed:
+            one.runner.script, one.runner.piece, one.runner.pause = "a tale", 1, 0.1
+            async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
                 got = lines(streamed)
                 chunks = [await anext(got)]
                 one.stop()  # nothing is left to compute, so it begins to end at once
@@ -211,9 +197,7 @@ def test_what_takes_too_long_to_end_is_ended(llm):
         async with listening(llm, drain_timeout=0.1) as (one, client):
             with braked(llm.engine) as brake:
                 brake.release(3)
-                async with client.stream(
-                    "POST", "/v1/completions", json=BODY | {"stream": True}
-                ) as streamed:
+                async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
                     got = lines(streamed)
                     await anext(got)
                     one.stop()
@@ -234,34 +218,20 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
         async with listening(llm) as (one, client):
             for steps in (0, 4):
                 with braked(llm.engine) as brake:
-
-                    async def ask() -> None:
-                        async with client.stream(
-                            "POST",
-                            "/v1/completions",
-                            json=BODY | {"stream": stream, "n": 2, "temperature": 1},
-                        ) as response:
-                            async for _ in response.aiter_lines():
-                                pass
-
-                    task = asyncio.create_task(ask())
+                    asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
+                    task = asyncio.create_task(client.post("/v1/completions", json=asked))
                     await until(brake.waits.is_set)
                     # the second answer was begun, too
                     await until(lambda: begun_answers(one.runner) == 2)
                     if steps:
                         brake.release(steps)
-                        await until(
-                            lambda: (
-                                llm.engine.scheduler.active
-                                and llm.engine.scheduler.active[0].started
-                            )
-                        )
+                        await until(lambda: any(s.started for s in llm.engine.scheduler.active))
                     assert one.runner.gate.inside == 2
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    for _ in range(150):  # answers need 200 steps
+                    for tries in range(150):  # answers need 200 steps
                         brake.release(1)
-                        await asyncio.sleep(0.01 if _ < 20 else 0.2)
+                        await asyncio.sleep(0.01 if tries < 20 else 0.2)
                         if idle(one.runner):
                             break
                     assert idle(one.runner)
@@ -376,41 +346,35 @@ def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
     asyncio.run(main())
 
 
-def test_deltas_make_up_the_answer(llm):
-    """Texts, tokens, logprobs and steps, taken as they come or late."""
+@pytest.mark.parametrize("late", (False, True))
+def test_deltas_make_up_the_answer(llm, late):
+    """Texts, tokens, logprobs and steps, taken as they come or when all are there."""
 
     async def main() -> None:
+        params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
         async with AsyncLLM(llm=llm) as face:
-            params = SamplingParams(
-                max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True
-            )
-            for late in (False, True):
-                stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
-                while late and not stream._answer.over:
-                    await asyncio.sleep(0.01)
-                deltas = [delta async for delta in stream.deltas()]
-                found = stream.completion
-                assert len(deltas) == 1 if late else len(deltas) > 1
-                assert "".join(delta.text for delta in deltas) == found.text
-                assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
-                assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
-                steps = [step for delta in deltas for step in delta.steps]
-                assert (
-                    len(steps) == found.statistics.steps
-                    and sum(step["emitted"] for step in steps) == len(found.token_ids) - 1
-                )
-                emitted = [found.token_ids[0]]
-                for step in steps:
-                    accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
-                    emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
-                    assert all(
-                        node["text"] == llm.tokenizer.decode([node["token"]])
-                        for node in [*step["nodes"], step["next"]]
-                    )
-                assert emitted == found.token_ids
-                assert [delta async for delta in stream.deltas()] == []
-                times = stream.times
-                assert times.arrived <= times.began <= times.first
+            stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
+            over = asyncio.Event()
+            stream.watch(lambda: None, lambda _: over.set())
+            if late:
+                await over.wait()
+            deltas = [delta async for delta in stream.deltas()]
+            found = stream.completion
+            assert len(deltas) == 1 if late else deltas
+            assert "".join(delta.text for delta in deltas) == found.text
+            assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
+            assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
+            steps = [step for delta in deltas for step in delta.steps]
+            emitted = [found.token_ids[0]]
+            for step in steps:
+                accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
+                emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
+                for node in [*step["nodes"], step["next"]]:
+                    assert node["text"] == llm.tokenizer.decode([node["token"]])
+            assert len(steps) == found.statistics.steps and emitted == found.token_ids
+            assert [delta async for delta in stream.deltas()] == []
+            times = stream.times
+            assert times.arrived <= times.began <= times.first
 
     asyncio.run(main())
 
@@ -513,49 +477,35 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(InvalidInput, match=f"port {port}"):
             listen("127.0.0.1", port)
-        for arguments, words in (
-            (["--port", str(port)], f"port {port} ("),
-            (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
-            (["--port", "99999"], "99999"),
-            (["--max-waiting", "0"], "max_waiting=0"),
-            (["--max-body", "much"], "'much'"),
-            (["--api-key", "a b\n"], "API key"),
-            (["--method", "lgitspec"], "lgitspec"),
-            (["--default-temperature", "-1"], "temperature=-1"),
+        for option, value, words in (
+            ("port", str(port), f"port {port} ("),
+            ("host", "no.such.host.invalid", "no.such.host.invalid"),
+            ("port", "99999", "99999"),
+            ("max-waiting", "0", "max_waiting=0"),
+            ("max-body", "much", "'much'"),
+            ("api-key", "a b\n", "API key"),
+            ("method", "lgitspec", "lgitspec"),
+            ("default-temperature", "-1", "temperature=-1"),
         ):
-            result = CliRunner().invoke(command, ["serve", *arguments])
-            assert (
-                result.exit_code == 2
-                and result.stderr.startswith("error: ")
-                and result.stderr.count("\n") == 1
-            ), result.stderr
-            assert words in result.stderr
+            result = CliRunner().invoke(command, ["serve", f"--{option}", value])
+            assert result.exit_code == 2 and words in result.stderr
+            assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_addresses_for_browsers():
-    for host, name in (
-        ("127.0.0.1", "127.0.0.1"),
-        ("0.0.0.0", "127.0.0.1"),
-        ("localhost", "127.0.0.1"),
-    ):
+    for host in ("127.0.0.1", "0.0.0.0", "localhost"):
         with closing(listen(host, 0)) as one:
-            assert url(one) == f"http://{name}:{one.getsockname()[1]}"
+            assert url(one) == f"http://127.0.0.1:{one.getsockname()[1]}"
 
 
-def test_what_is_said_when_it_serves(llm, monkeypatch):
+def test_what_is_said_when_it_serves(llm):
     runner = Runner(ServeSettings(served_name="it's", api_keys=("secret-key",)), llm)
     said = greeting(runner, "http://127.0.0.1:8000")
     curl = shlex.split(said.splitlines()[-1].removeprefix("try it: "))
-    assert (
-        curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
-        and json.loads(curl[-1])["model"] == "it's"
-    )
-    assert (
-        "Authorization: Bearer $QUICKBEAM_API_KEY" in curl
-        and "secret-key" not in said
-        and llm.kernels in said
-    )
-    asyncio.run(runner.close())
+    assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(curl[-1])["model"] == "it's"
+    assert "Authorization: Bearer $QUICKBEAM_API_KEY" in curl
+    assert "secret-key" not in said and llm.kernels in said
 
 
 @pytest.mark.parametrize(
@@ -563,13 +513,10 @@ def test_what_is_said_when_it_serves(llm, monkeypatch):
     [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)],
 )
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
-    def run(
-        runner: Runner, load: Callable[[], LLM], *, warm: bool, ready: Callable[[str], None]
-    ) -> None:
+    def run(runner: Runner, load: Any, *, warm: bool, ready: Callable[[str], None]) -> None:
         assert runner.settings.api_keys == tuple(split(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
-        asyncio.run(runner.close())
 
     monkeypatch.setattr("quickbeam.serve.server.run", run)
     monkeypatch.setenv("QUICKBEAM_API_KEY", key)
@@ -588,25 +535,14 @@ def test_the_unit_and_the_image_are_as_they_should_be():
     service = unit["Service"]
     drain = int(re.search(r"--drain-timeout (\d+)", service["ExecStart"])[1])  # type: ignore[index]
     assert int(service["TimeoutStopSec"]) > drain + 5
-    assert (
-        service["Restart"],
-        service["KillSignal"],
-        service["NoNewPrivileges"],
-        service["ProtectSystem"],
-    ) == ("always", "SIGTERM", "yes", "strict")
+    assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
+    assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
     options = CliRunner().invoke(command, ["serve", "--help"], terminal_width=300).stdout
     image = (ROOT / "deploy" / "Dockerfile").read_text()
     entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])  # type: ignore[index]
     for line in (shlex.split(service["ExecStart"]), entry):
         assert line[0].endswith("quickbeam") and line[1] == "serve"
         assert all(option in options for option in line if option.startswith("--"))
-    stages = image.split("\nFROM ")
-    assert (
-        re.search(r"^USER quickbeam$", stages[-1], re.M)
-        and "HEALTHCHECK" in stages[-1]
-        and "/health" in stages[-1]
-    )
-    assert stages[-1].index("\nUSER ") < stages[-1].index("\nENTRYPOINT ")
-
-
-# ---- processes of their own
+    last = image.split("\nFROM ")[-1]
+    assert "HEALTHCHECK" in last and "/health" in last
+    assert 0 < last.index("\nUSER quickbeam\n") < last.index("\nENTRYPOINT ")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,55 +51,35 @@ def completion(prompt: str = "hello", **headers: str) -> tuple:
     )
 
 
-def test_without_keys_everybody_may_ask(llm):
-    (found,) = ask(llm, completion())
-    assert found.status_code == 200
+def codes(responses) -> list[int]:
+    return [one.status_code for one in responses]
 
 
-@pytest.mark.parametrize(
-    "header",
-    (
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer wrong",
-        "Bearer first2",
-        "Bearer first second",
-        "Basic first",
-        "first",
-    ),
-)
-def test_a_wrong_key_opens_nothing(llm, header):
-    (found,) = ask(
-        llm,
-        completion(**({"Authorization": header} if header else {})),
-        api_keys=("first", "second"),
-    )
-    assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer"
-    error = found.json()["error"]
-    assert error["code"] == "invalid_api_key" and error.keys() == {
-        "message",
-        "type",
-        "param",
-        "code",
-    }
-    assert "first" not in found.text and "second" not in found.text
+WRONG = ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer first2", "Bearer first second")
 
 
-@pytest.mark.parametrize("header", ("Bearer first", "bearer second", "Bearer  first"))
-def test_any_of_the_keys_opens(llm, header):
-    (found,) = ask(llm, completion(Authorization=header), api_keys=("first", "second"))
-    assert found.status_code == 200
+def test_keys(llm):
+    assert codes(ask(llm, completion())) == [200]
+    headers = [*WRONG, "Basic first", "first"]
+    asked = [completion(**({"Authorization": one} if one else {})) for one in headers]
+    for found in ask(llm, *asked, api_keys=("first", "second")):
+        assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer"
+        error = found.json()["error"]
+        assert error["code"] == "invalid_api_key"
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert "first" not in found.text and "second" not in found.text
+    good = ("Bearer first", "bearer second", "Bearer  first")
+    asked = [completion(Authorization=one) for one in good]
+    assert codes(ask(llm, *asked, api_keys=("first", "second"))) == [200] * 3
 
 
 def test_all_keys_are_looked_at_in_constant_time(llm, monkeypatch):
-    compared = list[tuple[int, int]]()
+    compared, compare_digest = list[tuple[int, int]](), hmac.compare_digest
 
     def compare(given, known):
         compared.append((len(given), len(known)))
         return compare_digest(given, known)
 
-    compare_digest = hmac.compare_digest
     monkeypatch.setattr(security.hmac, "compare_digest", compare)
     for header in ("Bearer a", "Bearer ccc", "Bearer " + "x" * 1000):
         compared.clear()
@@ -109,27 +89,12 @@ def test_all_keys_are_looked_at_in_constant_time(llm, monkeypatch):
 
 @pytest.mark.parametrize("protect", (False, True))
 def test_what_is_open(llm, protect):
-    paths = [
-        "/",
-        "/health",
-        "/metrics",
-        "/v1/models",
-        "/version",
-        "/openapi.json",
-        "/tokenize",
-        "/nowhere",
-        "/health/",
-        "/metrics/x",
-    ]
-    found = ask(
-        llm, *(("GET", path, {}) for path in paths), api_keys=("key",), protect_metrics=protect
-    )
-    assert [one.status_code for one in found] == [200, 200, 401 if protect else 200, *[401] * 7]
-
-
-def test_pages_that_load_from_elsewhere_are_off(llm):
-    found = ask(llm, ("GET", "/docs", {}), ("GET", "/redoc", {}))
-    assert [one.status_code for one in found] == [404, 404]
+    paths = "/ /health /metrics /v1/models /version /openapi.json /tokenize /nowhere /health/"
+    asked = [("GET", path, {}) for path in (*paths.split(), "/metrics/x")]
+    found = codes(ask(llm, *asked, api_keys=("key",), protect_metrics=protect))
+    assert found == [200, 200, 401 if protect else 200, *[401] * 7]
+    # pages that would load scripts from elsewhere
+    assert codes(ask(llm, ("GET", "/docs", {}), ("GET", "/redoc", {}))) == [404, 404]
 
 
 def test_a_large_body_is_refused_unread(llm):
@@ -137,32 +102,18 @@ def test_a_large_body_is_refused_unread(llm):
 
     async def chunks():
         for i in range(0, len(body), 100):
-            read.append(i)
             yield body[i : i + 100]
 
-    read = list[int]()
     headers = {"Content-Type": "application/json"}
-    small = (
-        "POST",
-        "/v1/completions",
-        {"json": {"model": "tiny", "prompt": "x" * 400, "max_tokens": 1}},
-    )
-    known = ("POST", "/v1/completions", {"content": body, "headers": headers})
-    chunked = ("POST", "/v1/completions", {"content": chunks(), "headers": headers})
-    lying = (
-        "POST",
-        "/v1/completions",
-        {"content": chunks(), "headers": headers | {"Content-Length": "10"}},
-    )
-    fine, *found = ask(llm, small, known, chunked, lying, max_body_bytes=1000)
+    lying = headers | {"Content-Length": "10"}
+    asked = [{"content": body}, {"content": chunks()}, {"content": chunks(), "headers": lying}]
+    large = [("POST", "/v1/completions", {"headers": headers, **one}) for one in asked]
+    fine, *found = ask(llm, completion("x" * 400), *large, max_body_bytes=1000)
     assert fine.status_code == 200
     for one in found:
-        assert (
-            one.status_code == 413
-            and "1000 bytes" in one.json()["error"]["message"]
-            and one.json()["error"]["code"] == "body_too_large"
-            and one.headers["connection"] == "close"
-        )
+        error = one.json()["error"]
+        assert one.status_code == 413 and one.headers["connection"] == "close"
+        assert "1000 bytes" in error["message"] and error["code"] == "body_too_large"
 
 
 def test_reading_stops_at_the_limit():
@@ -214,69 +165,53 @@ def test_clients_that_send_half_a_request_are_left(llm):
     assert b" 200 " in health and b"one two" in whole
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
-)
-def test_bodies_that_any_page_may_send_are_not_read(llm, path):
+def test_bodies_that_any_page_may_send_are_not_read(llm):
     """A form and a body without a type are sent to any address without asking its server."""
-    body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"})
-    types = (
-        {},
-        *(
-            {"Content-Type": kind}
-            for kind in ("text/plain", "application/x-www-form-urlencoded", "json", "")
-        ),
-    )
-    found = ask(llm, *(("POST", path, {"content": body, "headers": kind}) for kind in types))
-    for one in found:
-        assert one.status_code == 415 and one.json()["error"]["code"] == "unsupported_media_type"
-    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
-        (one,) = ask(llm, ("POST", path, {"content": "{", "headers": {"Content-Type": kind}}))
-        assert one.status_code == 400 and "not JSON" in one.json()["error"]["message"]
+    wrong = (None, "text/plain", "application/x-www-form-urlencoded", "json", "")
+    right = ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json")
+    for path in (*ENDPOINTS, "/tokenize", "/detokenize"):
+        for types, status, words in ((wrong, 415, "unsupported_media_type"), (right, 400, "JSON")):
+            headers = [{} if kind is None else {"Content-Type": kind} for kind in types]
+            asked = [("POST", path, {"content": "{", "headers": one}) for one in headers]
+            for one in ask(llm, *asked):
+                assert one.status_code == status and words in one.text
 
 
 def test_pages_of_other_origins_may_not_ask(llm):
-    own = completion(Origin="http://localhost", Host="localhost")
-    others = [
-        "https://a.example",
-        "null",
-        "http://localhost:81",
-        "http://localhost.a.example",
-        "http://[",
-        "",
+    others = ("https://a.example", "null", "http://localhost:81", "http://localhost.a.example")
+    own, *rest = [
+        completion(Origin=one, Host="localhost")
+        for one in ("http://localhost", *others, "http://[", "")
     ]
-    first, *rest = ask(llm, own, *(completion(Origin=one, Host="localhost") for one in others))
-    assert first.status_code == 200
-    for one in rest:
-        assert one.status_code == 403 and one.json()["error"]["code"] == "unknown_origin"
+    first, *found = ask(llm, own, *rest)
+    assert first.status_code == 200 and codes(found) == [403] * 6
+    assert {one.json()["error"]["code"] for one in found} == {"unknown_origin"}
     asked = completion(Origin="https://a.example", Host="b.example")
     wide = {"host": "0.0.0.0"}
-    assert [one.status_code for one in ask(llm, asked, **wide)] == [403]
+    assert codes(ask(llm, asked, **wide)) == [403]
     same = completion(Origin="https://b.example", Host="b.example")  # behind a proxy for TLS
-    assert [one.status_code for one in ask(llm, same, **wide)] == [200]
+    assert codes(ask(llm, same, **wide)) == [200]
     for origins in (("https://a.example",), ("*",)):
-        assert [one.status_code for one in ask(llm, asked, cors_origins=origins, **wide)] == [200]
+        assert codes(ask(llm, asked, cors_origins=origins, **wide)) == [200]
     read = ("GET", "/v1/models", {"headers": {"Origin": "https://a.example"}})
-    assert [one.status_code for one in ask(llm, read)] == [200]
+    assert codes(ask(llm, read)) == [200]
     keyed = completion(Origin="https://a.example", Authorization="Bearer key")
-    assert [one.status_code for one in ask(llm, keyed, api_keys=("key",))] == [200]
+    assert codes(ask(llm, keyed, api_keys=("key",))) == [200]
 
 
 def test_web_pages_of_others_may_not_ask_unless_told(llm):
-    preflight = {
-        "Origin": "https://a.example",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization",
-    }
+    asks = {"Access-Control-Request-Method": "POST"}
+    preflight = {"Origin": "https://a.example", **asks}
+    preflight["Access-Control-Request-Headers"] = "authorization"
     asked = [
         ("OPTIONS", "/v1/completions", {"headers": preflight}),
         completion(Origin="https://a.example", Authorization="Bearer key"),
     ]
     for one in ask(llm, *asked, api_keys=("key",)):
         assert not [name for name in one.headers if name.startswith("access-control")]
-    for origins, allowed in ((("https://a.example",), "https://a.example"), (("*",), "*")):
+    for allowed in ("https://a.example", "*"):
         # a preflight has no key
-        for one in ask(llm, *asked, api_keys=("key",), cors_origins=origins):
+        for one in ask(llm, *asked, api_keys=("key",), cors_origins=(allowed,)):
             assert one.status_code == 200 and one.headers["access-control-allow-origin"] == allowed
     (other, _) = ask(llm, *asked, cors_origins=("https://b.example",))
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
@@ -285,67 +220,36 @@ def test_web_pages_of_others_may_not_ask_unless_told(llm):
 def test_names_of_others_do_not_lead_here(llm):
     """A web page whose name was made to point to this machine can't ask a server that nothing else
     protects."""
-
-    def with_host(name: str) -> tuple:
-        return completion(Host=name)
-
-    names = [
-        "localhost:8000",
-        "127.0.0.1:8000",
-        "[::1]:8000",
-        "LOCALHOST",
-        "evil.example:8000",
-        "evil.example",
-        "localhost.evil.example",
-        "",
-    ]
-    found = ask(llm, *map(with_host, names))
-    assert [one.status_code for one in found] == [200] * 4 + [400] * 4
+    own = ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST")
+    others = ("evil.example:8000", "evil.example", "localhost.evil.example", "")
+    found = ask(llm, *(completion(Host=name) for name in (*own, *others)))
+    assert codes(found) == [200] * 4 + [400] * 4
     assert all(one.json()["error"]["code"] == "unknown_host" for one in found[4:])
-    assert [
-        one.status_code
-        for one in ask(llm, with_host("proxy.example"), allowed_hosts=("proxy.example",))
-    ] == [200]
-    assert [one.status_code for one in ask(llm, with_host("any.example"), host="0.0.0.0")] == [200]
+    asked = completion(Host="proxy.example")
+    for settings in ({"allowed_hosts": ("proxy.example",)}, {"host": "0.0.0.0"}):
+        assert codes(ask(llm, asked, **settings)) == [200]
     # whoever knows the key is no stranger
     key = completion(Host="any.example", Authorization="Bearer key")
-    assert [one.status_code for one in ask(llm, key, api_keys=("key",))] == [200]
+    assert codes(ask(llm, key, api_keys=("key",))) == [200]
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("a.b", False),
-    ],
-)
-def test_which_addresses_are_this_machine_alone(host, loopback):
-    assert ServeSettings(host=host).loopback is loopback
+def test_which_addresses_are_this_machine_alone():
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert ServeSettings(host=host).loopback
+    for host in ("0.0.0.0", "::", "a.b"):
+        assert not ServeSettings(host=host).loopback
 
 
 def test_prompts_are_not_logged_unless_told(llm, caplog):
     caplog.set_level(logging.DEBUG)
-    bad = (
-        "POST",
-        "/v1/completions",
+    headers = {"Content-Type": "application/json"}
+    asked = [
         {"json": {"model": "tiny", "prompt": SECRET, "no_such_field": 1}},
-    )
-    long = completion(SECRET * 100)
-    broken = (
-        "POST",
-        "/v1/completions",
-        {
-            "content": f'{{"prompt": "{SECRET}'.encode(),
-            "headers": {"Content-Type": "application/json"},
-        },
-    )
-    found = ask(llm, completion(SECRET), bad, long, broken)
-    assert [one.status_code for one in found] == [200, 400, 400, 400]
+        {"json": {"model": "tiny", "prompt": SECRET * 100}},
+        {"content": f'{{"prompt": "{SECRET}'.encode(), "headers": headers},
+    ]
+    bad = [("POST", "/v1/completions", one) for one in asked]
+    assert codes(ask(llm, completion(SECRET), *bad)) == [200, 400, 400, 400]
     assert SECRET not in caplog.text
     ask(llm, completion(SECRET), log_prompts=True)
     assert SECRET in caplog.text
@@ -374,50 +278,42 @@ def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
 
 
 HUGE = 100_000
-FROZE = {  # by path: what made an error for every item
-    "prompts": ("/v1/completions", {"prompt": [{}] * HUGE}),
-    "lists of prompts": ("/v1/completions", {"prompt": [[{}]] * HUGE}),
-    "ids": ("/v1/completions", {"prompt": [1] * HUGE + ["x"] * HUGE}),
-    "stops": ("/v1/completions", {"prompt": "x", "stop": [1] * HUGE}),
-    "stop ids": ("/v1/completions", {"prompt": "x", "stop_token_ids": ["x"] * HUGE}),
-    "bad words": ("/v1/completions", {"prompt": "x", "bad_words": [1] * HUGE}),
-    "seeds": ("/v1/completions", {"prompt": "x", "seeds": ["x"] * HUGE}),
-    "biases": (
-        "/v1/completions",
-        {"prompt": "x", "logit_bias": {str(i): "x" for i in range(HUGE)}},
+CHAT, COMPLETIONS, RESPONSES = ENDPOINTS
+USER = {"messages": [{"role": "user", "content": "x"}]}
+FUNCTION = {"type": "function", "name": "f", "allowed_callers": [1] * HUGE}
+FROZE = [  # what made an error for every item
+    *(
+        (COMPLETIONS, {"prompt": "x", **fields})
+        for fields in (
+            {"prompt": [{}] * HUGE},
+            {"prompt": [[{}]] * HUGE},
+            {"prompt": [1] * HUGE + ["x"] * HUGE},
+            {"stop": [1] * HUGE},
+            {"stop_token_ids": ["x"] * HUGE},
+            {"bad_words": [1] * HUGE},
+            {"seeds": ["x"] * HUGE},
+            {"logit_bias": {str(i): "x" for i in range(HUGE)}},
+            {"metadata": {str(i): 1 for i in range(HUGE)}},
+            {f"x{i}": 1 for i in range(HUGE)},
+            {"guided_choice": [1] * HUGE},
+        )
     ),
-    "notes": ("/v1/completions", {"prompt": "x", "metadata": {str(i): 1 for i in range(HUGE)}}),
-    "unknown": ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(HUGE)}}),
-    "choices": ("/v1/completions", {"prompt": "x", "guided_choice": [1] * HUGE}),
-    "messages": ("/v1/chat/completions", {"messages": [{}] * HUGE}),
-    "roles": ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}] * HUGE}),
-    "parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * HUGE}]}),
-    "calls": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "assistant", "tool_calls": [{}] * HUGE}]},
-    ),
-    "tools": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * HUGE},
-    ),
-    "modalities": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "x"}], "modalities": [1] * HUGE},
-    ),
-    "items": ("/v1/responses", {"input": [{}] * HUGE}),
-    "texts": ("/v1/responses", {"input": [{"role": "user", "content": [{}] * HUGE}]}),
-    "flat tools": ("/v1/responses", {"input": "x", "tools": [{}] * HUGE}),
-    "includes": ("/v1/responses", {"input": "x", "include": [1] * HUGE}),
-    "callers": (
-        "/v1/responses",
-        {"input": "x", "tools": [{"type": "function", "name": "f", "allowed_callers": [1] * HUGE}]},
-    ),
-}
+    (CHAT, {"messages": [{}] * HUGE}),
+    (CHAT, {"messages": [{"role": "user", "content": 3}] * HUGE}),
+    (CHAT, {"messages": [{"role": "user", "content": [{}] * HUGE}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}] * HUGE}]}),
+    (CHAT, {**USER, "tools": [{}] * HUGE}),
+    (CHAT, {**USER, "modalities": [1] * HUGE}),
+    (RESPONSES, {"input": [{}] * HUGE}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{}] * HUGE}]}),
+    (RESPONSES, {"input": "x", "tools": [{}] * HUGE}),
+    (RESPONSES, {"input": "x", "include": [1] * HUGE}),
+    (RESPONSES, {"input": "x", "tools": [FUNCTION]}),
+]
 
 
-@pytest.mark.parametrize("name", FROZE)
-def test_what_is_wrong_a_hundred_thousand_times_is_found_once(name):
-    path, body = FROZE[name]
+@pytest.mark.parametrize(("path", "body"), FROZE, ids=range(len(FROZE)))
+def test_what_is_wrong_a_hundred_thousand_times_is_found_once(path, body):
     kind = ENDPOINTS[path].kind
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)
@@ -531,56 +427,32 @@ def test_extremes_are_answered_or_refused_in_few_words(llm, fields, param):
 def test_nothing_is_read_or_fetched_for_a_request(llm, monkeypatch, tmp_path):
     """Files and addresses that a request names stay untouched: they are refused, or are text."""
     (secret := tmp_path / "secret.txt").write_text(SECRET)
-    opened, connected = list[str](), list[object]()
-    address = f"file://{secret}"
+    touched, address, connect = list[object](), f"file://{secret}", socket.socket.connect
 
     def audit(event: str, arguments: tuple) -> None:
-        if watching:
-            if event == "open" and str(secret) in str(arguments[0]):
-                opened.append(str(arguments[0]))
-            if event == "socket.getaddrinfo":
-                connected.append(arguments)
+        opens = event == "open" and str(secret) in str(arguments[0])
+        if watching and (opens or event == "socket.getaddrinfo"):
+            touched.append(arguments)
 
-    import sys
+    def chat(content: object) -> tuple:
+        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        return ("POST", CHAT, {"json": fields})
 
     watching = True
     sys.addaudithook(audit)
-    connect = socket.socket.connect
     monkeypatch.setattr(
-        socket.socket, "connect", lambda *given: connected.append(given) or connect(*given)
+        socket.socket, "connect", lambda *given: touched.append(given) or connect(*given)
     )
-
-    def chat(content: object) -> tuple:
-        return (
-            "POST",
-            "/v1/chat/completions",
-            {
-                "json": {
-                    "model": "tiny",
-                    "messages": [{"role": "user", "content": content}],
-                    "max_tokens": 4,
-                }
-            },
-        )
-
-    image = [
-        {"type": "image_url", "image_url": {"url": url}}
-        for url in (address, "http://127.0.0.1:1/x.png")
-    ]
-    files = [
+    parts = [
+        {"type": "image_url", "image_url": {"url": address}},
+        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
         {"type": "file", "file": {"file_data": address}},
         {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
     ]
+    texts = [chat(address), completion(address), completion(str(secret))]
     try:
-        found = ask(
-            llm,
-            *(chat([part]) for part in [*image, *files]),
-            chat(address),
-            completion(address),
-            completion(str(secret)),
-        )
+        found = ask(llm, *(chat([part]) for part in parts), *texts)
     finally:
         watching = False
-    assert [one.status_code for one in found] == [400, 400, 400, 400, 200, 200, 200]
-    assert opened == [] and connected == []
+    assert codes(found) == [400, 400, 400, 400, 200, 200, 200] and touched == []
     assert all(SECRET not in one.text for one in found)
