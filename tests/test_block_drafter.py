@@ -67,6 +67,7 @@ class Toy:
             parameter.data.mul_(2) if parameter.dim() > 1 else parameter.data.add_(
                 0.3 * torch.randn_like(parameter)
             )
+        more = {"candidates": VOCAB, "within": math.inf, **more}
         self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
 
     def hidden(self, ids: Sequence[int]) -> torch.Tensor:
@@ -278,6 +279,14 @@ def test_scores_of_few_candidates_are_the_equations_among_them(toys: dict[str, T
         assert len(probs.confidence) == len(nodes)
         assert all(0 < sure < 1 for sure in probs.confidence)
     assert 5 <= few <= 15
+    # and among tokens that are nearly as likely
+    near = Toy(KINDS["dflash"], within=1.0)
+    context.states["drafter"] = near.drafter.begin(ids)
+    context.states["drafter"].append_hidden(near.hidden(ids[:-1]))
+    probs = near.drafter.answer([DraftRequest(context, tree, [0])])[0].dense()[0]
+    expected = near.expected(ids, tree, [0])[0]
+    assert bool((probs[expected > expected.max() / math.e + 1e-6] > 0).all())
+    assert 0 < int((probs > 0).sum()) < VOCAB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

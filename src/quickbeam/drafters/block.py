@@ -17,7 +17,8 @@ from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
-CANDIDATES = 128  # how many of the likeliest tokens of each depth are scored, as PCTree does
+CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
+WITHIN = 10.0  # by how much their logits may be below the likeliest token's
 
 
 class BlockState(FeatureState):
@@ -54,8 +55,8 @@ class BlockDrafter(Drafter):
     sequences of a call are one pass. A block's own keys and values are overwritten by what comes
     next. All other requests of the tree are answered without a pass: the distribution after a node
     depends on its depth and its token. It is over the tokens that are among the `candidates`
-    likeliest of some depth without the Markov head. Nodes as deep as the block is long get zeros:
-    nothing is proposed there.
+    likeliest of some depth without the Markov head, and `within` so much of the likeliest one's
+    logit. Nodes as deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over. It makes `model` return the hidden states that the network
     reads (`Model.watch`). `native`: let the native kernels run the network where they can.
@@ -74,10 +75,11 @@ class BlockDrafter(Drafter):
         native: bool = True,
         weights: str | None = None,
         candidates: int = CANDIDATES,
+        within: float = WITHIN,
     ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
-        self.head_size = network.config.hidden_size
+        self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
         found = usable_kernels(model, network.embedding, NativeBlocks.sizes(network))
         self.passes: NativeBlocks | TorchBlocks = (
@@ -163,7 +165,8 @@ class BlockDrafter(Drafter):
             else:
                 scores, tokens = state.shortlist.score(state.rows, state.shortlist.shared.none)
                 scores = scores.float()
-            likely = [columns for columns, _ in largest(scores, self.candidates)]
+            floors = (scores.amax(-1) - self.within).tolist()
+            likely = [columns for columns, _ in largest(scores, self.candidates, floors)]
             every = sorted(set[int]().union(*likely)) or [0]
             columns = torch.tensor(every, device=self.device)
             state.tokens = columns if tokens is None else tokens[columns]
