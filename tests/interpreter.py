@@ -15,6 +15,7 @@ from quickbeam.models.stack import (
     Experts,
     FeedForward,
     Linear,
+    Matrices,
     Norm,
     Recurrent,
     Rotary,
@@ -116,7 +117,8 @@ def _attend(
 ) -> torch.Tensor:
     n, dim, group = len(x), of.head_dim, of.heads // of.kv_heads
     sizes = [of.heads * dim, of.kv_heads * dim, of.kv_heads * dim]
-    query, key, value = torch.split(_linear(x, of.qkv, parameters), sizes, -1)
+    read = _linear(x, of.qkv, parameters)
+    (query, key, value), gates = read[:, : sum(sizes)].split(sizes, -1), read[:, sum(sizes) :]
     if of.norms is not None and of.norm_all:
         query, key = (
             _norm(query, of.norms[0], parameters),
@@ -147,12 +149,54 @@ def _attend(
         score = torch.cat([score, sinks], -1)
     weight = score.softmax(-1)[..., :n]
     mixed = torch.einsum("hqk,khd->qhd", weight, value).reshape(n, -1)
+    if of.gated:
+        mixed = mixed * gates.sigmoid()
     return _linear(mixed, of.out, parameters)
 
 
 def _recur(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.Tensor:
+    if isinstance(of, Matrices):
+        return _recur_matrices(x, of, parameters)
     b, c, x = _linear(x, of.into, parameters).chunk(3, -1)
     return _linear(c * _convolve(b * x, of, parameters), of.out, parameters)
+
+
+def _recur_matrices(x: torch.Tensor, of: Matrices, parameters: Parameters) -> torch.Tensor:
+    keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
+    rates = of.heads if of.delta else 0
+    sizes = [of.channels, values, rates, of.heads]
+    mixed, gates, rate, step = _linear(x, of.into, parameters).split(sizes, -1)
+    mixed = F.silu(_convolve(mixed, of, parameters))
+    if of.delta:
+        q, k, v = mixed.split([keys, keys, values], -1)
+    else:
+        v, k, q = mixed.split([values, keys, keys], -1)
+    of_heads = of.heads // of.key_heads
+    q, k = (one.view(len(x), -1, of.key_dim).repeat_interleave(of_heads, 1) for one in (q, k))
+    v = v.view(len(x), of.heads, of.value_dim)
+    step = F.softplus(step + parameters[of.shift]).clamp(of.least, of.most)
+    decay = (-parameters[of.log_slope].exp() * step).exp()[..., None, None]
+    if of.delta:
+        q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+        q = q / of.key_dim**0.5
+    state, found = torch.zeros(of.heads, of.key_dim, of.value_dim, dtype=x.dtype), []
+    for i in range(len(x)):
+        state = state * decay[i]
+        if of.delta:
+            u = rate[i].sigmoid()[:, None] * (v[i] - torch.einsum("hkv,hk->hv", state, k[i]))
+        else:
+            u = step[i][:, None] * v[i]
+        state = state + k[i][..., None] * u[:, None]
+        found.append(torch.einsum("hkv,hk->hv", state, q[i]))
+    y = torch.stack(found)
+    if of.skip is not None:
+        y = y + parameters[of.skip][:, None] * v
+    y, gates = (one.reshape(len(x), of.groups, -1) for one in (y, F.silu(gates)))
+    if of.norm_last:
+        y = _norm(y * gates, of.norm, parameters)
+    else:
+        y = _norm(y, of.norm, parameters) * gates
+    return _linear(y.flatten(1), of.out, parameters)
 
 
 def _convolve(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.Tensor:

@@ -50,8 +50,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -90,6 +93,20 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 ONE_HEAD_A_KEY = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 CONVOLVED = ["conv", "full_attention", "conv"]
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+HYBRID_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -181,6 +198,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES | EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
     ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES | DELTA, layer_types=LINEAR),
+    "qwen3_5-moe": Qwen3_5MoeTextConfig(**SIZES | DELTA | HYBRID_EXPERTS, layer_types=LINEAR),
+    "qwen3_next": Qwen3NextConfig(**SIZES | DELTA | HYBRID_EXPERTS, layer_types=LINEAR),
     "qwen3_moe": Qwen3MoeConfig(**SIZES | EXPERTS, head_dim=16, norm_topk_prob=True),
     "seed_oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True),
     "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
@@ -267,7 +287,19 @@ def each_layer(change: Callable[[Layer], Layer]) -> Callable[[Stack], Stack]:
 
 
 def each_attention(**changes: Any) -> Callable[[Stack], Stack]:
-    return each_layer(lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+    def changed(layer: Layer) -> Layer:
+        of = layer.attention
+        return replace(layer, attention=of and replace(of, **changes))
+
+    return each_layer(changed)
+
+
+def each_recurrent(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
+        of = layer.recurrent
+        return replace(layer, recurrent=of and replace(of, **changes))
+
+    return each_layer(changed)
 
 
 def each_experts(**changes: Any) -> Callable[[Stack], Stack]:
@@ -339,6 +371,9 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
             )
         ),
     ),
+    "no gate of attention": ("qwen3_5", each_attention(gated=False)),
+    "a gate before the norm": ("qwen3_5", each_recurrent(norm_last=True)),
+    "decays held too low": ("qwen3_next", each_recurrent(most=0.1)),
     "the wrong gate": ("lfm2", each_layer(swapped)),
     "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
     "norms before the angles": ("hunyuan", each_attention(norm_last=False)),

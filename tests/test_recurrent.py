@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Lfm2Config, PreTrainedConfig
+from transformers import Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from answers import answer, request
 from cases import few
@@ -39,6 +39,15 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 
 KINDS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "qwen3_5": Qwen3_5TextConfig(
+        **SIZES,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=20,
+    ),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 PAGE = 64

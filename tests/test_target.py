@@ -17,7 +17,6 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     MambaConfig,
-    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -141,9 +140,8 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
     [
         MambaConfig(**SMALL, state_size=4),
         JambaConfig(**SMALL, **HEADS),
-        Qwen3NextConfig(**SMALL, **HEADS),
     ],
-    ids=["mamba", "jamba", "qwen3-next"],
+    ids=["mamba", "jamba"],
 )
 def test_recurrent_and_hybrid_models_are_refused(config) -> None:
     with pytest.raises(InvalidInput, match="recurrent or hybrid"):

@@ -148,8 +148,7 @@ class CompiledStack:
     def _make(self) -> Program:
         program, width, wide = Program(self._kernels), self._width, self._float32
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
-        mixed = [of.heads * of.head_dim for of in self.stack.attentions]
-        widest = max([*mixed, *(of.out.inputs for of in recurrent)])
+        widest = max((of.heads * of.head_dim for of in self.stack.attentions), default=0)
         read = [layer.qkv.outputs for layer in self.layers if layer.layer.attention is not None]
         buffers = {
             "x": program.buffer(width, True),
@@ -164,6 +163,9 @@ class CompiledStack:
         for name in ("scores", "routes"):  # of routers
             columns = max(getattr(layer.fed, name) for layer in self.layers)
             buffers |= {name: program.buffer(columns, True)} if columns else {}
+        if recurrent:
+            columns = max(of.out.inputs for of in recurrent)
+            buffers["recurred"] = program.buffer(columns, wide)
         x, last = buffers["x"], len(self.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, wide)
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
@@ -193,15 +195,9 @@ class CompiledStack:
             self._attend(program, buffers, layer, layer.layer.attention, i)
         if layer.recurrent is not None:
             self._linear(program, layer.recurrent.into, normed, buffers["qkv"])
-            layer.recurrent.add(program, buffers["qkv"], buffers["attended"])
-            self._add(
-                program,
-                buffers,
-                layer.recurrent.out,
-                "attended",
-                layer.attention_after,
-                layer.layer,
-            )
+            layer.recurrent.add(program, buffers["qkv"], buffers["recurred"])
+            after, weight = layer.attention_after, layer.recurrent.out
+            self._add(program, buffers, weight, "recurred", after, layer.layer)
 
     def _attend(
         self,
@@ -247,6 +243,10 @@ class CompiledStack:
             of.softcap,
             layer.sinks,
         )
+        if of.gated:
+            attended, width = buffers["attended"], of.heads * of.head_dim
+            gates = width + 2 * of.kv_heads * of.head_dim
+            program.gate(attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid")
         self._add(program, buffers, layer.out, "attended", layer.attention_after, layer.layer)
 
     def _feed(self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer) -> None:

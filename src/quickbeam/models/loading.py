@@ -118,7 +118,8 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
     and sliding-window attention. `native`: those that the native kernels run are none of them.
     Needs no weights.
     """
-    if native and config.model_type in FAMILIES:
+    family = config.get_text_config().model_type
+    if native and family in FAMILIES:
         return
     name = kind.__name__
     if config.is_encoder_decoder:
@@ -132,14 +133,15 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
     if not kinds and not getattr(kind, "_is_stateful", False):
         return
     has = f"layers of kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-    if config.model_type in FAMILIES:
+    if family in FAMILIES:
         raise InvalidInput(
             f"{name} is recurrent or hybrid ({has}), which only the native kernels run, on a CPU "
             "in bfloat16 or float32 with all weights in memory: use device cpu and no memory bound"
         )
     raise InvalidInput(
         f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "
-        "full and sliding-window attention, and of recurrent families lfm2 and lfm2_moe: use these"
+        "full and sliding-window attention, and of recurrent families LFM2, Qwen3-Next, Qwen3.5: "
+        "use one of these"
     )
 
 

@@ -9,6 +9,7 @@ Names are those of the parameters of transformers' causal language model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ class Tensor:
 
     `part` of `parts`: which of so many equal pieces. With `heads`, each of so many heads holds its
     parts one after the other, and the pieces of all heads are taken. `transposed`: the weight is
-    stored as `[inputs, outputs]`. `expert`: which of several weights that are stored in one.
+    stored as `[inputs, outputs]`. `expert`: which of several weights that are stored in one. `cut`:
+    of each head's rows the first, and the one after the last.
     """
 
     name: str
@@ -31,11 +33,12 @@ class Tensor:
     heads: int = 1
     transposed: bool = False
     expert: int | None = None
+    cut: tuple[int, int] | None = None
 
     @property
     def plain(self) -> bool:
         """Whether its rows follow one another in the checkpoint as they do here."""
-        return self.heads == 1 and not self.transposed and self.expert is None
+        return self.heads == 1 and not self.transposed and self.expert is None and self.cut is None
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Attention:
     count, itself among them. `softcap`: scores are bent to stay below it. `rotary`: None for none;
     `turned`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of each
     head (its weight is one head's, or all heads') or with `norm_all` of all heads together; with
-    `norm_last` after the angles.
+    `norm_last` after the angles. `gated`: behind the values, `qkv` has gates; the result is taken
+    times their sigmoid.
     """
 
     qkv: Linear
@@ -112,6 +116,7 @@ class Attention:
     norm_last: bool = False
     query_scale: QueryScale | None = None
     sinks: str | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,48 @@ class ShortConv:
     taps: int
 
 
-Recurrent = ShortConv
+@dataclass(frozen=True)
+class Matrices:
+    """A layer whose `heads` keep a matrix each, `[key_dim, value_dim]`: S ← e^(a Δ) S + k uᵀ, Sᵀq.
+
+    `into`: what is convolved, one below the other; gates z, `[heads * value_dim]`; with the delta
+    rule rates b, `[heads]`; and d, `[heads]`, of the decays. `weight`, `bias`, `taps`: of the
+    convolution (`ShortConv`), behind which comes SiLU. Δ is softplus(d + `shift`), held between
+    `least` and `most`; a is -exp(`log_slope`). Each key head serves heads / `key_heads` heads in a
+    row. `norm`: of each of `groups` groups of the result, before it is taken times SiLU(z), or with
+    `norm_last` after that; None for none.
+
+    With `delta`, the gated delta rule: q, k and v are convolved, q and k of each head get length 1,
+    q is divided by √key_dim, and u is σ(b) (v - Sᵀk). Otherwise Mamba-2: x, B and C are convolved,
+    and v, k and q are these; u is Δ v, and `skip` times v is added to the result.
+    """
+
+    into: Linear
+    out: Linear
+    weight: str
+    bias: str | None
+    taps: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    log_slope: str
+    shift: str
+    delta: bool
+    norm: Norm | None = None
+    groups: int = 1
+    norm_last: bool = False
+    skip: str | None = None
+    least: float = 0.0
+    most: float = math.inf
+
+    @property
+    def channels(self) -> int:
+        """How many numbers of a token are convolved."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+
+Recurrent = ShortConv | Matrices
 
 
 @dataclass(frozen=True)
@@ -308,6 +354,7 @@ def norms(stack: Stack) -> Iterator[Norm]:
             layer.feed_forward_before,
             layer.feed_forward_after,
             *((layer.attention and layer.attention.norms) or ()),
+            *([layer.recurrent.norm] if isinstance(layer.recurrent, Matrices) else []),
         )
         yield from (norm for norm in of_layer if norm is not None)
     yield stack.norm
@@ -319,6 +366,9 @@ def names(stack: Stack) -> set[str]:
     found |= {attention.sinks for attention in stack.attentions if attention.sinks}
     for recurrent in stack.recurrents:
         found |= {recurrent.weight, *([recurrent.bias] if recurrent.bias else [])}
+        if isinstance(recurrent, Matrices):
+            found |= {recurrent.log_slope, recurrent.shift}
+            found |= {recurrent.skip} if recurrent.skip else set()
     routers = list(experts(stack))
     found |= {of.routing.correction for of in routers if of.routing.correction}
     for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):
@@ -343,6 +393,9 @@ def rows_of(rows: Tensor, tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()
+    if rows.cut is not None:
+        apart = tensor.reshape(rows.heads, -1, *tensor.shape[1:])
+        return apart[:, rows.cut[0] : rows.cut[1]].flatten(0, 1)
     if rows.parts == 1:
         return tensor
     size = len(tensor) // rows.heads // rows.parts

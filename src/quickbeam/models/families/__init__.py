@@ -25,7 +25,15 @@ from quickbeam.models.families.mixtral import mixtral
 from quickbeam.models.families.nemotron import nemotron
 from quickbeam.models.families.olmo import olmo, olmoe
 from quickbeam.models.families.phi import phi, phi3, phimoe
-from quickbeam.models.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from quickbeam.models.families.qwen import (
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
 from quickbeam.models.families.starcoder2 import starcoder2
@@ -66,7 +74,10 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "stablelm": stablelm,

@@ -1,18 +1,33 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and of experts."""
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and Qwen3.5, dense and of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 from quickbeam.models.families.reading import (
     Config,
+    NotDescribed,
     attention,
     before,
     decoder,
     experts,
     gated,
     head_norms,
+    rms,
     tensors,
 )
-from quickbeam.models.stack import Experts, FeedForward, Routing, Stack
+from quickbeam.models.stack import (
+    Attention,
+    Experts,
+    FeedForward,
+    Layer,
+    Linear,
+    Matrices,
+    Routing,
+    Stack,
+    Tensor,
+)
 
 
 def qwen2(c: Config) -> Stack:
@@ -35,10 +50,12 @@ def _sparse(c: Config, i: int, shared: bool) -> FeedForward | Experts:
     """Return the feed-forward of layer `i`: of experts in every so many layers."""
     if i in c.mlp_only_layers or not c.num_experts or (i + 1) % c.decoder_sparse_step:
         return gated(c, i)
+    return _experts(c, i, shared, bool(c.norm_topk_prob))
+
+
+def _experts(c: Config, i: int, shared: bool, renormalised: bool) -> Experts:
     at = f"model.layers.{i}.mlp"
-    routing = Routing(
-        tensors(f"{at}.gate"), c.num_experts_per_tok, renormalised=bool(c.norm_topk_prob)
-    )
+    routing = Routing(tensors(f"{at}.gate"), c.num_experts_per_tok, renormalised=renormalised)
     if not shared:
         return experts(c, i, routing, c.num_experts)
     gate = tensors(f"{at}.shared_expert_gate")
@@ -55,6 +72,86 @@ def qwen2_moe(c: Config) -> Stack:
             c, i, attention(c, i, c.qkv_bias, out_bias=False), _sparse(c, i, shared=True)
         ),
     )
+
+
+def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool) -> Stack:
+    """Gated delta rule in most layers, gated attention in the others.
+
+    `apart`: the delta rule's projections are tensors of their own.
+    """
+
+    def layer(i: int) -> Layer:
+        kind, name = c.layer_types[i], f"model.layers.{i}"
+        norms = (
+            rms(c, f"{name}.input_layernorm", plus_one=True),
+            rms(c, f"{name}.post_attention_layernorm", plus_one=True),
+        )
+        if kind == "linear_attention":
+            return Layer(None, fed(i), *norms, recurrent=_delta(c, f"{name}.linear_attn", apart))
+        if kind != "full_attention":
+            raise NotDescribed(f"a layer of kind {kind}")
+        return Layer(_gated_attention(c, i), fed(i), *norms)
+
+    return decoder(c, layer, norm=rms(c, "model.norm", plus_one=True))
+
+
+def _gated_attention(c: Config, i: int) -> Attention:
+    """Each head's rows of `q_proj` are its query and its gate."""
+    at, heads = f"model.layers.{i}.self_attn", c.num_attention_heads
+
+    def rows(kind: str) -> tuple[Tensor, ...]:
+        query, gate = (Tensor(f"{at}.q_proj.{kind}", part, 2, heads) for part in (0, 1))
+        return query, Tensor(f"{at}.k_proj.{kind}"), Tensor(f"{at}.v_proj.{kind}"), gate
+
+    qkv = Linear(rows("weight"), rows("bias") if c.attention_bias else ())
+    norms = head_norms(c, i, ("q_norm", "k_norm"), plus_one=True)
+    return attention(c, i, c.attention_bias, qkv=qkv, norms=norms, gated=True)
+
+
+def _delta(c: Config, at: str, apart: bool) -> Matrices:
+    keys, heads = c.linear_num_key_heads, c.linear_num_value_heads
+    key, value = c.linear_key_head_dim, c.linear_value_head_dim
+    if c.hidden_act != "silu" or key % 4:
+        raise NotDescribed(f"a gated delta rule with {c.hidden_act} and keys of {key} numbers")
+    if apart:
+        into = tensors(*(f"{at}.in_proj_{name}" for name in ("qkv", "z", "b", "a")))
+    else:  # of each key head: its query, its key, its heads' values, and their gates; rates, decays
+        each = heads // keys
+        edges = (0, key, 2 * key, 2 * key + each * value, 2 * key + 2 * each * value)
+        cuts = [Tensor(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut) for cut in pairwise(edges)]
+        both = [Tensor(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1)]
+        into = Linear((*cuts, *both))
+    return Matrices(
+        into,
+        tensors(f"{at}.out_proj"),
+        f"{at}.conv1d.weight",
+        None,
+        c.linear_conv_kernel_dim,
+        heads,
+        keys,
+        key,
+        value,
+        f"{at}.A_log",
+        f"{at}.dt_bias",
+        True,
+        rms(c, f"{at}.norm"),
+        heads,
+    )
+
+
+def qwen3_5(c: Config) -> Stack:
+    c.get("full_attention_interval")  # `layer_types` follows from it
+    return _hybrid(c, lambda i: gated(c, i), apart=True)
+
+
+def qwen3_5_moe(c: Config) -> Stack:
+    c.get("full_attention_interval")
+    return _hybrid(c, lambda i: _experts(c, i, shared=True, renormalised=True), apart=True)
+
+
+def qwen3_next(c: Config) -> Stack:
+    c.get("full_attention_interval")
+    return _hybrid(c, lambda i: _sparse(c, i, shared=True), apart=False)
 
 
 def qwen3_moe(c: Config) -> Stack:

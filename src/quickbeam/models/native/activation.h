@@ -4,7 +4,7 @@
 
 namespace qb {
 
-enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED };
+enum Activation : int32_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED, LOGISTIC };
 
 inline Lanes activate(int32_t kind, Lanes x) {
   switch (kind) {
@@ -21,6 +21,7 @@ inline Lanes activate(int32_t kind, Lanes x) {
       const Lanes inner = mul(mul(x, all(0.7978845608f)), fma(mul(x, x), all(0.044715f), all(1.0f)));
       return mul(mul(x, all(0.5f)), add(all(1.0f), hyperbolic_tangent(inner)));
     }
+    case LOGISTIC: return div(all(1.0f), add(all(1.0f), exponential(sub(zero(), x))));
     case RELU: return greatest(zero(), x);
     case RELU_SQUARED: {
       const Lanes y = greatest(zero(), x);

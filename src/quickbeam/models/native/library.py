@@ -19,12 +19,12 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 11
-EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR = range(10)
+VERSION = 12
+EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE = range(11)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
-CONVOLUTION = 0  # of recurrences
-# "clamped" is for experts alone
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped")
+CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
+# "clamped" is for experts alone, "sigmoid" for gates
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid")
 # of routers: what the weights of the chosen experts are
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 # of weights; an operation names one by its index
@@ -137,10 +137,23 @@ class Recurrence(Structure):
                 "gate",
                 "gate_out",
                 "activated",
+                "heads",
+                "key_heads",
+                "key_dim",
+                "value_dim",
+                "query",
+                "key",
+                "value",
+                "factors",
+                "kept",
+                "kept_count",
+                "decay",
+                "rate",
             )
         ),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
+        *((name, c_void_p) for name in ("weight", "bias", "slope", "shift", "skip")),
+        ("least", c_float),
+        ("most", c_float),
     )
 
 

@@ -27,7 +27,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -44,7 +44,7 @@ struct Op {
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
-  int32_t key, value;                       // buffers of SPLIT and EXPERTS
+  int32_t key, value;                       // buffers of SPLIT and EXPERTS; key: of GATE
   int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
   int64_t norm_stride;                      // numbers between the norms of two heads
@@ -143,6 +143,7 @@ class Worker {
         case COPY: copy(op); break;
         case EXPERTS: experts(op); break;
         case RECUR: recur(op); break;
+        case GATE: gate(op); break;
       }
       meet();
     }
@@ -506,9 +507,53 @@ class Worker {
 
   void recur(const Op& op) {
     const Recurrence& of = *static_cast<const Recurrence*>(op.weight);
+    if (of.kind != CONVOLUTION) return recur_matrices(op, of);
     const auto result = [&](int64_t row, int64_t column, int64_t count, Lanes y) { put(op, row, column, count, y); };
     const int64_t blocks = (of.channels + 15) / 16;
     convolve(of, batch_, at<float>(op.source) + op.source_offset, op.source_stride, low(blocks), high(blocks), result);
+  }
+
+  // In place: the target holds queries, keys and values, which the results take the place of.
+  void recur_matrices(const Op& op, const Recurrence& of) {
+    float* rows = at<float>(op.target);
+    int64_t s = 0;
+    for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
+      float* row = rows + r * op.target_stride;
+      prepare_row(of, at<float>(op.source) + r * op.source_stride, row);
+      const Nodes& nodes = *static_cast<const Nodes*>(span_of(r, s).nodes);
+      const int64_t node = nodes.base + r - batch_.span[s].row;
+      if (nodes.inputs) std::memcpy(nodes.inputs + node * of.inputs + of.input, row + of.kept, size_t(of.kept_count) * 4);
+    }
+    meet();
+    std::vector<float> places;
+    const int64_t units = of.units(), first = low(batch_.spans * units), last = high(batch_.spans * units);
+    for (int64_t i = first; i < last;) {
+      const Span& span = batch_.span[i / units];
+      const Nodes& nodes = *static_cast<const Nodes*>(span.nodes);
+      const std::unique_ptr<Walk> walk(nodes.next ? nullptr : new Walk(nodes));
+      for (const int64_t end = std::min(last, (i / units + 1) * units); i < end; ++i)
+        run_unit(of, i % units, nodes, walk.get(), rows + span.row * op.target_stride, op.target_stride, places);
+    }
+  }
+
+  // target = source * activation(gate), in groups of `inputs` numbers; with a weight, a group is normed before, or with `norm_last` after.
+  void gate(const Op& op) {
+    const int64_t n = op.inputs;
+    const float* weight = static_cast<const float*>(op.weight);
+    std::vector<float> x(size_t(n + 15));
+    for (int64_t unit = low(batch_.rows * op.heads); unit < high(batch_.rows * op.heads); ++unit) {
+      const int64_t r = unit / op.heads, g = unit % op.heads, from = r * op.source_stride + op.source_offset + g * n;
+      const float* gates = at<float>(op.key) + r * op.key_stride + op.key_head + g * n;
+      for (int64_t i = 0; i < n; ++i) x[size_t(i)] = number(op, call_.buffer[op.source], from + i);
+      const auto norm = [&] { normalise(x.data(), x.data(), n, op.epsilon, weight + g * op.norm_stride, nullptr, false); };
+      if (weight && !op.norm_last) norm();
+      for (int64_t i = 0; i < n; i += 16) {
+        const int64_t count = std::min<int64_t>(16, n - i);
+        store(&x[size_t(i)], mul(load_first(&x[size_t(i)], count), activate(op.activation, load_first(gates + i, count))));
+      }
+      if (weight && op.norm_last) norm();
+      for (int64_t i = 0; i < n; i += 16) put(op, r, g * n + i, std::min<int64_t>(16, n - i), load(&x[size_t(i)]));
+    }
   }
 
   void attend(const Op& op) {
@@ -532,7 +577,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 11; }
+int64_t qb_version() { return 12; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 

@@ -379,6 +379,43 @@ class Program:
         self._keep.append(recurrence)
         self._add(library.RECUR, source, target, weight=ctypes.addressof(recurrence))
 
+    def gate(
+        self,
+        source: Buffer,
+        gates: Buffer,
+        target: Buffer,
+        groups: int,
+        width: int,
+        *,
+        of: int = 0,
+        gates_of: int = 0,
+        activation: str = "silu",
+        weight: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+        norm_last: bool = False,
+    ) -> None:
+        """Write `activation(gates) * source` to the target, in `groups` of `width` columns.
+
+        `weight`: of an RMS norm of each group, before the gates or with `norm_last` after them;
+        `[width]`, or `[groups * width]`. `gates_of`: the first column of the gates, float32.
+        """
+        self._add(
+            library.GATE,
+            source,
+            target,
+            key=gates.index,
+            key_stride=gates.width,
+            key_head=gates_of,
+            heads=groups,
+            inputs=width,
+            source_offset=of,
+            activation=library.ACTIVATIONS.index(activation),
+            weight=_float32(weight),
+            norm_stride=0 if weight is None or weight.numel() == width else width,
+            epsilon=epsilon,
+            norm_last=norm_last,
+        )
+
     def copy(
         self,
         source: Buffer,
