@@ -21,10 +21,8 @@ from quickbeam.models.stack import (
     Rotary,
     Routing,
     Stack,
-    norm_weight,
-    query_factors,
-    rows_of,
 )
+from quickbeam.models.stack_tensors import norm_weight, query_factors, rows_of
 
 Parameters = Mapping[str, torch.Tensor]
 # cosines and sines `[n, half]` of positions `[n]`

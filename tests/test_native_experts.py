@@ -22,7 +22,8 @@ from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
 from quickbeam.models.opening import make_model
-from quickbeam.models.stack import Experts, FeedForward, Linear, Routing, Tensor, rows_of
+from quickbeam.models.stack import Experts, FeedForward, Linear, Routing, Tensor
+from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.target import Target
 from test_exact import one_at_a_time, rows_that_differ
 from test_native_bits import native, text

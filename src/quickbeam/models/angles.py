@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quickbeam.models.stack import Rotary, Stack, query_factors
+from quickbeam.models.stack import Rotary, Stack
+from quickbeam.models.stack_tensors import query_factors
 
 STEP = 1024  # a table grows by so many positions
 

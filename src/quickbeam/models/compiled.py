@@ -26,16 +26,8 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
 from quickbeam.models.pages import PagePool
 from quickbeam.models.recurrent import place_states
-from quickbeam.models.stack import (
-    Attention,
-    Experts,
-    Layer,
-    Linear,
-    Stack,
-    linears,
-    rows_of,
-    tensor_of,
-)
+from quickbeam.models.stack import Attention, Experts, Layer, Linear, Stack, linears
+from quickbeam.models.stack_tensors import rows_of, tensor_of
 from quickbeam.models.weight_file import WeightFile
 
 

@@ -10,7 +10,8 @@ import torch
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.recurrent import compile_recurrent
-from quickbeam.models.stack import Experts, FeedForward, Layer, Linear, Norm, norm_weight
+from quickbeam.models.stack import Experts, FeedForward, Layer, Linear, Norm
+from quickbeam.models.stack_tensors import norm_weight
 
 
 class CompiledNorm:

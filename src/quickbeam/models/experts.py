@@ -12,7 +12,8 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
-from quickbeam.models.stack import Experts, Linear, Routing, rows_of
+from quickbeam.models.stack import Experts, Linear, Routing
+from quickbeam.models.stack_tensors import rows_of
 
 Parameter = Callable[[str], torch.Tensor]
 

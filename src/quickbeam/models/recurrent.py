@@ -11,7 +11,8 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Recurrence
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.stack import Linear, Matrices, Recurrent, ShortConv, Stack, norm_weight
+from quickbeam.models.stack import Linear, Matrices, Recurrent, ShortConv, Stack
+from quickbeam.models.stack_tensors import norm_weight
 from quickbeam.models.states import StateShape
 
 Place = Callable[[Linear, bool], Any]

@@ -10,11 +10,8 @@ Names are those of the parameters of transformers' causal language model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -376,41 +373,3 @@ def names(stack: Stack) -> set[str]:
     for norm in norms(stack):
         found |= {*norm.weights, *([norm.bias] if norm.bias else [])}
     return found
-
-
-def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
-    """Return a model's parameter or buffer."""
-    owner, _, last = name.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(owner), last)
-    return found
-
-
-def rows_of(rows: Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a weight, `[outputs, inputs]`, or of a bias, `[outputs]`.
-
-    `tensor`: the whole of it, as it is stored.
-    """
-    tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
-    if rows.transposed and tensor.dim() == 2:
-        tensor = tensor.t()
-    if rows.cut is not None:
-        apart = tensor.reshape(rows.heads, -1, *tensor.shape[1:])
-        return apart[:, rows.cut[0] : rows.cut[1]].flatten(0, 1)
-    if rows.parts == 1:
-        return tensor
-    size = len(tensor) // rows.heads // rows.parts
-    apart = tensor.reshape(rows.heads, rows.parts, size, *tensor.shape[1:])
-    return apart[:, rows.part].reshape(rows.heads * size, *tensor.shape[1:])
-
-
-def norm_weight(norm: Norm, parameter: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-    """Return a norm's weight in float32, flat; None for ones. `parameter`: gives one by name."""
-    if not norm.weights:
-        return None
-    found = torch.cat([parameter(name).detach().float().flatten() for name in norm.weights])
-    return found + 1 if norm.plus_one else found
-
-
-def query_factors(scale: QueryScale, positions: torch.Tensor) -> torch.Tensor:
-    """Return the factors of queries at `positions`, in float32."""
-    return 1 + scale.beta * torch.log(1 + torch.floor(positions.float() / scale.length))

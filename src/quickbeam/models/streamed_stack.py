@@ -29,7 +29,8 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Linear, Stack, experts, linears, rows_of
+from quickbeam.models.stack import Linear, Stack, experts, linears
+from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 

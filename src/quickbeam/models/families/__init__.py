@@ -37,7 +37,8 @@ from quickbeam.models.families.qwen import (
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
 from quickbeam.models.families.starcoder2 import starcoder2
-from quickbeam.models.stack import Stack, linears, names, tensor_of
+from quickbeam.models.stack import Stack, linears, names
+from quickbeam.models.stack_tensors import tensor_of
 
 MOVING = {"dynamic", "longrope"}  # angles that change with a text's length, where not held
 
