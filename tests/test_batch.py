@@ -35,10 +35,7 @@ LINES = [
     },
     {"prompt": "once upon", "max_tokens": 5},
     {"custom_id": "c", "messages": [{"role": "user", "content": "hi"}]},
-    *(
-        {"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"text {i}"}}
-        for i in range(20)
-    ),
+    *({"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"{i}"}} for i in range(20)),
 ]
 
 
@@ -48,27 +45,23 @@ def source(tmp_path: Path) -> Path:
 
 
 def whole(source: Path, output: Path) -> None:
-    """Each request has one record, with its own answer."""
+    """Each request has one record in OpenAI's form, with its own answer."""
     asked = {one.custom_id: one for one in read(source)}
     found = records(output)
     assert sorted(one["custom_id"] for one in found) == sorted(asked)
     for one in found:
-        request = asked[one["custom_id"]]
-        assert (
-            one["response"]["body"] == {"url": request.url, "echo": request.body}
-            and one["id"] == request.id
-        )
+        request, response = asked[one["custom_id"]], one["response"]
+        assert one == {**one, "id": request.id, "error": None} and len(one) == 4
+        assert response.keys() == {"status_code", "request_id", "body"}
+        assert response["status_code"] == 200
+        assert response["body"] == {"url": request.url, "echo": request.body}
 
 
-def test_answers_have_openais_form(source: Path, tmp_path: Path) -> None:
+def test_each_request_is_answered(source: Path, tmp_path: Path) -> None:
     assert go(source, tmp_path / "out.jsonl") == (23, 23)
     whole(source, tmp_path / "out.jsonl")
-    for record in records(tmp_path / "out.jsonl"):
-        assert record.keys() == {"id", "custom_id", "response", "error"} and record["error"] is None
-        assert (
-            record["response"].keys() == {"status_code", "request_id", "body"}
-            and record["response"]["status_code"] == 200
-        )
+    lines(source, [*LINES, {"custom_id": "new", "prompt": "x"}])  # further ones may follow
+    assert go(source, tmp_path / "out.jsonl") == (24, 1)
 
 
 def test_short_lines_and_seeds() -> None:
@@ -99,46 +92,35 @@ def test_each_prompt_of_a_line_gets_a_seed() -> None:
     assert "seed" in fields(messages=[], **{"custom_id": "x"})
 
 
-def test_equal_prompts_of_a_line_are_drawn_apart(toy_folder: str) -> None:
+def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
+    """Equal ones are drawn apart; log-probabilities may be asked for alone."""
     pytest.importorskip("fastapi")
-    from quickbeam.batch.answers import answering
+    from quickbeam.batch.answers import Answering
 
-    line = parse(1, b'{"prompt": ["abc", "abc", "abc"], "max_tokens": 20}')
-    alone = {"prompt": "abc", "max_tokens": 20}
+    line = parse(1, b'{"prompt": ["abc", "abc", "abc"], "max_tokens": 20}').body
+    scored: dict[str, Any] = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
+    llm = LLM(toy_folder, "ar")
+    right = llm.generate(scored["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
 
     async def main() -> None:
-        async with answering(LLM(toy_folder, "ar")) as answer:
+        async with Answering(llm) as answer:
 
-            async def choices(body: dict[str, Any]) -> list[tuple[str, int]]:
+            async def choices(body: dict[str, Any]) -> list[Any]:
                 reply = await answer(COMPLETIONS, body)
                 assert reply.status == 200, reply.body
-                return [(one["text"], one["seed"]) for one in reply.body["choices"]]
+                return list(reply.body["choices"])
 
-            found = await choices(line.body)
-            assert len({text for text, _ in found}) == 3
-            assert await choices(line.body) == found
-            for text, seed in found:
-                assert await choices({**alone, "seed": seed}) == [(text, seed)]
-
-    asyncio.run(main())
-
-
-def test_a_line_may_ask_for_its_prompts_logprobs_alone(toy_folder: str) -> None:
-    pytest.importorskip("fastapi")
-    from quickbeam.batch.answers import answering
-
-    body: dict[str, Any] = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
-    llm = LLM(toy_folder, "ar")
-    right = llm.generate(body["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
-
-    async def main() -> None:
-        async with answering(llm) as answer:
-            reply = await answer(COMPLETIONS, {**body, "echo": True, "logprobs": 1})
-            for choice, one in zip(reply.body["choices"], right, strict=True):
-                assert choice["logprobs"]["token_logprobs"] == [
-                    entry and entry.logprob for entry in one.prompt_logprobs or []
-                ]
-            assert (await answer(COMPLETIONS, body)).status == 400
+            found = await choices(line)
+            assert len({one["text"] for one in found}) == 3 and await choices(line) == found
+            for one in found:
+                own = {"prompt": "abc", "max_tokens": 20, "seed": one["seed"]}
+                assert (await choices(own))[0]["text"] == one["text"]
+            for choice, one in zip(
+                await choices({**scored, "echo": True, "logprobs": 1}), right, strict=True
+            ):
+                logprobs = [entry and entry.logprob for entry in one.prompt_logprobs or []]
+                assert choice["logprobs"]["token_logprobs"] == logprobs
+            assert (await answer(COMPLETIONS, scored)).status == 400
 
     asyncio.run(main())
 
@@ -153,23 +135,19 @@ def test_a_line_may_ask_for_its_prompts_logprobs_alone(toy_folder: str) -> None:
     ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "stream"),
     ('{"prompt": "x", "seed": NaN}', "NaN"),
     ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"),
-    ("[" * 100000, "recursion"), ("\udcff", "utf-8"),
+    ("[" * 100000, "recursion"), ("\udcff", "utf-8"), ('{"prompt": "\\ud800"}', "surrogates"),
 ])  # fmt: skip
 def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(
-        b'{"prompt": "a"}\n\n' + line.encode(errors="surrogateescape") + b'\n{"prompt": "b"}\n'
-    )
-    assert go(source, tmp_path / "out.jsonl") == (3, 3)
-    found = {record["custom_id"]: record for record in records(tmp_path / "out.jsonl")}
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    text = line.encode(errors="surrogateescape")
+    source.write_bytes(b'{"prompt": "a"}\n\n' + text + b'\n{"prompt": "b"}\n')
+    assert go(source, output) == (3, 3)
+    found = {record["custom_id"]: record for record in records(output)}
     assert found.keys() == {"line-1", "line-3", "line-4"}
-    assert (
-        found["line-3"]["response"] is None
-        and why in found["line-3"]["error"]["message"]
-        and "line 3" in found["line-3"]["error"]["message"]
-    )
-    assert go(source, tmp_path / "out.jsonl") == (3, 0)
-    with Journal(tmp_path / "out.jsonl") as journal:
+    message = found["line-3"]["error"]["message"]
+    assert found["line-3"]["response"] is None and why in message and "line 3" in message
+    assert go(source, output) == (3, 0)
+    with Journal(output) as journal:
         assert journal.failed == 1
 
 
@@ -215,15 +193,8 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(
     text = first.read_bytes()
     # of the last record but one
     start = text.rstrip(b"\n").rindex(b"\n", 0, text.rstrip(b"\n").rindex(b"\n")) + 1
-    for size in [
-        0,
-        1,
-        7,
-        *range(start, start + 40),
-        *range(start + 40, len(text), 9),
-        len(text) - 1,
-        len(text),
-    ]:
+    last = [*range(start, start + 40), *range(start + 40, len(text), 9)]
+    for size in [0, 1, 7, *last, len(text) - 1, len(text)]:
         for tail in (b"", b"\0" * 9):
             output = tmp_path / "out.jsonl"
             output.write_bytes(text[:size] + tail)
@@ -261,12 +232,6 @@ def test_other_requests_than_were_answered_are_refused(
     with pytest.raises(InvalidInput, match=why):
         go(lines(source, change(LINES)), output)
     assert output.read_bytes() == before
-
-
-def test_further_requests_may_follow(source: Path, tmp_path: Path) -> None:
-    go(source, tmp_path / "out.jsonl")
-    lines(source, [*LINES, {"custom_id": "new", "prompt": "x"}])
-    assert go(source, tmp_path / "out.jsonl") == (24, 1)
 
 
 def test_places_that_are_refused(source: Path, tmp_path: Path) -> None:
@@ -327,7 +292,7 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(
     source: Path, tmp_path: Path
 ) -> None:
     async def dying(url: str, body: dict[str, Any]) -> Reply:
-        if body.get("prompt") == "text 6":
+        if body.get("prompt") == "6":
             raise QuickbeamError("the engine died")
         return await echo(url, body)
 
@@ -355,6 +320,7 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
 
 
 USER = [{"role": "user", "content": "abc abc"}]
+INPUT = {"input": "abc abc", "max_output_tokens": 9, "temperature": 0}
 ASKED = [
     {
         "custom_id": "chat",
@@ -363,25 +329,18 @@ ASKED = [
     },
     {"custom_id": "drawn", "messages": USER, "max_tokens": 9, "n": 2},
     {"custom_id": "seeded", "prompt": "abc", "max_tokens": 9, "seed": 5, "temperature": 0.8},
-    {
-        "custom_id": "response",
-        "url": RESPONSES,
-        "body": {"input": "abc abc", "max_output_tokens": 9, "temperature": 0},
-    },
+    {"custom_id": "response", "url": RESPONSES, "body": INPUT},
     {"custom_id": "field", "messages": USER, "tokens": 3},
     {"custom_id": "long", "prompt": "abc " * 500},
     "not json",
 ]
 
 
-def told(llm: LLM, custom_id: str, body: dict[str, Any]) -> list[str]:
-    """What plain decoding alone says to a request of `ASKED`."""
-    params = SamplingParams(
-        max_tokens=9,
-        temperature=body.get("temperature", 1.0),
-        seed=body["seed"],
-        n=body.get("n", 1),
-    )
+def told(llm: LLM, body: dict[str, Any], tokens: int) -> list[str]:
+    """What plain decoding alone says to a request."""
+    fields = {"temperature": 1.0, **body}
+    asked = {name: fields[name] for name in ("temperature", "seed", "n") if name in fields}
+    params = SamplingParams(max_tokens=tokens, **asked)
     found = (
         llm.generate(body["prompt"], params, method="ar")
         if "prompt" in body
@@ -397,44 +356,29 @@ def said(body: dict[str, Any]) -> list[str]:
     return [one.get("text") or one["message"]["content"] for one in body["choices"]]
 
 
-def answered(llm: LLM, source: Path, output: Path) -> None:
-    """All of `ASKED` has the answers of plain decoding alone, each once."""
-    bodies = {one.custom_id: one.body for one in read(source)}
-    found = {one["custom_id"]: one for one in records(output)}
-    assert found.keys() == bodies.keys() and len(records(output)) == len(found)
-    for name in ("chat", "drawn", "seeded", "response"):
-        assert said(found[name]["response"]["body"]) == told(llm, name, bodies[name])
-    assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
-    assert (
-        found["field"]["response"]["body"]["error"]["param"] == "tokens"
-        and found["line-7"]["error"]["code"] == "invalid_request"
-    )
+def command(source: Path, output: Path, folder: str) -> list[str]:
+    return ["batch", f"{source}", f"{output}", "--model", folder, "--dtype", "float32"]
 
 
 def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
-    command = [
-        "batch",
-        str(source),
-        str(output),
-        "--model",
-        toy_folder,
-        "--dtype",
-        "float32",
-        "--max-running",
-        "2",
-    ]
-    done = CliRunner().invoke(app, command)
-    assert (
-        done.exit_code == 1
-        and "7 of 7 answers" in done.stderr
-        and "3 of them errors" in done.stderr
-    )
-    answered(LLM(toy_folder, dtype="float32"), source, output)
+    asked = command(source, output, toy_folder)
+    done = CliRunner().invoke(app, [*asked, "--max-running", "2"])
+    assert done.exit_code == 1
+    assert "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
+    bodies = {one.custom_id: one.body for one in read(source)}
+    found = {one["custom_id"]: one for one in records(output)}
+    assert found.keys() == bodies.keys() and len(records(output)) == len(found)
+    llm = LLM(toy_folder, dtype="float32")
+    for name in ("chat", "drawn", "seeded", "response"):
+        assert said(found[name]["response"]["body"]) == told(llm, bodies[name], 9)
+    assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
+    assert found["field"]["response"]["body"]["error"]["param"] == "tokens"
+    assert found["line-7"]["error"]["code"] == "invalid_request"
     before = output.read_bytes()
     # nothing is left to do, so no model is needed
-    assert CliRunner().invoke(app, [*command, "--model", "/nowhere"]).exit_code == 1
+    assert CliRunner().invoke(app, [*asked, "--model", "/nowhere"]).exit_code == 1
     assert output.read_bytes() == before
 
 
@@ -453,43 +397,41 @@ def test_commands_that_are_refused(
     assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
 
 
+def forty(folder: Path) -> Path:
+    """A file of requests whose answers differ."""
+    more = {"max_tokens": 30}
+    return lines(
+        folder / "in.jsonl",
+        [
+            {"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "temperature": 0.7 * (i % 2)}
+            | more
+            for i in range(40)
+        ],
+    )
+
+
+def all_forty(source: Path, output: Path, folder: str) -> None:
+    """Each of them has the answer of plain decoding alone, once."""
+    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
+    assert len(records(output)) == len(found) == 40
+    llm = LLM(folder, dtype="float32")
+    for request in read(source):
+        assert said(found[request.custom_id]) == told(llm, request.body, 30)
+
+
 @pytest.mark.long
 def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
-    output, chance = tmp_path / "out.jsonl", random.Random(0)
-    requests = [
-        {
-            "custom_id": f"r{i}",
-            "prompt": "abc " * (i % 5 + 1),
-            "max_tokens": 30,
-            "temperature": 0.7 * (i % 2),
-        }
-        for i in range(40)
-    ]
-    source = lines(tmp_path / "in.jsonl", requests)
-    command = [
-        sys.executable,
-        "-m",
-        "quickbeam",
-        "batch",
-        str(source),
-        str(output),
-        "--model",
-        toy_folder,
-        "--dtype",
-        "float32",
-    ]
+    source, output, chance = forty(tmp_path), tmp_path / "out.jsonl", random.Random(0)
+    asked = [sys.executable, "-m", "quickbeam", *command(source, output, toy_folder)]
+    asked += ["--max-running", "4"]
     codes = []
     for end in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL, None):
         before = output.stat().st_size if output.exists() else 0
-        child = subprocess.Popen(
-            [*command, "--max-running", "4"], stderr=subprocess.PIPE, text=True
-        )
-        while (
-            end
-            and child.poll() is None
-            and (not output.exists() or output.stat().st_size <= before)
-        ):
+        child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
+        while end and child.poll() is None:
+            if output.exists() and output.stat().st_size > before:
+                break
             time.sleep(0.01)
         if end:
             time.sleep(chance.random() / 3)
@@ -500,13 +442,4 @@ def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -
             assert "of 40 answers are in" in last[0] and "goes on" in last[0]
     # -2: Ctrl-C came when all was written and Python was about to end
     assert set(codes) <= {-9, -2, 130, 0} and codes[0] and not codes[-1]
-    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
-    assert len(records(output)) == len(found) == 40
-    llm = LLM(toy_folder, dtype="float32")
-    for request in read(source):
-        params = SamplingParams(
-            max_tokens=30, temperature=request.body["temperature"], seed=request.body["seed"]
-        )
-        assert said(found[request.custom_id]) == [
-            llm.generate(request.body["prompt"], params, method="ar").text
-        ]
+    all_forty(source, output, toy_folder)

@@ -20,10 +20,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from batches import lines, records
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
-from quickbeam.batch.requests import read
 from quickbeam.cli.app import app
+from test_batch import all_forty, command, forty
 
 pytest.importorskip("fastapi")
 with warnings.catch_warnings():
@@ -82,107 +81,52 @@ def test_a_replica_is_healthy_while_its_engines_heart_beats(
         replica.check_health()
 
 
-def test_the_actor_of_ray_data_without_ray(toy_folder: str) -> None:
-    llm = LLM(toy_folder, dtype="float32")
-    params = {"max_tokens": 6, "temperature": 0}
-    for column, value in (
-        ("prompt", "abc"),
-        ("text", "abc"),
-        ("messages", [{"role": "user", "content": "abc"}]),
-        ("input", "abc"),
-    ):
-        fields = {"max_output_tokens": 6, "temperature": 0} if column == "input" else params
-        actor = QuickbeamActor(column, fields, model=toy_folder, dtype="float32")
-        found = actor({column: [value, value], "other": [1, 2]})
-        chat = column in ("messages", "input")
-        alone = (
-            llm.chat([{"role": "user", "content": "abc"}], GREEDY)
-            if chat
-            else llm.generate("abc", GREEDY)
-        ).text
-        assert found == {
-            column: [value, value],
-            "other": [1, 2],
-            "answer": [alone] * 2,
-            "error": [None] * 2,
-        }
-        bad = actor({column: [value, 5]})
-        assert bad["answer"] == [alone, None] and bad["error"][0] is None and bad["error"][1]
+@pytest.mark.parametrize("column", ["prompt", "text", "messages", "input"])
+def test_the_actor_of_ray_data_without_ray(toy_folder: str, column: str) -> None:
+    llm, messages = LLM(toy_folder, dtype="float32"), [{"role": "user", "content": "abc"}]
+    value = messages if column == "messages" else "abc"
+    length = "max_output_tokens" if column == "input" else "max_tokens"
+    params = {length: 6, "temperature": 0}
+    actor = QuickbeamActor(column, params, model=toy_folder, dtype="float32")
+    found = actor({column: [value, value], "other": [1, 2]})
+    chat = column in ("messages", "input")
+    alone = (llm.chat(messages, GREEDY) if chat else llm.generate("abc", GREEDY)).text
+    given = {column: [value, value], "other": [1, 2]}
+    assert found == {**given, "answer": [alone] * 2, "error": [None] * 2}
+    bad = actor({column: [value, 5]})
+    assert bad["answer"] == [alone, None] and bad["error"][0] is None and bad["error"][1]
+
+
+def end_ray() -> None:
+    for left in replicas_of(psutil.Process(), "ray"):
+        left.kill()
 
 
 @pytest.mark.long
 def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    requests = [
-        {
-            "custom_id": f"r{i}",
-            "prompt": "abc " * (i % 5 + 1),
-            "max_tokens": 40,
-            "temperature": 0.7 * (i % 2),
-        }
-        for i in range(40)
-    ]
-    source = lines(tmp_path / "in.jsonl", requests)
-    command = [
-        sys.executable,
-        "-m",
-        "quickbeam",
-        "batch",
-        str(source),
-        str(output),
-        "--model",
-        toy_folder,
-        "--dtype",
-        "float32",
-    ]
-    command += ["--max-running", "2", "--ray", "--replicas", "2"]
+    source, output = forty(tmp_path), tmp_path / "out.jsonl"
+    asked = [sys.executable, "-m", "quickbeam", *command(source, output, toy_folder)]
+    asked += ["--max-running", "2", "--ray", "--replicas", "2"]
     for end in ("driver", "replica"):
         before = output.stat().st_size if output.exists() else 0
-        child = subprocess.Popen(command, start_new_session=True)
+        child = subprocess.Popen(asked, start_new_session=True)
         try:
             while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
                 time.sleep(0.01)
-            victim = (
-                psutil.Process(child.pid)
-                if end == "driver"
-                else replicas_of(psutil.Process(child.pid), "Replica")[0]
-            )
-            victim.kill()
+            driver = psutil.Process(child.pid)
+            (driver if end == "driver" else replicas_of(driver, "Replica")[0]).kill()
             code = child.wait(timeout=300)
         finally:
-            for left in replicas_of(psutil.Process(), "ray"):
-                left.kill()
+            end_ray()
     assert code == 0
-    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
-    assert len(records(output)) == len(found) == 40
-    llm = LLM(toy_folder, dtype="float32")
-    for request in read(source):
-        params = SamplingParams(
-            max_tokens=40, temperature=request.body["temperature"], seed=request.body["seed"]
-        )
-        assert (
-            found[request.custom_id]["choices"][0]["text"]
-            == llm.generate(request.body["prompt"], params, method="ar").text
-        )
+    all_forty(source, output, toy_folder)
 
 
 @pytest.mark.long
 def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str) -> None:
-    options = [
-        "--model",
-        toy_folder,
-        "--port",
-        str(PORT),
-        "--no-warm",
-        "--max-waiting",
-        "5",
-        "--ray",
-        "--replicas",
-        "2",
-    ]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "quickbeam", "serve", *options], start_new_session=True
-    )
+    options = f"--port {PORT} --no-warm --max-waiting 5 --ray --replicas 2 --model {toy_folder}"
+    asked = [sys.executable, "-m", "quickbeam", "serve", *options.split()]
+    child = subprocess.Popen(asked, start_new_session=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
             for _ in range(300):
@@ -191,14 +135,12 @@ def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str)
                     if client.get("/health").status_code == 200:
                         break
                 time.sleep(0.5)
-            found = client.post(
-                "/v1/completions", json={"prompt": "abc", "max_tokens": 6, "temperature": 0}
-            ).json()
+            body = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+            found = client.post("/v1/completions", json=body).json()
         child.terminate()
         assert child.wait(timeout=120) == 0
     finally:
-        for left in replicas_of(psutil.Process(), "ray"):
-            left.kill()
+        end_ray()
     with LLM(toy_folder, "ar") as llm:
         assert found["choices"][0]["text"] == llm.generate("abc", GREEDY).text
 
@@ -283,19 +225,12 @@ def test_ray_data_answers_a_folder_of_prompts(
     prompts = [f"abc {i}" for i in range(20)]
     for i in range(4):
         (folder / f"{i}.txt").write_text("\n".join(prompts[i * 5 : i * 5 + 5]))
-    options = {
-        "column": "text",
-        "params": {"max_tokens": 6, "temperature": 0},
-        "model": toy_folder,
-        "dtype": "float32",
-    }
-    rows = (
-        ray.data.read_text(str(folder))
-        .map_batches(
-            QuickbeamActor, fn_constructor_kwargs=options, concurrency=2, num_cpus=0.5, batch_size=8
-        )
-        .take_all()
-    )
+    params = {"max_tokens": 6, "temperature": 0}
+    options = {"column": "text", "params": params, "model": toy_folder, "dtype": "float32"}
+    sizes = {"concurrency": 2, "num_cpus": 0.5, "batch_size": 8}
+    data = ray.data.read_text(str(folder))
+    data = data.map_batches(QuickbeamActor, fn_constructor_kwargs=options, **sizes)
+    rows = data.take_all()
     llm = LLM(toy_folder, dtype="float32")
     assert {row["text"]: row["answer"] for row in rows} == {
         prompt: llm.generate(prompt, GREEDY, method="ar").text for prompt in prompts

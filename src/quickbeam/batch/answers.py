@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from quickbeam.batch.run import Answer, Reply
@@ -21,6 +19,8 @@ class Answering:
     """Answers every request in its turn, without limits on how many wait.
 
     The caller decides how many requests it sends at a time. An instance belongs to one event loop.
+    As a context manager it gives `answer`, and ends the answers under way. `name` is what responses
+    call the model.
     """
 
     def __init__(self, llm: LLM, name: str | None = None) -> None:
@@ -42,19 +42,8 @@ class Answering:
             about = problem(error)
             return Reply(about.status, about.body)
 
-    async def close(self) -> None:
-        """End the answers under way."""
+    async def __aenter__(self) -> Answer:
+        return self.answer
+
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.close()
-
-
-@asynccontextmanager
-async def answering(llm: LLM, name: str | None = None) -> AsyncIterator[Answer]:
-    """Yield a function that answers with a model in this process.
-
-    `name` is what responses call the model.
-    """
-    model = Answering(llm, name)
-    try:
-        yield model.answer
-    finally:
-        await model.close()

@@ -79,10 +79,10 @@ def answering(
     running = replicas.max_running
     if not replicas.ray:
         try:
-            from quickbeam.batch.answers import answering
+            from quickbeam.batch.answers import Answering
         except ImportError as error:
             raise extra("answering requests", error, "serve") from error
-        return answering(loading.load(max_running=running), name)
+        return Answering(loading.load(max_running=running), name)
     try:
         from quickbeam.batch import ray
     except ImportError as error:

@@ -18,14 +18,15 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.serve.admission import Busy, TurnedAway
+from quickbeam.serve.admission import Busy, Unavailable
 
-INVALID, FAILED = "invalid_request_error", "server_error"
+INVALID = "invalid_request_error"
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+    500: "server_error",
     503: "service_unavailable_error",
 }
 MOST = 1000  # characters of a message; a part of the request that is quoted may be long
@@ -74,6 +75,16 @@ class Interrupted(QuickbeamError):
     """An answer that the server cut short."""
 
 
+# status and code by kind of error; the first that fits counts
+KINDS: dict[type[QuickbeamError], tuple[int, str | None]] = {
+    InvalidInput: (400, None),
+    Interrupted: (503, "interrupted"),
+    Busy: (429, "rate_limit_exceeded"),
+    Unavailable: (503, "unavailable"),
+    QuickbeamError: (500, None),
+}
+
+
 def problem(error: BaseException) -> Problem:
     """Return what a client is told of an error, whatever its kind.
 
@@ -81,34 +92,18 @@ def problem(error: BaseException) -> Problem:
     """
     if isinstance(error, Refused):
         return error.problem
-    if isinstance(error, InvalidInput):
-        return Problem(400, str(error))
     if isinstance(error, HTTPException):
-        return Problem(
-            error.status_code,
-            str(error.detail),
-            TYPES.get(error.status_code, INVALID),
-            headers=dict(error.headers or {}),
-        )
-    if isinstance(error, Interrupted):
-        return Problem(503, str(error), TYPES[503], code="interrupted")
-    if isinstance(error, TurnedAway):
-        status, code = (
-            (429, "rate_limit_exceeded") if isinstance(error, Busy) else (503, "unavailable")
-        )
-        return Problem(
-            status, str(error), TYPES[status], None, code, {"Retry-After": str(error.retry_after)}
-        )
-    if isinstance(error, QuickbeamError):
-        return Problem(500, str(error), FAILED)
+        status, headers = error.status_code, dict(error.headers or {})
+        return Problem(status, str(error.detail), TYPES.get(status, INVALID), headers=headers)
+    for kind, (status, code) in KINDS.items():
+        if isinstance(error, kind):
+            again = getattr(error, "retry_after", None)
+            headers = {} if again is None else {"Retry-After": str(again)}
+            return Problem(status, str(error), TYPES.get(status, INVALID), None, code, headers)
     where = "".join(traceback.format_tb(error.__traceback__))
     _log.error("a request failed with %s at:\n%s", type(error).__name__, where)
-    return Problem(
-        500,
-        "the server failed to answer this request; its log says why",
-        FAILED,
-        code="internal_error",
-    )
+    message = "the server failed to answer this request; its log says why"
+    return Problem(500, message, TYPES[500], code="internal_error")
 
 
 def response(error: BaseException) -> JSONResponse:

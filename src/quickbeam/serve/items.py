@@ -27,7 +27,6 @@ from quickbeam.serve.messages import (
     check_tools,
 )
 from quickbeam.serve.schemas import (
-    NAME,
     AskedGrammar,
     Body,
     Few,
@@ -114,19 +113,17 @@ AnyItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class OfFunction(Body):
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=NAME)]
-    description: str | None = None
-    parameters: Object | None = None
-    strict: bool | None = None
+
+
+class FunctionTool(Function, OfFunction):
     allowed_callers: Few[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
-class FunctionChoice(Body):
-    type: Literal["function"]
-    name: str
+class FunctionChoice(FunctionName, OfFunction):
+    pass
 
 
 class JsonSchemaFormat(Schema):
@@ -180,29 +177,21 @@ class ResponsesRequest(Request):
 
     @property
     def grammars(self) -> list[AskedGrammar]:
-        return [
-            *format_grammars("text", self.text.format if self.text else None),
-            *super().grammars,
-        ]
+        form = self.text.format if self.text else None
+        return [*format_grammars("text", form), *super().grammars]
 
     @property
     def chat_tools(self) -> list[Tool]:
         """The tools in the form of chats."""
-        kept = {"name", "description", "parameters", "strict"}
-        return [
-            Tool(type="function", function=Function(**tool.model_dump(include=kept)))
-            for tool in self.tools or []
-        ]
+        return [Tool(type="function", function=tool) for tool in self.tools or []]
 
     @property
     def choice(self) -> ToolMode | NamedTool | None:
         """`tool_choice` in the form of chats."""
         chosen = self.tool_choice
-        return (
-            NamedTool(type="function", function=FunctionName(name=chosen.name))
-            if isinstance(chosen, FunctionChoice)
-            else chosen
-        )
+        if not isinstance(chosen, FunctionChoice):
+            return chosen
+        return NamedTool(type="function", function=FunctionName(name=chosen.name))
 
     def to_conversation(self) -> Conversation:
         """Return the input as a conversation.
@@ -213,11 +202,9 @@ class ResponsesRequest(Request):
         messages = list[Message]()
         if self.instructions is not None:
             messages.append(SystemMessage(role="system", content=self.instructions))
-        items = (
-            [MessageItem(role="user", content=self.input)]
-            if isinstance(self.input, str)
-            else self.input
-        )
+        items = self.input
+        if isinstance(items, str):
+            items = [MessageItem(role="user", content=items)]
         for item in items:
             if isinstance(item, CallItem):
                 called = CalledFunction(name=item.name, arguments=item.arguments)
@@ -226,21 +213,19 @@ class ResponsesRequest(Request):
                     last.tool_calls = [*(last.tool_calls or []), call]
                 else:
                     messages.append(AssistantMessage(role="assistant", tool_calls=[call]))
-            elif isinstance(item, OutputItem):
-                messages.append(
-                    ToolMessage(
-                        role="tool",
-                        content=_text(item.output),
-                        tool_call_id=item.call_id,
-                        name=item.name,
-                    )
-                )
+                continue
+            about: Message
+            text = _text(item.output if isinstance(item, OutputItem) else item.content)
+            if isinstance(item, OutputItem):
+                call_id = item.call_id
+                about = ToolMessage(role="tool", content=text, tool_call_id=call_id, name=item.name)
             elif isinstance(item, AnswerItem):
-                messages.append(AssistantMessage(role="assistant", content=_text(item.content)))
+                about = AssistantMessage(role="assistant", content=text)
             elif item.role == "user":
-                messages.append(UserMessage(role="user", content=_text(item.content)))
+                about = UserMessage(role="user", content=text)
             else:
-                messages.append(SystemMessage(role=item.role, content=_text(item.content)))
+                about = SystemMessage(role=item.role, content=text)
+            messages.append(about)
         return Conversation(
             messages=messages,
             tools=self.chat_tools,

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from quickbeam.engine.result import Logprob
 
+# the byte for each character of byte-level vocabularies
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
@@ -48,22 +52,6 @@ class TokenTexts:
         """Whether each character of a token's string stands for one byte."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return "ByteLevel" in repr(getattr(backend, "decoder", None))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level vocabularies.
-
-    Printable bytes are written as the characters with the same code. The other bytes are written as
-    the characters from 256 on, in order.
-    """
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printed)]
-    return {chr(byte): byte for byte in printed} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-BYTES = _byte_alphabet()
 
 
 def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, Any]:

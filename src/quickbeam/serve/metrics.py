@@ -40,28 +40,16 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "Tokens of draft trees that were accepted.",
 }
 LABELLED = {  # counters with a label of their own
-    "vllm:spec_decode_num_accepted_tokens_per_pos": (
-        "position",
-        "Accepted tokens by depth in their tree.",
-    ),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("position", "Accepted tokens by depth."),
     "vllm:request_success": ("finished_reason", "Answers by how they ended."),
-    "quickbeam:refused_requests": (
-        "reason",
-        "Requests turned away: busy (429), unavailable (503).",
-    ),
+    "quickbeam:refused_requests": ("reason", "Requests turned away: busy, unavailable."),
     "quickbeam:drafted_tokens": ("source", "Tokens of draft trees by who proposed them."),
     "quickbeam:accepted_tokens": ("source", "Accepted tokens by who proposed them."),
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From the request to its first token.", SECONDS),
-    "vllm:inter_token_latency_seconds": (
-        "Between tokens; those of a step share its time.",
-        A_TOKEN,
-    ),
-    "vllm:time_per_output_token_seconds": (
-        "As inter_token_latency_seconds, its later name.",
-        A_TOKEN,
-    ),
+    "vllm:inter_token_latency_seconds": ("Between tokens; a step's share its time.", A_TOKEN),
+    "vllm:time_per_output_token_seconds": ("The same, by its later name.", A_TOKEN),
     "vllm:request_time_per_output_token_seconds": ("Mean time of a token, by request.", A_TOKEN),
     "vllm:e2e_request_latency_seconds": ("From the request to its end.", A_REQUEST),
     "vllm:request_queue_time_seconds": ("Until the engine takes a request up.", A_REQUEST),
@@ -110,21 +98,12 @@ class Metrics:
         self._gauge("quickbeam:budget_nodes", nodes, lambda: engine.nodes)
 
     def request(self, params: SamplingParams, prompt: int, entered: float) -> RequestMetrics:
-        """Return the counters for one answer.
-
-        `prompt` is the prompt's length in tokens. `entered` is when the answer was asked for
-        (`time.perf_counter`).
-        """
+        """Return the counters for one answer; see `RequestMetrics`."""
         return RequestMetrics(self, params, prompt, entered)
 
     def of(self, name: str, *labels: Any) -> Any:
-        """Return a counter or histogram of this model by its name, and its own label if it has
-        one."""
+        """Return a counter or histogram by its name, and its own label if it has one."""
         return self._families[name].labels(self._name, *labels)
-
-    def ended(self, reason: str) -> None:
-        """Count an answer that is over."""
-        self.of("vllm:request_success", REASONS.get(reason, reason)).inc()
 
     def refused(self, error: TurnedAway) -> None:
         """Count a request that was turned away."""
@@ -146,7 +125,11 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Counts one answer. `step` runs on the engine's thread, `over` on any thread."""
+    """Counts one answer. `step` runs on the engine's thread, `over` on any thread.
+
+    `prompt` is the prompt's length in tokens. `entered` is when the answer was asked for
+    (`time.perf_counter`).
+    """
 
     def __init__(
         self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float
@@ -180,7 +163,8 @@ class RequestMetrics:
     def over(self, completion: Completion, times: Times) -> None:
         """Count the whole answer, once it is over."""
         count, now, statistics = self._metrics.of, time.perf_counter(), completion.statistics
-        self._metrics.ended(completion.finish_reason)
+        reason = completion.finish_reason
+        count("vllm:request_success", REASONS.get(reason, reason)).inc()
         count("vllm:e2e_request_latency_seconds").observe(now - self._entered)
         count("vllm:generation_tokens").inc(statistics.new_tokens - self._counted)
         count("vllm:request_prompt_tokens").observe(self._prompt)

@@ -114,12 +114,9 @@ class Runner:
         characters, `tokens` their number of tokens where that is known. Raises `InvalidInput` for
         more answers than can ever be let in, `Busy` and `Unavailable`.
         """
+        estimate = -(-text_size // BYTES_A_TOKEN) if tokens is None else tokens
         try:
-            return self.gate.enter(
-                tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN),
-                choices,
-                TENANT.get(),
-            )
+            return self.gate.enter(estimate, choices, TENANT.get())
         except TurnedAway as error:
             self.metrics.refused(error)
             raise
@@ -135,41 +132,34 @@ class Runner:
         Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has passed
         or the engine has been closed, and the error that ended the first answer, if there is one.
         """
-        for job in jobs:
-            self._check(job)
-            if self.settings.log_prompts:
-                text = await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt)
+        settings, prompts = self.settings, {id(job.prompt): job.prompt for job in jobs}.values()
+        for ids in prompts:
+            most = settings.max_prompt_tokens
+            if most is not None and len(ids) > most:
+                raise InvalidInput(
+                    f"a prompt of {len(ids)} tokens: this server takes at most {most}"
+                )
+            if settings.log_prompts:
+                text = await asyncio.to_thread(self.llm.tokenizer.decode, ids)
                 logger.info("prompt: %r", text)
-        ticket.weigh(
-            sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in jobs}.values())
-        )
+        ticket.weigh(sum(map(len, prompts)))
         streams = list[AsyncStream]()
         try:
             for job in jobs:
                 streams.append(await self._start(job, ticket))
-            left = self.settings.queue_timeout - (time.perf_counter() - ticket.entered)
+            left = settings.queue_timeout - (time.perf_counter() - ticket.entered)
             with anyio.fail_after(max(left, 0.001)):
                 await streams[0].begun()
         except BaseException as error:
             for stream in streams:
                 stream.close()
             if isinstance(error, TimeoutError):
-                message = (
-                    f"the request has waited for {self.settings.queue_timeout:g} seconds "
-                    "without its turn: come back later"
-                )
-                late = Unavailable(message, self.gate.retry_after())
+                why = f"the request has waited for {settings.queue_timeout:g} seconds without its"
+                late = Unavailable(f"{why} turn: come back later", self.gate.retry_after())
                 self.metrics.refused(late)
                 raise late from None
             raise
         return streams
-
-    def _check(self, job: Job) -> None:
-        most = self.settings.max_prompt_tokens
-        if most is not None and len(job.prompt) > most:
-            raise InvalidInput(
-                f"a prompt of {len(job.prompt)} tokens: this server takes at most {most}"
-            )
 
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
         counting = self.metrics.request(job.params, len(job.prompt), ticket.entered)
@@ -224,11 +214,9 @@ class Runner:
         if not self.alive:
             return "the engine's thread has ended"
         silent, limit = self.heartbeat, self.settings.heartbeat_limit
-        return (
-            f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
-            if silent > limit
-            else None
-        )
+        if silent <= limit:
+            return None
+        return f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
 
     async def drain(self) -> bool:
         """Refuse new requests, and wait up to `drain_timeout` seconds for those under way.

@@ -48,41 +48,30 @@ OBJECT = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
 }
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
-FUNCTION = {"type": "function", "function": "{content}"}
+JSON = {"content": "json"}  # what is read as a call
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    """Return how a response template makes a call from what was read."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 HERMES = ToolFormat(
-    {
-        "open_pattern": r"\s*<tool_call>",
-        "close": "</tool_call>",
-        "repeats": True,
-        "content": "json",
-        "transform": FUNCTION,
-    },
+    {**JSON, "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True}
+    | {"transform": {"type": "function", "function": "{content}"}},
     Writing("", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", ""),
     "<tool_call>",
 )
 LLAMA3 = ToolFormat(
-    {
-        # either the whole answer is a call, or it holds no call
-        "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",
-        "content": "json",
-        "transform": {
-            "type": "function",
-            "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-        },
-    },
+    # either the whole answer is a call, or it holds no call
+    {**JSON, "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)"}
+    | {"transform": function("{content.name}", "{content.parameters}")},
     Writing("", ('{"name": "', '", "parameters": ', "}"), None, ""),
     "<|python_tag|>",
 )
 MISTRAL = ToolFormat(
-    {
-        "open_pattern": r"\s*\[TOOL_CALLS\]",
-        "content": "json",
-        "transform": {
-            "type": "function",
-            "function": {"name": "{name}", "arguments": "{arguments}"},
-        },
-        "transform_each": True,
-    },
+    {**JSON, "open_pattern": r"\s*\[TOOL_CALLS\]", "transform_each": True}
+    | {"transform": function("{name}", "{arguments}")},
     Writing("[TOOL_CALLS] [", ('{"name": "', '", "arguments": ', "}"), ", ", "]"),
     "[TOOL_CALLS]",
     short_ids=True,
@@ -189,26 +178,24 @@ def _any_arguments(tool: Tool) -> Tool:
 
 def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
     """Return the rule `calls` and the rules that it needs."""
+
+    def terminals(text: str) -> str:
+        return _terminals(text, tokenizer)
+
     begin, middle, end = writing.parts
-    every = [
-        f"call{i}: {_terminals(begin + tool.function.name + middle, tokenizer)} arguments{i} "
-        f"{_terminals(end, tokenizer)}\n"
-        f"arguments{i}: %json "
-        f"{json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})}"
-        for i, tool in enumerate(tools)
+    more = ""
+    if several and writing.between is not None:
+        more = f" ({terminals(writing.between)} call)*"
+    rules = [
+        f"calls: {terminals(writing.before)} call{more} {terminals(writing.after)}",
+        f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}",
     ]
-    more = (
-        f" ({_terminals(writing.between, tokenizer)} call)*"
-        if several and writing.between is not None
-        else ""
-    )
-    calls = (
-        f"calls: {_terminals(writing.before, tokenizer)} call{more} "
-        f"{_terminals(writing.after, tokenizer)}"
-    )
-    return "\n".join(
-        [calls, f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}", *every, ""]
-    )
+    for i, tool in enumerate(tools):
+        opening = terminals(begin + tool.function.name + middle)
+        schema = json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})
+        rules.append(f"call{i}: {opening} arguments{i} {terminals(end)}")
+        rules.append(f"arguments{i}: %json {schema}")
+    return "\n".join([*rules, ""])
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
