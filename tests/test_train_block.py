@@ -25,6 +25,7 @@ from quickbeam.cli.app import app
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
+from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
@@ -39,6 +40,7 @@ from quickbeam.train.block import (
     new_network,
     place_blocks,
 )
+from quickbeam.train.clusters import ranking
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.stages import TextStage
@@ -496,6 +498,8 @@ def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
     methods = json.loads((out / "bench.json").read_text())["methods"]
     assert {"ar", "logitspec", "dyspec", "auto"} <= set(methods)
     assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
+    ranked = Artefact.load(out).ranking
+    assert torch.equal(ranked, ranking(Shards(out / "text").counts(len(ranked))))
     # text and training are done: nothing but the figures
     made = (out / "model.safetensors").read_bytes()
     again = CliRunner().invoke(app, [*arguments, "--only", "drafter", "--out", str(out)])

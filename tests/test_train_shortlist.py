@@ -24,7 +24,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
-from quickbeam.train.clusters import CLUSTERINGS, FEATURES, halve, pifa, ranking
+from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
@@ -202,12 +202,6 @@ def test_a_router_finds_what_the_context_lacks(
     assert torch.equal(everything, clustered)
 
 
-def test_features_of_tokens_have_one_length(network: EagleHead, collected: Places) -> None:
-    features = pifa(network, HEAD, collected)
-    assert features.shape == (VOCAB, FEATURES)
-    assert torch.allclose(features.norm(dim=1), torch.ones(VOCAB), atol=1e-4)
-
-
 def test_a_router_that_finds_everything_learns_from_the_context_too(
     network: EagleHead, collected: Places
 ) -> None:
@@ -282,10 +276,6 @@ def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str)
     assert (layout.frequent, layout.size, len(layout.order), artefact.deepest) == (6, 12, 257, 5)
     assert torch.equal(layout.order[:6], artefact.ranking[:6])
     assert router is not None and router.config == RouterConfig(32, 32, 32, 21)
-    card = (folder / "ROUTER.md").read_text()
-    expected = f"quickbeam train --only shortlist --clusters {kind} --model {toy_folder} --rows 400"
-    expected += " --listed 6 --size 12 --depths 2 --router-epochs 3 --width 32"
-    assert expected in card and "| 64 | " in card and "21 clusters of 12" in card
     record = json.loads((folder / "router.json").read_text())
     assert record["places"] == 400 and "64" in record["held_out"]
     assert not list(folder.glob("*.part"))
@@ -319,35 +309,6 @@ def test_nothing_held_out_is_trained_on(
     assert stage.counts().tolist() == torch.bincount(texts, minlength=len(stage.head)).tolist()
 
 
-class Elsewhere(torch.nn.Embedding):
-    """Stands for an embedding on a GPU: it refuses ids until it is moved."""
-
-    def __init__(self, plain: torch.nn.Module) -> None:
-        assert isinstance(plain, torch.nn.Embedding)
-        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
-        self.away = True
-
-    def _apply(self, move: Any, recurse: bool = True) -> Elsewhere:
-        self.away = False
-        return super()._apply(move, recurse)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        assert not self.away, "ids of another device"
-        return super().forward(ids)
-
-
-def test_what_follows_the_text_runs_where_the_places_are(
-    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = ShortlistPlan(rows=200, width=16, router_epochs=1, depths=1)
-    stage = ShortlistTraining(toy_folder, folder, plan)
-    known = [stage._collect(part, 200, lambda done: None) for part in split(stage.shards)]
-    stage.target.embedding._embedding = Elsewhere(stage.target.embedding._embedding)
-    monkeypatch.setattr(stage, "_collect", lambda *arguments: known.pop(0))
-    stage.run(lambda what, done: None)
-    assert Artefact.load(folder).router is not None
-
-
 def test_the_list_may_be_that_of_a_drafter_with_more_text(
     toy_folder: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -360,7 +321,6 @@ def test_the_list_may_be_that_of_a_drafter_with_more_text(
     artefact = Artefact.load(folder)
     assert torch.equal(artefact.ranking, order)
     assert torch.equal(artefact.layout.order[:6], order[:6])
-    assert "--list-of other" in (folder / "ROUTER.md").read_text()
     with pytest.raises(InvalidInput, match="its shortlist is of 100 tokens"):
         ShortlistTraining(toy_folder, folder, replace(plan, list_of=wrong))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Draft, Passed
 from quickbeam.models.kv import Page, Pool, SequenceCache
@@ -447,41 +445,14 @@ def test_no_more_is_begun_than_the_tokens_wanted_need(slots: int) -> None:
     assert abs(mean - sum(usual) / 300) < 4 * (sum(usual) / 300) / len(lengths) ** 0.5
 
 
-KINDS = (
-    "llama",
-    "qwen3",
-    "mistral-window",
-    "gemma3-window",
-    "gpt2",
-    "gemma2-softcap-window",
-    "gpt-oss-sinks",
-)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_models_of_all_kinds_say_what_they_would_alone(name: str) -> None:
-    model, rng = tiny(name), random.Random(3)
-    reply, again = [5, 6, 7], [8, 9]
-    template = Template([1], reply, again, frozenset(range(20)))  # turns are short
-    recipe = Recipe(40, 6, quote=0.0, openers=("x",), repetition=40, documents=())
-    made = make_model(copy.deepcopy(model))
-    writer = Writer(
-        made,
-        5,
-        lambda text: [rng.randrange(20, VOCAB) for _ in range(3)],
-        template,
-        template.stops,
-        recipe,
-    )
+def test_who_stops_listening_gets_the_room_back(chat: Chat) -> None:
+    made = make_model(copy.deepcopy(chat.model))
+    settings = Recipe(LENGTH, QUESTION, quote=0.0)
+    writer = Writer(made, 4, chat.encode, chat.template, chat.template.stops, settings)
     conversations = iter(writer)
-    for tokens, answer, temperature in itertools.islice(conversations, 12):
-        logits = plain(model, tokens.tolist())
-        said = answer.nonzero()[:, 0]
-        if temperature == 0:
-            assert torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
-    assert made.pool.used > 0
-    conversations.close()
-    assert made.pool.used == 0  # who stops listening gets the room back
+    assert len(list(itertools.islice(conversations, 3))) == 3 and made.pool.used > 0
+    conversations.close()  # type: ignore[attr-defined]
+    assert made.pool.used == 0
 
 
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat: Chat) -> None:

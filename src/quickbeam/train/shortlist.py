@@ -29,7 +29,7 @@ from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
-from quickbeam.train.shards import HELD_OUT, Shards, split
+from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
@@ -38,7 +38,7 @@ SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 # By kind of clusters: one token in so many is always scored, but at most so many; tokens of a
 # cluster, but at most a 64th of the vocabulary.
 DEFAULTS = {"pifa": (48, 1024, 16), "kmeans": (12, 2**31, 512)}
-CARD, FIGURES = "ROUTER.md", "router.json"
+FIGURES = "router.json"
 
 Figures = dict[int, tuple[Recall, Recall]]
 """By number of rows of the head: what the list has, and what list and router have."""
@@ -57,8 +57,8 @@ class DrafterFolder:
         self.shards = Shards(out / "text")
         if is_block(out):
             raise InvalidInput(
-                f"{out} holds a block drafter, which scores its whole vocabulary: a shortlist is "
-                "for feature drafters (EAGLE)"
+                f"{out} holds a block drafter: clusters and routers are for feature drafters "
+                "(EAGLE), and its list of frequent tokens was written when it was trained"
             )
         config = EagleHead.load(out).config
         if config.own_head:
@@ -132,7 +132,7 @@ class ShortlistTraining(DrafterFolder):
         self.recipe = RouterRecipe(residual, plan.width, plan.router_epochs, seed=seed)
 
     def run(self, report: Callable[[str, float | None], None]) -> Figures:
-        """Write the artefact, its figures and its card, and return the figures on held-out text."""
+        """Write the artefact and its figures, and return the figures on held-out text."""
         train, held = split(self.shards)
         places = self._collect(train, self.plan.rows, partial(report, "places"))
         counted = self._collect(held, HELD_PLACES, partial(report, "held-out places"))
@@ -154,11 +154,15 @@ class ShortlistTraining(DrafterFolder):
             "clusters": self.plan.clusters,
             "listed": self.listed,
             "size": self.size,
+            "width": self.plan.width,
+            "depths": self.plan.depths,
+            "text": self.shards.tokens,
             "places": len(places.tokens),
             "held_out": held_out,
         }
-        replace(self.out / FIGURES, json.dumps(record, indent=2) + "\n")
-        replace(self.out / CARD, self.card(layout, router, len(places.tokens), counted, figures))
+        part = self.out / f"{FIGURES}.part"
+        part.write_text(json.dumps(record, indent=2) + "\n")
+        os.replace(part, self.out / FIGURES)
         return figures
 
     def _collect(self, chosen: list[int], count: int, report: Callable[[float], None]) -> Places:
@@ -186,60 +190,3 @@ class ShortlistTraining(DrafterFolder):
                 scored, listed = hit | (rank < layout.frequent), rank < rows
                 figures[rows] = recall(places, listed, listed), recall(places, scored, listed)
         return figures
-
-    def command(self) -> str:
-        """Return the command line of this training."""
-        plan = self.plan
-        parts = ["quickbeam train --only shortlist", f"--clusters {plan.clusters}"]
-        parts += [f"--model {self.model}"] if self.model else []
-        parts += [f"--rows {plan.rows} --listed {self.listed} --size {self.size}"]
-        parts += [f"--depths {self.plan.depths} --router-epochs {plan.router_epochs}"]
-        parts += [f"--width {plan.width}"]
-        parts += [f"--list-of {plan.list_of.name}"] if plan.list_of else []
-        return " ".join(parts)
-
-    def card(
-        self, layout: Layout, router: Router, places: int, counted: Places, figures: Figures
-    ) -> str:
-        """Return the card in Markdown: what the shortlist is, how it was made, what it finds."""
-        parameters = sum(p.numel() for p in router.parameters()) / 1e6
-        alike = "that follow in the same places"
-        if self.plan.clusters == "kmeans":
-            alike = "whose rows of the head are alike (DynaSpec)"
-        aim = "what neither the list nor the context has"
-        if not self.recipe.residual:
-            aim = "what the list does not have"
-        table = "\n".join(
-            f"| {rows:,} | {listed.recall:.4f} | {both.recall:.4f} | {listed.alone:.4f} | "
-            f"{both.alone:.4f} | {both.rare_recall:.3f} |"
-            for rows, (listed, both) in figures.items()
-        )
-        return f"""# A shortlist for the drafter of {self.model or hub.DEFAULT}
-
-{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and
-{layout.clusters:,} clusters of {layout.size} tokens {alike}; a router of
-{parameters:.2f} M parameters, trained to find {aim}. Made with
-
-    {self.command()}
-
-`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores frequent tokens and
-those of the context, and no router.
-
-- **Data:** {places:,} places of {self.shards.tokens:,} tokens of text that the model wrote itself,
-  up to {self.plan.depths} drafts ahead. One conversation in {HELD_OUT} was held out.
-
-On {len(counted.tokens):,} held-out places, how often the model's likeliest token is scored, by the
-number of rows that list and clusters have together; "of rare": where it is neither among as many
-frequent tokens nor in the context:
-
-| rows | list + context | router + context | list | clusters | router, of rare |
-| --- | --- | --- | --- | --- | --- |
-{table}
-"""
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file, completely or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.loading import eos_ids, pick_device
 from quickbeam.models.opening import make_model
 from quickbeam.train import openers, text
 from quickbeam.train.block import Held, new_network
+from quickbeam.train.clusters import ranking
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.shards import HELD_OUT, Shards, ShardWriter, Unwritten, read_prompts
 from quickbeam.train.target import FrozenTarget, load_target
@@ -217,8 +220,13 @@ class BlockStage:
         return network.float().requires_grad_(True)
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train, write the drafter's card and figures, and return these."""
-        plan, held = self.plan, self.trainer.run(report)
+        """Train, write the drafter's card and figures, and return these.
+
+        The tokens by how often the text has them lie beside the drafter from the start.
+        """
+        plan, order = self.plan, ranking(self.trainer.shards.counts(len(self.target.head)))
+        Artefact(Layout(order, len(order), 1, len(order)), order, None).save(plan.out)
+        held = self.trainer.run(report)
         (plan.out / "README.md").write_text(self.card(held))
         record = {
             "command": command(plan),
