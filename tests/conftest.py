@@ -100,3 +100,8 @@ def scripted(llm):
     from serving import ScriptedRunner
 
     return ScriptedRunner(ServeSettings(served_name="toy"), llm)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    return "asyncio"

@@ -56,20 +56,11 @@ def steps_of(
         size = 1 if method == "ar" else min((1, 3, 2, 4)[len(steps) % 4], len(tokens) - at)
         nodes = [node(tokens[at - 1], -1, 0, "root", 1.0, True)]
         for i in range(size - 1):
-            nodes.append(
-                node(tokens[at + i], i, i + 1, sources[(len(steps) + i) % 4], 0.8**i, True)
-            )
+            source = sources[(len(steps) + i) % 4]
+            nodes.append(node(tokens[at + i], i, i + 1, source, 0.8**i, True))
         for i in range(0 if method == "ar" else 3):
-            nodes.append(
-                node(
-                    f" wrong{i}",
-                    min(i, size - 1),
-                    min(i, size - 1) + 1,
-                    sources[i],
-                    0.3 / (i + 1),
-                    False,
-                )
-            )
+            above = min(i, size - 1)
+            nodes.append(node(f" wrong{i}", above, above + 1, sources[i], 0.3 / (i + 1), False))
         seconds = 0.05 if method == "ar" else 0.06
         step = {"nodes": nodes, "next": token(tokens[at + size - 1]), "emitted": size}
         steps.append(step | {"draft_seconds": 0.01, "verify_seconds": 0.03, "seconds": seconds})
@@ -84,13 +75,8 @@ def token(text: str) -> dict[str, Any]:
 def node(
     text: str, parent: int, depth: int, source: str, value: float, accepted: bool
 ) -> dict[str, Any]:
-    return token(text) | {
-        "parent": parent,
-        "depth": depth,
-        "source": source,
-        "value": value,
-        "accepted": accepted,
-    }
+    own = dict(parent=parent, depth=depth, source=source, value=value, accepted=accepted)
+    return token(text) | own
 
 
 class Stand:
@@ -115,12 +101,8 @@ class Stand:
     async def models(self, request: Request) -> Response:
         self.paths.append(request.url.path)
         methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [{"id": "rowan-135m", "object": "model", "quickbeam": methods}],
-            }
-        )
+        model = {"id": "rowan-135m", "object": "model", "quickbeam": methods}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
         self.paths.append(request.url.path)
@@ -161,40 +143,29 @@ async def script(prompt: str, tokens: list[str], method: str) -> AsyncIterator[s
     steps = steps_of(tokens, method, (EVIL,) * 4 if prompt.startswith("evil") else SOURCES)
     for number, step in enumerate(steps, 1):
         read = sum(s["emitted"] for s in steps[:number])
-        end = (
-            len(text) if number == len(steps) else min(len(text), len("".join(tokens[: read + 1])))
-        )
+        end = len(text if number == len(steps) else "".join(tokens[: read + 1]))
+        end = min(end, len(text))
         yield event(delta={"content": text[at:end]}, quickbeam={"steps": [step], "method": method})
         at = end
         if prompt.startswith("breaks") and number == 2:
             return
         if prompt.startswith("fails") and number == 2:
-            yield (
-                "data: "
-                + json.dumps(
-                    {"error": {"message": "the logits are not finite", "type": "server_error"}}
-                )
-                + "\r\n\r\n"
-            )
+            error = {"message": "the logits are not finite", "type": "server_error"}
+            yield sent({"error": error})
             return
     yield event(delta={}, finish_reason="stop")
-    yield (
-        "data: "
-        + json.dumps(
-            {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(tokens)}}
-        )
-        + "\r\n\r\n"
-    )
+    usage = {"prompt_tokens": 5, "completion_tokens": len(tokens)}
+    yield sent({"choices": [], "usage": usage})
     yield "data: [DONE]\r\n\r\n"
+
+
+def sent(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\r\n\r\n"
 
 
 def event(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> str:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return (
-        "data: "
-        + json.dumps({"object": "chat.completion.chunk", "choices": [choice]} | more)
-        + "\r\n\r\n"
-    )
+    return sent({"object": "chat.completion.chunk", "choices": [choice]} | more)
 
 
 def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

@@ -92,7 +92,8 @@ def test_each_prompt_of_a_line_gets_a_seed() -> None:
     assert "seed" in fields(messages=[], **{"custom_id": "x"})
 
 
-def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
+@pytest.mark.anyio
+async def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
     """Equal ones are drawn apart; log-probabilities may be asked for alone."""
     pytest.importorskip("fastapi")
     from quickbeam.batch.answers import Answering
@@ -101,28 +102,24 @@ def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
     scored: dict[str, Any] = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
     llm = LLM(toy_folder, "ar")
     right = llm.generate(scored["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    async with Answering(llm) as answer:
 
-    async def main() -> None:
-        async with Answering(llm) as answer:
+        async def choices(body: dict[str, Any]) -> list[Any]:
+            reply = await answer(COMPLETIONS, body)
+            assert reply.status == 200, reply.body
+            return list(reply.body["choices"])
 
-            async def choices(body: dict[str, Any]) -> list[Any]:
-                reply = await answer(COMPLETIONS, body)
-                assert reply.status == 200, reply.body
-                return list(reply.body["choices"])
-
-            found = await choices(line)
-            assert len({one["text"] for one in found}) == 3 and await choices(line) == found
-            for one in found:
-                own = {"prompt": "abc", "max_tokens": 20, "seed": one["seed"]}
-                assert (await choices(own))[0]["text"] == one["text"]
-            for choice, one in zip(
-                await choices({**scored, "echo": True, "logprobs": 1}), right, strict=True
-            ):
-                logprobs = [entry and entry.logprob for entry in one.prompt_logprobs or []]
-                assert choice["logprobs"]["token_logprobs"] == logprobs
-            assert (await answer(COMPLETIONS, scored)).status == 400
-
-    asyncio.run(main())
+        found = await choices(line)
+        assert len({one["text"] for one in found}) == 3 and await choices(line) == found
+        for one in found:
+            own = {"prompt": "abc", "max_tokens": 20, "seed": one["seed"]}
+            assert (await choices(own))[0]["text"] == one["text"]
+        for choice, one in zip(
+            await choices({**scored, "echo": True, "logprobs": 1}), right, strict=True
+        ):
+            logprobs = [entry and entry.logprob for entry in one.prompt_logprobs or []]
+            assert choice["logprobs"]["token_logprobs"] == logprobs
+        assert (await answer(COMPLETIONS, scored)).status == 400
 
 
 @pytest.mark.parametrize(("line", "why"), [

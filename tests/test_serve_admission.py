@@ -15,6 +15,8 @@ from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
 
+pytestmark = pytest.mark.anyio
+
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -137,135 +139,114 @@ def test_settings_that_can_not_be(given, words):
         ServeSettings(**given)
 
 
-def test_a_full_server_tells_when_to_come_back(llm):
+async def test_a_full_server_tells_when_to_come_back(llm):
     """Two run, one waits, the fourth is turned away; all that were let in are answered as if they
     were alone."""
     alone = llm.generate("hello", LONG, method="ar").token_ids
-
-    async def main() -> None:
-        async with served(llm, max_waiting=1) as (runner, client):
-            with braked(llm.engine) as brake:
-                asked = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
-                asked |= {"temperature": 0, "return_token_ids": True}
-                posts = [client.post("/v1/completions", json=asked) for _ in range(3)]
-                posts = [asyncio.create_task(post) for post in posts]
-                await until(lambda: runner.gate.inside == 3)
-                refused = await client.post("/v1/completions", json=asked)
-                assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-                assert refused.json()["error"]["type"] == "rate_limit_error"
-                more = asked | {"n": 3, "temperature": 1}
-                assert (await client.post("/v1/completions", json=more)).status_code == 429
-                never = await client.post("/v1/completions", json=more | {"n": 9})
-                assert never.status_code == 400 and "takes at most 3" in never.text
-                brake.release()
-                for response in await asyncio.gather(*posts):
-                    assert response.status_code == 200
-                    assert response.json()["choices"][0]["token_ids"] == alone
-            await until(lambda: idle(runner))
-            assert (await client.post("/v1/completions", json=asked)).status_code == 200
-
-    asyncio.run(main())
+    async with served(llm, max_waiting=1) as (runner, client):
+        with braked(llm.engine) as brake:
+            asked = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+            asked |= {"temperature": 0, "return_token_ids": True}
+            posts = [client.post("/v1/completions", json=asked) for _ in range(3)]
+            posts = [asyncio.create_task(post) for post in posts]
+            await until(lambda: runner.gate.inside == 3)
+            refused = await client.post("/v1/completions", json=asked)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            more = asked | {"n": 3, "temperature": 1}
+            assert (await client.post("/v1/completions", json=more)).status_code == 429
+            never = await client.post("/v1/completions", json=more | {"n": 9})
+            assert never.status_code == 400 and "takes at most 3" in never.text
+            brake.release()
+            for response in await asyncio.gather(*posts):
+                assert response.status_code == 200
+                assert response.json()["choices"][0]["token_ids"] == alone
+        await until(lambda: idle(runner))
+        assert (await client.post("/v1/completions", json=asked)).status_code == 200
 
 
-def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
-    async def main() -> None:
-        async with served(llm) as (runner, client):
-            with braked(llm.engine) as brake:
-                tasks = [asyncio.create_task(begun(runner, job(llm))) for _ in range(2)]
-                await until(lambda: runner.gate.inside == begun_answers(runner) == 2)
-                brake.release(3)  # answers need 200 steps
-                running = [stream for task in tasks for stream in await task]
-                runner.settings = replace(runner.settings, queue_timeout=0.3)
-                asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
-                late = await client.post("/v1/completions", json=asked)
-                assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
-                assert "0.3 seconds" in late.json()["error"]["message"]
-                await until(lambda: all(stream.times.began for stream in running))
-                # those that run; the engine may not have seen yet that one left
-                assert runner.gate.inside in (2, 3)
-                brake.release()
-                for stream in running:
-                    assert [delta async for delta in stream.deltas()]
-                    assert stream.completion.finish_reason == "length"
-            await until(lambda: idle(runner))
-
-    asyncio.run(main())
+async def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
+    async with served(llm) as (runner, client):
+        with braked(llm.engine) as brake:
+            tasks = [asyncio.create_task(begun(runner, job(llm))) for _ in range(2)]
+            await until(lambda: runner.gate.inside == begun_answers(runner) == 2)
+            brake.release(3)  # answers need 200 steps
+            running = [stream for task in tasks for stream in await task]
+            runner.settings = replace(runner.settings, queue_timeout=0.3)
+            asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
+            late = await client.post("/v1/completions", json=asked)
+            assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
+            assert "0.3 seconds" in late.json()["error"]["message"]
+            await until(lambda: all(stream.times.began for stream in running))
+            # those that run; the engine may not have seen yet that one left
+            assert runner.gate.inside in (2, 3)
+            brake.release()
+            for stream in running:
+                assert [delta async for delta in stream.deltas()]
+                assert stream.completion.finish_reason == "length"
+        await until(lambda: idle(runner))
 
 
-def test_what_the_engine_refuses_leaves_nothing(llm):
-    async def main() -> None:
-        async with served(llm, max_prompt_tokens=20) as (runner, _):
-            for bad, words in (
-                (job(llm, "x" * 21, SHORT), "at most 20"),
-                (job(llm, "hello", SamplingParams(max_tokens=5000)), "context of 512"),
-                (job(llm, "", SHORT), "empty prompt"),
-                (job(llm, "hello", SHORT, method="lgitspec"), "lgitspec"),
-                (job(llm, "hello", SHORT, budget=-1), "budget=-1"),
-                (job(llm, "hello", SamplingParams(logit_bias={9999: 1.0})), "logit_bias"),
-            ):
-                with pytest.raises(InvalidInput, match=words):
-                    await begun(runner, job(llm, "hello", SHORT), bad)
-            await until(lambda: idle(runner))
-
-    asyncio.run(main())
+async def test_what_the_engine_refuses_leaves_nothing(llm):
+    async with served(llm, max_prompt_tokens=20) as (runner, _):
+        for bad, words in (
+            (job(llm, "x" * 21, SHORT), "at most 20"),
+            (job(llm, "hello", SamplingParams(max_tokens=5000)), "context of 512"),
+            (job(llm, "", SHORT), "empty prompt"),
+            (job(llm, "hello", SHORT, method="lgitspec"), "lgitspec"),
+            (job(llm, "hello", SHORT, budget=-1), "budget=-1"),
+            (job(llm, "hello", SamplingParams(logit_bias={9999: 1.0})), "logit_bias"),
+        ):
+            with pytest.raises(InvalidInput, match=words):
+                await begun(runner, job(llm, "hello", SHORT), bad)
+        await until(lambda: idle(runner))
 
 
 @pytest.mark.parametrize("stage", ("waiting", "running"))
-def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
+async def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
     """And nothing on the event loop waits for the step that is under way."""
-
-    async def main() -> None:
-        async with served(llm) as (runner, _):
-            with braked(llm.engine) as brake:
-                task = asyncio.create_task(begun(runner, job(llm), job(llm, choice=1)))
-                await until(brake.waits.is_set)
-                if stage == "waiting":
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                else:
-                    brake.release(1)
-                    for stream in await task:
-                        stream.close()
-                assert runner.gate.inside == 2 and runner.unhealthy_reason is None
-                brake.release(2)  # the one that was under way, and the next
-                await until(lambda: idle(runner))
-            llm.reset()
-            assert llm.model.pool.used == 0
-
-    asyncio.run(main())
+    async with served(llm) as (runner, _):
+        with braked(llm.engine) as brake:
+            task = asyncio.create_task(begun(runner, job(llm), job(llm, choice=1)))
+            await until(brake.waits.is_set)
+            if stage == "waiting":
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            else:
+                brake.release(1)
+                for stream in await task:
+                    stream.close()
+            assert runner.gate.inside == 2 and runner.unhealthy_reason is None
+            brake.release(2)  # the one that was under way, and the next
+            await until(lambda: idle(runner))
+        llm.reset()
+        assert llm.model.pool.used == 0
 
 
-def test_nothing_on_the_event_loop_waits_for_a_step(llm):
+async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
     """Health, metrics, tokens and pages are answered while a step takes for ever; another request
     is let in and waits."""
-
-    async def main() -> None:
-        async with served(llm) as (runner, client):
-            with braked(llm.engine) as brake:
-                task = asyncio.create_task(begun(runner, job(llm)))
-                await until(brake.waits.is_set)
-                for path in ("/health", "/metrics", "/v1/models", "/"):
-                    assert (await client.get(path)).status_code == 200
-                other = asyncio.create_task(begun(runner, job(llm, "another")))
-                await until(lambda: runner.gate.waiting == 2 and begun_answers(runner) == 2)
-                assert not task.done() and not other.done()
-            for stream in await task + await other:
-                stream.close()
-            await until(lambda: idle(runner))
-
-    asyncio.run(main())
+    async with served(llm) as (runner, client):
+        with braked(llm.engine) as brake:
+            task = asyncio.create_task(begun(runner, job(llm)))
+            await until(brake.waits.is_set)
+            for path in ("/health", "/metrics", "/v1/models", "/"):
+                assert (await client.get(path)).status_code == 200
+            other = asyncio.create_task(begun(runner, job(llm, "another")))
+            await until(lambda: runner.gate.waiting == 2 and begun_answers(runner) == 2)
+            assert not task.done() and not other.done()
+        for stream in await task + await other:
+            stream.close()
+        await until(lambda: idle(runner))
 
 
-def test_an_unloaded_runner_is_starting(llm):
-    async def main() -> None:
-        runner = Runner(ServeSettings())
-        assert not runner.healthy and runner.unhealthy_reason == "starting"
-        for ask in (lambda: runner.llm, lambda: runner.enter(1)):
-            with pytest.raises(Unavailable, match="starting"):
-                ask()
-        runner.attach(llm, "fp_x")
-        assert runner.healthy and runner.llm is llm and runner.gate.places == 2
-        await runner.close()
-        assert runner.unhealthy_reason == "draining"
-
-    asyncio.run(main())
+async def test_an_unloaded_runner_is_starting(llm):
+    runner = Runner(ServeSettings())
+    assert not runner.healthy and runner.unhealthy_reason == "starting"
+    for ask in (lambda: runner.llm, lambda: runner.enter(1)):
+        with pytest.raises(Unavailable, match="starting"):
+            ask()
+    runner.attach(llm, "fp_x")
+    assert runner.healthy and runner.llm is llm and runner.gate.places == 2
+    await runner.close()
+    assert runner.unhealthy_reason == "draining"

@@ -17,6 +17,8 @@ from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, braked, idle, job, served, until
 
+pytestmark = pytest.mark.anyio
+
 # of vLLM, as its dashboards and autoscalers ask for them
 VLLM = """
 num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total
@@ -51,103 +53,92 @@ async def read(client) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_what_is_counted_is_what_was_answered(llm):
+async def test_what_is_counted_is_what_was_answered(llm):
     prompts = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b " * 40]
     sampled = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     asked = [job(llm, text, params) for text in prompts for params in (LONG, sampled)]
     llm.reset()
+    async with served(llm, served_name="tiny") as (runner, client):
+        streams = [stream for one in asked for stream in await begun(runner, one)]
+        for stream in streams:
+            async for _ in stream.deltas():
+                pass
+        await until(lambda: idle(runner))
+        found = await read(client)
+        every = [stream.completion for stream in streams]
+        counts = [one.statistics for one in every]
+        plain = {
+            "vllm:prompt_tokens_total": sum(len(one.prompt) for one in asked),
+            "vllm:generation_tokens_total": sum(len(one.token_ids) for one in every),
+            "vllm:prefix_cache_queries_total": sum(len(one.prompt) for one in asked),
+            "vllm:prefix_cache_hits_total": sum(one.cached_tokens for one in counts),
+            "vllm:spec_decode_num_draft_tokens_total": sum(one.nodes - one.steps for one in counts),
+            "vllm:spec_decode_num_accepted_tokens_total": sum(
+                source.accepted for one in counts for source in one.sources.values()
+            ),
+            "vllm:time_to_first_token_seconds_count": len(every),
+            "vllm:e2e_request_latency_seconds_count": len(every),
+            "vllm:request_queue_time_seconds_count": len(every),
+            "vllm:inter_token_latency_seconds_count": sum(one.new_tokens - 1 for one in counts),
+            "vllm:time_per_output_token_seconds_count": sum(one.new_tokens - 1 for one in counts),
+            "vllm:request_generation_tokens_sum": sum(one.new_tokens for one in counts),
+            "quickbeam:nodes_per_step_count": sum(one.steps for one in counts),
+            "quickbeam:nodes_per_step_sum": sum(one.nodes for one in counts),
+            "vllm:num_requests_running": 0,
+            "vllm:num_requests_waiting": 0,
+            "vllm:kv_cache_usage_perc": 0,
+        }
+        assert {name: found[name][""] for name in plain} == plain
+        assert (
+            plain["vllm:spec_decode_num_accepted_tokens_total"] > 0
+            and plain["vllm:prefix_cache_hits_total"] > 0
+        )
+        depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+        assert sum(depths.values()) == plain["vllm:spec_decode_num_accepted_tokens_total"]
+        falling = [depths[str(depth)] for depth in range(5)]
+        assert (
+            falling == sorted(falling, reverse=True)
+            and falling[0] <= found["vllm:spec_decode_num_drafts_total"][""]
+        )
+        assert found["vllm:request_success_total"] == {"length": len(every)}
+        drafted = {
+            name: sum(one.sources[name].drafted for one in counts) for name in counts[0].sources
+        }
+        assert found["quickbeam:drafted_tokens_total"] == drafted
 
-    async def main() -> None:
-        async with served(llm, served_name="tiny") as (runner, client):
-            streams = [stream for one in asked for stream in await begun(runner, one)]
-            for stream in streams:
-                async for _ in stream.deltas():
-                    pass
-            await until(lambda: idle(runner))
+
+async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
+    async with served(llm, served_name="tiny", max_waiting=1) as (runner, client):
+        monkeypatch.setattr(llm.engine.scheduler, "most", 1)
+        runner.gate.places = 1
+        with braked(llm.engine) as brake:
+            task = asyncio.create_task(begun(runner, job(llm)))
+            await until(brake.waits.is_set)
+            assert (await read(client))["vllm:num_requests_waiting"] == {"": 1}
+            brake.release(3)
+            (stream,) = await task
+            runner.settings = replace(runner.settings, queue_timeout=0.2)
+            await until(lambda: bool(llm.engine.nodes))
             found = await read(client)
-            every = [stream.completion for stream in streams]
-            counts = [one.statistics for one in every]
-            plain = {
-                "vllm:prompt_tokens_total": sum(len(one.prompt) for one in asked),
-                "vllm:generation_tokens_total": sum(len(one.token_ids) for one in every),
-                "vllm:prefix_cache_queries_total": sum(len(one.prompt) for one in asked),
-                "vllm:prefix_cache_hits_total": sum(one.cached_tokens for one in counts),
-                "vllm:spec_decode_num_draft_tokens_total": sum(
-                    one.nodes - one.steps for one in counts
-                ),
-                "vllm:spec_decode_num_accepted_tokens_total": sum(
-                    source.accepted for one in counts for source in one.sources.values()
-                ),
-                "vllm:time_to_first_token_seconds_count": len(every),
-                "vllm:e2e_request_latency_seconds_count": len(every),
-                "vllm:request_queue_time_seconds_count": len(every),
-                "vllm:inter_token_latency_seconds_count": sum(one.new_tokens - 1 for one in counts),
-                "vllm:time_per_output_token_seconds_count": sum(
-                    one.new_tokens - 1 for one in counts
-                ),
-                "vllm:request_generation_tokens_sum": sum(one.new_tokens for one in counts),
-                "quickbeam:nodes_per_step_count": sum(one.steps for one in counts),
-                "quickbeam:nodes_per_step_sum": sum(one.nodes for one in counts),
-                "vllm:num_requests_running": 0,
-                "vllm:num_requests_waiting": 0,
-                "vllm:kv_cache_usage_perc": 0,
-            }
-            assert {name: found[name][""] for name in plain} == plain
+            assert found["vllm:num_requests_running"] == {"": 1} and found[
+                "vllm:num_requests_waiting"
+            ] == {"": 0}
             assert (
-                plain["vllm:spec_decode_num_accepted_tokens_total"] > 0
-                and plain["vllm:prefix_cache_hits_total"] > 0
+                found["vllm:kv_cache_usage_perc"][""]
+                == llm.model.pool.used / llm.model.pool.limit
+                > 0
             )
-            depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-            assert sum(depths.values()) == plain["vllm:spec_decode_num_accepted_tokens_total"]
-            falling = [depths[str(depth)] for depth in range(5)]
-            assert (
-                falling == sorted(falling, reverse=True)
-                and falling[0] <= found["vllm:spec_decode_num_drafts_total"][""]
-            )
-            assert found["vllm:request_success_total"] == {"length": len(every)}
-            drafted = {
-                name: sum(one.sources[name].drafted for one in counts) for name in counts[0].sources
-            }
-            assert found["quickbeam:drafted_tokens_total"] == drafted
-
-    asyncio.run(main())
-
-
-def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
-    async def main() -> None:
-        async with served(llm, served_name="tiny", max_waiting=1) as (runner, client):
-            monkeypatch.setattr(llm.engine.scheduler, "most", 1)
-            runner.gate.places = 1
-            with braked(llm.engine) as brake:
-                task = asyncio.create_task(begun(runner, job(llm)))
-                await until(brake.waits.is_set)
-                assert (await read(client))["vllm:num_requests_waiting"] == {"": 1}
-                brake.release(3)
-                (stream,) = await task
-                runner.settings = replace(runner.settings, queue_timeout=0.2)
-                await until(lambda: bool(llm.engine.nodes))
-                found = await read(client)
-                assert found["vllm:num_requests_running"] == {"": 1} and found[
-                    "vllm:num_requests_waiting"
-                ] == {"": 0}
-                assert (
-                    found["vllm:kv_cache_usage_perc"][""]
-                    == llm.model.pool.used / llm.model.pool.limit
-                    > 0
-                )
-                assert 1 <= found["quickbeam:budget_nodes"][""] <= 6
-                body = {"model": "tiny", "prompt": "hello"}
-                # after its time in the queue
-                assert (await client.post("/v1/completions", json=body)).status_code == 503
-                assert (await client.post("/v1/completions", json=body)).status_code == 429
-            stream.close()
-            await until(lambda: idle(runner))
-            found = await read(client)
-            assert found["quickbeam:refused_requests_total"] == {"busy": 1, "unavailable": 1}
-            assert found["vllm:request_success_total"] == {"abort": 2}
-            assert found["vllm:time_to_first_token_seconds_count"] == {"": 1}
-
-    asyncio.run(main())
+            assert 1 <= found["quickbeam:budget_nodes"][""] <= 6
+            body = {"model": "tiny", "prompt": "hello"}
+            # after its time in the queue
+            assert (await client.post("/v1/completions", json=body)).status_code == 503
+            assert (await client.post("/v1/completions", json=body)).status_code == 429
+        stream.close()
+        await until(lambda: idle(runner))
+        found = await read(client)
+        assert found["quickbeam:refused_requests_total"] == {"busy": 1, "unavailable": 1}
+        assert found["vllm:request_success_total"] == {"abort": 2}
+        assert found["vllm:time_to_first_token_seconds_count"] == {"": 1}
 
 
 def test_preemptions_are_counted(toy_folder):

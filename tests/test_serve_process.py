@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -103,34 +102,3 @@ def test_a_process_that_loads_can_be_ended(smollm2, port):
         assert server.wait(60) == 0
     finally:
         finish(server)
-
-
-@pytest.mark.long
-def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, port):
-    """As systemd does with `Restart=always`."""
-    servers, stop = list[subprocess.Popen[str]](), threading.Event()
-
-    def supervise() -> None:
-        while not stop.is_set():
-            servers.append(start(port))
-            servers[-1].wait()
-
-    supervisor = threading.Thread(target=supervise)
-    supervisor.start()
-    try:
-        body = {**BODY, "max_tokens": 8, "temperature": 0}
-        texts = []
-        for life in range(2):
-            wait(lambda life=life: len(servers) > life and health(port) == 200)
-            address = f"http://127.0.0.1:{port}/v1/completions"
-            found = httpx.post(address, json=body, timeout=120).json()
-            texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
-            if not life:
-                servers[0].send_signal(signal.SIGKILL)
-                wait(lambda: health(port) != 200, seconds=5)
-        assert texts[0] == texts[1]
-    finally:
-        stop.set()
-        for server in servers:
-            finish(server)
-        supervisor.join()

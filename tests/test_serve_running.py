@@ -35,6 +35,8 @@ from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
 from serving import ScriptedRunner
 
+pytestmark = pytest.mark.anyio
+
 ROOT = Path(__file__).parents[1]
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
@@ -95,48 +97,39 @@ def refused(runner: Runner) -> float | None:
     return runner.metrics.registry.get_sample_value("quickbeam:refused_requests_total", labels)
 
 
-def test_it_listens_while_it_loads(llm):
+async def test_it_listens_while_it_loads(llm):
     go = threading.Event()
-
-    async def main() -> None:
-        async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
-            health, models, metrics, page = [
-                await client.get(path) for path in ("/health", "/v1/models", "/metrics", "/")
-            ]
-            asked = await client.post("/v1/completions", json=BODY)
-            assert [one.status_code for one in (health, asked, models)] == [503] * 3
-            assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) > 0
-            assert metrics.status_code == page.status_code == 200
-            # the request for an answer, and not the question what models there are
-            assert refused(one.runner) == 1
-            go.set()
-            await until(lambda: one.runner.healthy)
-            assert (await client.get("/health")).json() == {"status": "ok"}
-            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-
-    asyncio.run(main())
+    async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
+        health, models, metrics, page = [
+            await client.get(path) for path in ("/health", "/v1/models", "/metrics", "/")
+        ]
+        asked = await client.post("/v1/completions", json=BODY)
+        assert [one.status_code for one in (health, asked, models)] == [503] * 3
+        assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) > 0
+        assert metrics.status_code == page.status_code == 200
+        # the request for an answer, and not the question what models there are
+        assert refused(one.runner) == 1
+        go.set()
+        await until(lambda: one.runner.healthy)
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
 @pytest.mark.parametrize("loaded", (False, True))
-def test_a_signal_while_it_loads_ends_it(llm, loaded):
+async def test_a_signal_while_it_loads_ends_it(llm, loaded):
     """Also where the model comes just then: it is not begun with."""
     go, told = threading.Event(), not loaded
-
-    async def main() -> None:
-        nonlocal told
-        async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
-            one.server.on_tick = lambda _: asyncio.sleep(0, one.server.should_exit and told)
-            one.stop()
-            await until(lambda: one.runner.unhealthy_reason == "draining")
-            if loaded:
-                go.set()
-                await until(lambda: one.runner.fingerprint == "fp_tiny")
-                assert (await client.get("/health")).json() == {"status": "draining"}
-                told = True
-            assert await one.serving is loaded
+    async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
+        one.server.on_tick = lambda _: asyncio.sleep(0, one.server.should_exit and told)
+        one.stop()
+        await until(lambda: one.runner.unhealthy_reason == "draining")
+        if loaded:
             go.set()
-
-    asyncio.run(main())
+            await until(lambda: one.runner.fingerprint == "fp_tiny")
+            assert (await client.get("/health")).json() == {"status": "draining"}
+            told = True
+        assert await one.serving is loaded
+        go.set()
 
 
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
@@ -149,141 +142,120 @@ def test_a_model_that_can_not_be_loaded_ends_it(llm):
     assert not seen
 
 
-def test_a_signal_lets_answers_end_and_takes_no_others(llm):
+async def test_a_signal_lets_answers_end_and_takes_no_others(llm):
     alone = llm.generate("hello", LONG, method="ar").text
-
-    async def main() -> None:
-        async with listening(llm) as (one, client):
-            with braked(llm.engine) as brake:
-                brake.release(3)
-                async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
-                    got = lines(streamed)
-                    chunks = [await anext(got)]
-                    whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
-                    await until(lambda: one.runner.gate.inside == 2)
-                    one.stop()
-                    await until(lambda: one.runner.unhealthy_reason == "draining")
-                    health = await client.get("/health")
-                    late = await client.post("/v1/completions", json=BODY)
-                    assert health.status_code == late.status_code == 503
-                    assert health.json() == {"status": "draining"}
-                    assert int(late.headers["retry-after"]) >= 1 and not one.serving.done()
-                    brake.release()
-                    chunks += [chunk async for chunk in got]
-            assert text_of(chunks) == alone == (await whole).json()["choices"][0]["text"]
-            assert await one.serving and one.runner.gate.inside == 0
-
-    asyncio.run(main())
-
-
-def test_a_response_is_sent_to_its_end_after_the_answer_is_over(llm):
-    async def main() -> None:
-        async with listening(llm, kind=ScriptedRunner) as (one, client):
-            one.runner.script, one.runner.piece, one.runner.pause = "a tale", 1, 0.1
+    async with listening(llm) as (one, client):
+        with braked(llm.engine) as brake:
+            brake.release(3)
             async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
                 got = lines(streamed)
                 chunks = [await anext(got)]
-                one.stop()  # nothing is left to compute, so it begins to end at once
-                await until(lambda: one.server.should_exit)
+                whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+                await until(lambda: one.runner.gate.inside == 2)
+                one.stop()
+                await until(lambda: one.runner.unhealthy_reason == "draining")
+                health = await client.get("/health")
+                late = await client.post("/v1/completions", json=BODY)
+                assert health.status_code == late.status_code == 503
+                assert health.json() == {"status": "draining"}
+                assert int(late.headers["retry-after"]) >= 1 and not one.serving.done()
+                brake.release()
                 chunks += [chunk async for chunk in got]
-            assert text_of(chunks) == "a tale"
-            assert await one.serving
-
-    asyncio.run(main())
+        assert text_of(chunks) == alone == (await whole).json()["choices"][0]["text"]
+        assert await one.serving and one.runner.gate.inside == 0
 
 
-def test_what_takes_too_long_to_end_is_ended(llm):
-    async def main() -> None:
-        async with listening(llm, drain_timeout=0.1) as (one, client):
-            with braked(llm.engine) as brake:
-                brake.release(3)
-                async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
-                    got = lines(streamed)
-                    await anext(got)
-                    one.stop()
-                    await until(lambda: one.runner._aio._closed)
-                    brake.release(1)  # the step that is under way
-                    rest = [chunk async for chunk in got]
-                assert any("error" in json.loads(chunk) for chunk in rest if chunk != "[DONE]")
-            assert await one.serving and not llm.engine.busy
+async def test_a_response_is_sent_to_its_end_after_the_answer_is_over(llm):
+    async with listening(llm, kind=ScriptedRunner) as (one, client):
+        one.runner.script, one.runner.piece, one.runner.pause = "a tale", 1, 0.1
+        async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
+            got = lines(streamed)
+            chunks = [await anext(got)]
+            one.stop()  # nothing is left to compute, so it begins to end at once
+            await until(lambda: one.server.should_exit)
+            chunks += [chunk async for chunk in got]
+        assert text_of(chunks) == "a tale"
+        assert await one.serving
 
-    asyncio.run(main())
+
+async def test_what_takes_too_long_to_end_is_ended(llm):
+    async with listening(llm, drain_timeout=0.1) as (one, client):
+        with braked(llm.engine) as brake:
+            brake.release(3)
+            async with client.stream("POST", "/v1/completions", json=STREAM) as streamed:
+                got = lines(streamed)
+                await anext(got)
+                one.stop()
+                await until(lambda: one.runner._aio._closed)
+                brake.release(1)  # the step that is under way
+                rest = [chunk async for chunk in got]
+            assert any("error" in json.loads(chunk) for chunk in rest if chunk != "[DONE]")
+        assert await one.serving and not llm.engine.busy
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_a_client_that_leaves_frees_its_answer(llm, stream):
+async def test_a_client_that_leaves_frees_its_answer(llm, stream):
     """Before the engine has taken it up, and while it is made."""
-
-    async def main() -> None:
-        async with listening(llm) as (one, client):
-            for steps in (0, 4):
-                with braked(llm.engine) as brake:
-                    asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
-                    task = asyncio.create_task(client.post("/v1/completions", json=asked))
-                    await until(brake.waits.is_set)
-                    # the second answer was begun, too
-                    await until(lambda: begun_answers(one.runner) == 2)
-                    if steps:
-                        brake.release(steps)
-                        await until(lambda: any(s.started for s in llm.engine.scheduler.active))
-                    assert one.runner.gate.inside == 2
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                    for tries in range(150):  # answers need 200 steps
-                        brake.release(1)
-                        await asyncio.sleep(0.01 if tries < 20 else 0.2)
-                        if idle(one.runner):
-                            break
-                    assert idle(one.runner)
-            llm.reset()
-            assert llm.model.pool.used == 0
-
-    asyncio.run(main())
-
-
-def test_a_client_that_leaves_as_its_answer_begins_frees_it(llm):
-    """A wait with a time limit may end at that very moment, and must not keep the cancellation."""
-
-    async def main() -> None:
-        async with served(llm) as (runner, _):
-            for wait in range(8):
-                with braked(llm.engine) as brake:
-                    task = asyncio.create_task(begun(runner, job(llm)))
-                    await until(brake.waits.is_set)
+    async with listening(llm) as (one, client):
+        for steps in (0, 4):
+            with braked(llm.engine) as brake:
+                asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
+                task = asyncio.create_task(client.post("/v1/completions", json=asked))
+                await until(brake.waits.is_set)
+                # the second answer was begun, too
+                await until(lambda: begun_answers(one.runner) == 2)
+                if steps:
+                    brake.release(steps)
+                    await until(lambda: any(s.started for s in llm.engine.scheduler.active))
+                assert one.runner.gate.inside == 2
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                for tries in range(150):  # answers need 200 steps
                     brake.release(1)
-                    while runner.gate.waiting:  # until the engine has begun
-                        await asyncio.sleep(0)
-                    for _ in range(wait):
-                        await asyncio.sleep(0)
-                    left = task.cancel()
-                    await asyncio.wait([task])
-                    assert task.cancelled() == left
-                    if not left:
-                        task.result()[0].close()
-                    brake.release(2)  # an answer needs 200 steps
-                    await until(lambda: idle(runner))
-
-    asyncio.run(main())
+                    await asyncio.sleep(0.01 if tries < 20 else 0.2)
+                    if idle(one.runner):
+                        break
+                assert idle(one.runner)
+        llm.reset()
+        assert llm.model.pool.used == 0
 
 
-def test_health_fails_when_the_engine_is_silent(llm):
-    async def main() -> None:
-        async with served(llm, heartbeat_limit=0.5) as (runner, client):
-            await asyncio.sleep(0)
+async def test_a_client_that_leaves_as_its_answer_begins_frees_it(llm):
+    """A wait with a time limit may end at that very moment, and must not keep the cancellation."""
+    async with served(llm) as (runner, _):
+        for wait in range(8):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(begun(runner, job(llm)))
                 await until(brake.waits.is_set)
-                await until(lambda: not runner.healthy)
-                response = await client.get("/health")
-                assert response.status_code == 503 and re.search(
-                    r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"]
-                )
-                brake.release()
-                for stream in await task:
-                    stream.close()
-                await until(lambda: runner.healthy)
+                brake.release(1)
+                while runner.gate.waiting:  # until the engine has begun
+                    await asyncio.sleep(0)
+                for _ in range(wait):
+                    await asyncio.sleep(0)
+                left = task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled() == left
+                if not left:
+                    task.result()[0].close()
+                brake.release(2)  # an answer needs 200 steps
+                await until(lambda: idle(runner))
 
-    asyncio.run(main())
+
+async def test_health_fails_when_the_engine_is_silent(llm):
+    async with served(llm, heartbeat_limit=0.5) as (runner, client):
+        await asyncio.sleep(0)
+        with braked(llm.engine) as brake:
+            task = asyncio.create_task(begun(runner, job(llm)))
+            await until(brake.waits.is_set)
+            await until(lambda: not runner.healthy)
+            response = await client.get("/health")
+            assert response.status_code == 503 and re.search(
+                r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"]
+            )
+            brake.release()
+            for stream in await task:
+                stream.close()
+            await until(lambda: runner.healthy)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -307,22 +279,19 @@ def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
     asyncio.run(main(LLM(toy_folder, "pld")))
 
 
-def test_a_dead_thread_begins_nothing(llm, monkeypatch):
-    async def main() -> None:
-        async with served(llm) as (runner, client):
-            monkeypatch.setattr(llm.thread._loop, "error", MemoryError("no more"))
-            health = await client.get("/health")
-            assert health.status_code == 503 and health.json() == {
-                "status": "the engine's thread has ended"
-            }
-            asked = BODY | {"model": runner.name}
-            assert (await client.post("/v1/completions", json=asked)).status_code == 503
-
-    asyncio.run(main())
+async def test_a_dead_thread_begins_nothing(llm, monkeypatch):
+    async with served(llm) as (runner, client):
+        monkeypatch.setattr(llm.thread._loop, "error", MemoryError("no more"))
+        health = await client.get("/health")
+        assert health.status_code == 503 and health.json() == {
+            "status": "the engine's thread has ended"
+        }
+        asked = BODY | {"model": runner.name}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 503
     monkeypatch.undo()
 
 
-def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
+async def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
     waits, go, begin = threading.Event(), threading.Event(), llm.stream
 
     def late(*given: Any, **options: Any) -> Any:
@@ -330,56 +299,49 @@ def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
         go.wait()
         return begin(*given, **options)
 
-    async def main() -> None:
-        async with served(llm) as (runner, client):
-            monkeypatch.setattr(llm, "stream", late)
-            asked = asyncio.create_task(
-                client.post("/v1/completions", json=BODY | {"model": runner.name})
-            )
-            await asyncio.to_thread(waits.wait)
-            await runner.close()
-            go.set()
-            response = await asked
-            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-            assert refused(runner) == 1 and runner.gate.inside == 0
-
-    asyncio.run(main())
+    async with served(llm) as (runner, client):
+        monkeypatch.setattr(llm, "stream", late)
+        asked = asyncio.create_task(
+            client.post("/v1/completions", json=BODY | {"model": runner.name})
+        )
+        await asyncio.to_thread(waits.wait)
+        await runner.close()
+        go.set()
+        response = await asked
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        assert refused(runner) == 1 and runner.gate.inside == 0
 
 
 @pytest.mark.parametrize("late", (False, True))
-def test_deltas_make_up_the_answer(llm, late):
+async def test_deltas_make_up_the_answer(llm, late):
     """Texts, tokens, logprobs and steps, taken as they come or when all are there."""
-
-    async def main() -> None:
-        params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
-        async with AsyncLLM(llm=llm) as face:
-            stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
-            over = asyncio.Event()
-            stream.watch(lambda: None, lambda _: over.set())
-            if late:
-                await over.wait()
-            deltas = [delta async for delta in stream.deltas()]
-            found = stream.completion
-            assert len(deltas) == 1 if late else deltas
-            assert "".join(delta.text for delta in deltas) == found.text
-            assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
-            assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
-            steps = [step for delta in deltas for step in delta.steps]
-            emitted = [found.token_ids[0]]
-            for step in steps:
-                accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
-                emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
-                for node in [*step["nodes"], step["next"]]:
-                    assert node["text"] == llm.tokenizer.decode([node["token"]])
-            assert len(steps) == found.statistics.steps and emitted == found.token_ids
-            assert [delta async for delta in stream.deltas()] == []
-            times = stream.times
-            assert times.arrived <= times.began <= times.first
-
-    asyncio.run(main())
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    async with AsyncLLM(llm=llm) as face:
+        stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
+        over = asyncio.Event()
+        stream.watch(lambda: None, lambda _: over.set())
+        if late:
+            await over.wait()
+        deltas = [delta async for delta in stream.deltas()]
+        found = stream.completion
+        assert len(deltas) == 1 if late else deltas
+        assert "".join(delta.text for delta in deltas) == found.text
+        assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
+        assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
+        steps = [step for delta in deltas for step in delta.steps]
+        emitted = [found.token_ids[0]]
+        for step in steps:
+            accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
+            emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
+            for node in [*step["nodes"], step["next"]]:
+                assert node["text"] == llm.tokenizer.decode([node["token"]])
+        assert len(steps) == found.statistics.steps and emitted == found.token_ids
+        assert [delta async for delta in stream.deltas()] == []
+        times = stream.times
+        assert times.arrived <= times.began <= times.first
 
 
-def test_an_answer_is_over_when_its_last_step_is(llm):
+async def test_an_answer_is_over_when_its_last_step_is(llm):
     """Not before the step is counted and traced, though its tokens are there by then."""
     inside, go, ends = threading.Event(), threading.Event(), list[int]()
 
@@ -388,59 +350,50 @@ def test_an_answer_is_over_when_its_last_step_is(llm):
             inside.set()
             go.wait()
 
-    async def main() -> None:
-        nonlocal stream
-        async with AsyncLLM(llm=llm) as face:
-            with braked(llm.engine) as brake:
-                params = SamplingParams(max_tokens=3, ignore_eos=True)
-                stream = await face.stream("hello", params, method="ar", observer=hold)
-                stream.watch(lambda: None, lambda one: ends.append(one.completion.statistics.steps))
-                brake.release()
-                inside.wait()  # which holds the event loop up, too
-                for _ in range(10):
-                    await asyncio.sleep(0)
-                early = list(ends)
-                go.set()
-            assert "".join([piece async for piece in stream]) == stream.completion.text
-            assert ends == [2] and early == []
-
     stream: Any = None
-    asyncio.run(main())
+
+    async with AsyncLLM(llm=llm) as face:
+        with braked(llm.engine) as brake:
+            params = SamplingParams(max_tokens=3, ignore_eos=True)
+            stream = await face.stream("hello", params, method="ar", observer=hold)
+            stream.watch(lambda: None, lambda one: ends.append(one.completion.statistics.steps))
+            brake.release()
+            inside.wait()  # which holds the event loop up, too
+            for _ in range(10):
+                await asyncio.sleep(0)
+            early = list(ends)
+            go.set()
+        assert "".join([piece async for piece in stream]) == stream.completion.text
+        assert ends == [2] and early == []
 
 
-def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
-    async def main() -> None:
-        loop, step = asyncio.get_running_loop(), llm.engine.step
-        calls, steps, call = list[str](), list[int](), loop.call_soon_threadsafe
+async def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
+    loop, step = asyncio.get_running_loop(), llm.engine.step
+    calls, steps, call = list[str](), list[int](), loop.call_soon_threadsafe
 
-        def counted(*given):
-            calls.append(threading.current_thread().name)
-            return call(*given)
+    def counted(*given):
+        calls.append(threading.current_thread().name)
+        return call(*given)
 
-        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
-        face = AsyncLLM(llm=llm)
-        found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
-        assert all(len(one.token_ids) == 200 for one in found)
-        assert 10 < calls.count("quickbeam-engine") <= len(steps) + 1
-
-    asyncio.run(main())
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+    monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
+    face = AsyncLLM(llm=llm)
+    found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
+    assert all(len(one.token_ids) == 200 for one in found)
+    assert 10 < calls.count("quickbeam-engine") <= len(steps) + 1
 
 
-def test_a_stream_that_nobody_holds_ends(llm):
-    async def main() -> None:
-        async with served(llm) as (runner, _):
-            with braked(llm.engine) as brake:
-                task = asyncio.create_task(begun(runner, job(llm)))
-                await until(brake.waits.is_set)
-                brake.release(1)
-                streams = await task
-                del streams, task
-                gc.collect()
-                brake.release(2)
-                await until(lambda: idle(runner))
-
-    asyncio.run(main())
+async def test_a_stream_that_nobody_holds_ends(llm):
+    async with served(llm) as (runner, _):
+        with braked(llm.engine) as brake:
+            task = asyncio.create_task(begun(runner, job(llm)))
+            await until(brake.waits.is_set)
+            brake.release(1)
+            streams = await task
+            del streams, task
+            gc.collect()
+            brake.release(2)
+            await until(lambda: idle(runner))
 
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from quickbeam.llm import LLM
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # room for the tasks that read and write data.
 CPUS = 0.5
+FIELDS = {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}
 RESTARTS = 10  # of a replica that dies, until the run is given up
 
 
@@ -28,15 +29,11 @@ def environment(threads: int) -> dict[str, Any]:
     return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
 
-class Replica:
+class Replica(Answering):
     """A model in a process of its own. `options` are arguments of `LLM`."""
 
     def __init__(self, name: str | None, options: dict[str, Any]) -> None:
-        self._answering = Answering(LLM(**options), name)
-
-    async def answer(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the status and body that `Answering.answer` gives."""
-        return await self._answering.answer(url, body)
+        super().__init__(LLM(**options), name)
 
 
 @asynccontextmanager
@@ -65,11 +62,11 @@ async def replicas(
             least = min(range(count), key=owed.__getitem__)
             owed[least] += 1
             try:
-                return Reply(*await actors[least].answer.remote(url, body))
+                reply: Reply = await actors[least].answer.remote(url, body)
+                return reply
             except RayError as error:
-                raise QuickbeamError(
-                    f"a replica failed: {str(error).strip().splitlines()[-1]}"
-                ) from error
+                why = str(error).strip().splitlines()[-1]
+                raise QuickbeamError(f"a replica failed: {why}") from error
             finally:
                 owed[least] -= 1
 
@@ -91,32 +88,25 @@ class QuickbeamActor:
         self, column: str = "prompt", params: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         self._column, self._params = column, dict(params or {})
-        field = column if column in ("messages", "input") else "prompt"
-        self._field, self._url = (
-            field,
-            {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}[field],
-        )
+        self._field = column if column in FIELDS else "prompt"
         self._loop = asyncio.new_event_loop()
         self._answering = Answering(LLM(**options))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of columns with the columns `answer` and `error` added."""
-        replies = self._loop.run_until_complete(
-            self._all([_plain(value) for value in batch[self._column]])
-        )
-        texts = [_text(reply.body) if reply.status == 200 else None for reply in replies]
+        replies = self._loop.run_until_complete(self._all(batch[self._column]))
+        good = [reply.status == 200 for reply in replies]
+        texts = [_text(one.body) if ok else None for one, ok in zip(replies, good, strict=True)]
         errors = [
-            None if reply.status == 200 else reply.body["error"]["message"] for reply in replies
+            None if ok else one.body["error"]["message"]
+            for one, ok in zip(replies, good, strict=True)
         ]
         return {**batch, "answer": texts, "error": errors}
 
-    async def _all(self, values: list[Any]) -> list[Reply]:
-        return await asyncio.gather(
-            *(
-                self._answering.answer(self._url, {**self._params, self._field: value})
-                for value in values
-            )
-        )
+    async def _all(self, values: Iterable[Any]) -> list[Reply]:
+        url, bodies = FIELDS[self._field], [{self._field: _plain(value)} for value in values]
+        answers = [self._answering.answer(url, {**self._params, **body}) for body in bodies]
+        return await asyncio.gather(*answers)
 
 
 def _text(body: dict[str, Any]) -> str:
