@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from typing_extensions import Self
@@ -24,7 +24,7 @@ NOTHING = Delta("", [], [], [])
 
 
 class Closed(QuickbeamError):
-    """An `AsyncLLM` that begins no more answers."""
+    """An `AsyncLLM` that begins no more answers: it was closed, or its thread has ended."""
 
 
 class Answer:
@@ -188,25 +188,19 @@ class AsyncLLM:
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
         self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
-        self._closed = False
-        self._texts: dict[int, str] = {}  # the text of each token, for traces
+        self._closed, tokenizer = False, self.llm.tokenizer
+        self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
-        """Continue a prompt piece by piece, as `LLM.stream` does.
-
-        Raises `QuickbeamError` if this `AsyncLLM` is closed or its thread has ended.
-        """
+        """Continue a prompt piece by piece, as `LLM.stream` does. Raises `Closed`."""
         return await self._begin(partial(self.llm.stream, prompt, params), **options)
 
     async def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
-        """Answer a conversation piece by piece, as `LLM.chat_stream` does.
-
-        Raises `QuickbeamError` if this `AsyncLLM` is closed or its thread has ended.
-        """
+        """Answer a conversation piece by piece, as `LLM.chat_stream` does. Raises `Closed`."""
         return await self._begin(partial(self.llm.chat_stream, messages, params), **options)
 
     async def generate(
@@ -235,7 +229,14 @@ class AsyncLLM:
         self._require_open()
         loop, kept = asyncio.get_running_loop(), Trace() if trace else None
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop, self.llm.thread))
-        begin = partial(start, observer=_both(kept, observer), client=mailbox, **options)
+
+        def observe(record: StepRecord) -> None:
+            for one in (kept, observer):
+                if one is not None:
+                    one(record)
+
+        watched = observe if kept is not None or observer is not None else None
+        begin = partial(start, observer=watched, client=mailbox, **options)
         try:
             stream = await asyncio.to_thread(begin)  # in a thread, because it may load a drafter
         except QuickbeamError:
@@ -276,11 +277,6 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            self._texts[token] = str(self.llm.tokenizer.decode([token]))
-        return self._texts[token]
-
     def _require_open(self) -> None:
         if self._closed:
             raise Closed("this AsyncLLM is closed: make another one")
@@ -288,15 +284,3 @@ class AsyncLLM:
             raise Closed(
                 "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
             )
-
-
-def _both(first: Observer | None, second: Observer | None) -> Observer | None:
-    """Return one observer that calls both."""
-    if first is None or second is None:
-        return first or second
-
-    def tell(record: StepRecord) -> None:
-        first(record)
-        second(record)
-
-    return tell

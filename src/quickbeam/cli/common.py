@@ -58,14 +58,9 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
             yield report
         return
     what = TextColumn("{task.description}", markup=False)
-    with Progress(
-        *(SpinnerColumn(), what, BarColumn(), TimeElapsedColumn()),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        auto_refresh=by_itself,
-    ) as bar:
+    columns = (SpinnerColumn(), what, BarColumn(), TimeElapsedColumn())
+    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=console, auto_refresh=by_itself, **how) as bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
@@ -172,7 +167,6 @@ def strict_json(record: Any, indent: int | None = None) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a value with infinities and NaN replaced by None, in lists and dictionaries too."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

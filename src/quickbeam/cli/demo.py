@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -68,12 +68,8 @@ EXAMPLES = {
 WORDS = "ar: plain decoding, one token a step · MAT: mean accepted tokens a step"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A completion with the source that drafted each of its tokens.
-
-    The source is None for a token that the target chose itself.
-    """
+class Answer(NamedTuple):
+    """A completion, and the source that drafted each of its tokens; None for the target itself."""
 
     completion: Completion
     sources: list[str | None]
@@ -145,10 +141,7 @@ def answer(
 
 
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
-    """Return the source that drafted each of an answer's `tokens` tokens.
-
-    It is None for a token that the target chose itself, such as the first one.
-    """
+    """Return the source that drafted each of an answer's `tokens` tokens."""
     drafters: list[str | None] = []
     for step in steps:
         drafted = [step.tree.source[node] for node in step.path[1:]]
@@ -164,9 +157,8 @@ def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
 
 def panel(answer: Answer, tokenizer: Any) -> Panel:
     s = answer.completion.statistics
-    speed = (
-        f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s · MAT {s.mean_accepted_tokens:.2f}"
-    )
+    speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s"
+    speed += f" · MAT {s.mean_accepted_tokens:.2f}"
     text = Text(overflow="fold")
     for piece, source in pieces(answer, tokenizer):
         text.append(harmless(piece), style=colour(source) if source else "")
@@ -185,7 +177,7 @@ def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def legend(seen: Collection[str]) -> Text:
-    """Return a line that says which source each colour stands for, of those in `seen`."""
+    """Return which source each colour stands for, in a line."""
     text = Text("drafted and accepted: ", style="dim")
     for source in sorted(seen):
         text.append(f"{NAMES.get(source, source)} ", style=f"not dim {colour(source)}").append("· ")

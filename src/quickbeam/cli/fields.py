@@ -9,15 +9,14 @@ True for what is given without a name.
 from __future__ import annotations
 
 import ast
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, wraps
 from inspect import Parameter, Signature, cleandoc, getsource, signature
 from itertools import pairwise
 from textwrap import dedent
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -28,8 +27,7 @@ from quickbeam.sizes import parse_bytes
 def biases(given: list[str]) -> dict[int, float]:
     """Return what `SamplingParams` takes for `--logit-bias`, given as ID=VALUE.
 
-    Raises `InvalidInput` for other text and for a token that is named twice. Whether the model has
-    the tokens shows when it answers.
+    Raises `InvalidInput` for other text and for a token that is named twice.
     """
     read: dict[int, float] = {}
     for text in given:
@@ -104,7 +102,7 @@ def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     name, *others = (more.pop("option", "") or f"--{field.name.replace('_', '-')}").split()
     if field.name in WORDS:
         kind, default = WORDS[field.name].kind, WORDS[field.name].write(default)
-    elif _is_sequence(kind):
+    elif get_origin(kind) in (Sequence, tuple):
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
         name = name.removesuffix("s")
     elif default is Parameter.empty and type(None) in get_args(kind):
@@ -132,15 +130,6 @@ def _default(field: Field[Any], given: Any) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return Parameter.empty if field.default is MISSING else field.default
-
-
-def _is_sequence(kind: Any) -> bool:
-    origin = get_origin(kind)
-    return (
-        origin not in (None, Union, types.UnionType)
-        and issubclass(origin, Sequence)
-        and not issubclass(origin, Mapping)
-    )
 
 
 def _read(name: str, value: Any) -> Any:
@@ -174,26 +163,14 @@ def _docs(kind: type) -> dict[str, str]:
 
 def changed(options: Any, but: Sequence[str] = ()) -> list[str]:
     """Return the options of a dataclass that differ from their defaults, `but` some."""
-    plain = type(options)()
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if name not in but and value != getattr(plain, name)
-    ]
+    plain, now = vars(type(options)()), vars(options)
+    names = [name for name in now if name not in but and now[name] != plain[name]]
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
-def numbers(option: str, text: str, most: int | None) -> list[int]:
-    """Return comma-separated whole numbers, each once.
-
-    Raises `InvalidInput` for a number below 1 or above `most`, and for other text.
-    """
+def numbers(option: str, text: str, most: int) -> list[int]:
+    """Return comma-separated whole numbers from 1 to `most`, each once. Raises `InvalidInput`."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(
-        part.isascii() and part.isdigit() and int(part) >= 1 and (most is None or int(part) <= most)
-        for part in parts
-    ):
-        raise InvalidInput(
-            f"{option} {text!r}: must be whole numbers from "
-            f"1{f' to {most}' if most else ''}, comma-separated"
-        )
-    return list(dict.fromkeys(int(part) for part in parts))
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= most for part in parts):
+        raise InvalidInput(f"{option} {text!r}: must be numbers from 1 to {most}, comma-separated")
+    return list(dict.fromkeys(map(int, parts)))

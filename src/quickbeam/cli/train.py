@@ -144,10 +144,7 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
 
 
 def stages_bar(console: Console) -> Progress:
-    """Return a progress bar for the stages of a training.
-
-    It shows what is going on, how far it is, and the field `figures`. It disappears at the end.
-    """
+    """Return a bar that shows a stage of a training, how far it is, and the field `figures`."""
     what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
     columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
