@@ -24,34 +24,29 @@ def client(runner: Runner) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
 
 
-def ask(runner: Runner, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
-    """One request."""
+def send(runner: Runner, *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
+    """Requests at once: method, path, and what `httpx` takes."""
 
-    async def go() -> httpx.Response:
+    async def go() -> list[httpx.Response]:
         async with client(runner) as web:
-            return await web.request(method, path, json=body)
+            asked = [web.request(method, path, **more) for method, path, more in requests]
+            return await asyncio.gather(*asked)
 
     return asyncio.run(go())
+
+
+def ask(runner: Runner, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
+    return send(runner, (method, path, {"json": body}))[0]
 
 
 def ask_raw(runner: Runner, path: str, text: str) -> httpx.Response:
     """One request with a body that may be no JSON."""
-
-    async def go() -> httpx.Response:
-        async with client(runner) as web:
-            return await web.post(path, content=text, headers={"content-type": "application/json"})
-
-    return asyncio.run(go())
+    headers = {"content-type": "application/json"}
+    return send(runner, ("POST", path, {"content": text, "headers": headers}))[0]
 
 
 def ask_all(runner: Runner, path: str, bodies: Sequence[Any]) -> list[httpx.Response]:
-    """Requests at once."""
-
-    async def go() -> list[httpx.Response]:
-        async with client(runner) as web:
-            return await asyncio.gather(*(web.post(path, json=body) for body in bodies))
-
-    return asyncio.run(go())
+    return send(runner, *(("POST", path, {"json": body}) for body in bodies))
 
 
 def good(response: httpx.Response) -> Any:
@@ -73,11 +68,8 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream, which ends with `[DONE]`."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    data = [
-        line.removeprefix("data: ")
-        for line in response.text.split("\n")
-        if line.startswith("data: ")
-    ]
+    lines = [line.partition("data: ") for line in response.text.split("\n")]
+    data = [text for before, _, text in lines if text and not before]
     assert data[-1] == "[DONE]"
     return [json.loads(line) for line in data[:-1]]
 
@@ -96,9 +88,8 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 # fields that ask for a grammar, which junk would make slow to compile
-GRAMMAR_FIELDS = tuple(
-    ["regex", "lark", "structured_outputs", "guided_json", "guided_regex", "guided_grammar"]
-)
+GRAMMAR_FIELDS = ("regex", "lark", "structured_outputs", "guided_json", "guided_regex")
+GRAMMAR_FIELDS += ("guided_grammar",)
 
 
 def junk(*names: str) -> st.SearchStrategy[Any]:
@@ -125,14 +116,8 @@ class ScriptedStream:
     each, and how it ends."""
 
     def __init__(self, text: str, piece: int, pause: float, end: str | Exception) -> None:
-        self.text, self.piece, self.pause, self.end, self.closed, self.given = (
-            text,
-            piece,
-            pause,
-            end,
-            False,
-            "",
-        )
+        self.text, self.piece, self.pause, self.end = text, piece, pause, end
+        self.closed, self.given = False, ""
 
     async def deltas(self) -> AsyncIterator[Delta]:
         for i in range(0, len(self.text), self.piece):
@@ -144,10 +129,8 @@ class ScriptedStream:
 
     @property
     def completion(self) -> Completion:
-        reason = self.end if isinstance(self.end, str) else "interrupted"
-        return Completion(
-            self.given, list(range(len(self.given))), reason, Statistics(new_tokens=len(self.given))
-        )
+        reason, count = self.end if isinstance(self.end, str) else "interrupted", len(self.given)
+        return Completion(self.given, list(range(count)), reason, Statistics(new_tokens=count))
 
     def close(self) -> None:
         self.closed = True

@@ -389,6 +389,13 @@ def test_bodies_that_are_no_json(runner):
         assert response.status_code == 400 and "JSON" in response.json()["error"]["message"], text
 
 
+def test_a_byte_order_mark_before_a_body_is_no_part_of_it(runner):
+    text = json.dumps(body(temperature=0))
+    assert texts(good(ask_raw(runner, PATH, f"\ufeff{text}"))) == texts(
+        whole(runner, temperature=0)
+    )
+
+
 def test_models_by_other_names(runner):
     assert whole(runner, model="toy")["model"] == whole(runner, model="small")["model"] == "toy"
     response = ask(runner, PATH, body(model="gpt-9"))

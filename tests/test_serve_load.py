@@ -70,19 +70,17 @@ def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> l
             "temperature": chance.choice((0, 0, 0.8)),
             "seed": chance.randrange(4),
             "n": chance.choice((1, 1, 2, 3)),
+            "max_tokens": chance.randint(tokens // 3, tokens),
+            "return_token_ids": True,
+            "speculation": {"method": chance.choice(methods)},
         }
-        body |= {"max_tokens": chance.randint(tokens // 3, tokens), "return_token_ids": True}
-        body["speculation"] = {"method": chance.choice(methods)} | (
-            {"budget": chance.choice((2, 5, 0))} if chance.random() < 0.5 else {}
-        )
+        if chance.random() < 0.5:
+            body["speculation"]["budget"] = chance.choice((2, 5, 0))
         if chance.random() < 0.2:
             body["top_p"] = 0.9
         path = chance.choice(("/v1/chat/completions", "/v1/completions"))
-        body |= (
-            {"messages": [{"role": "user", "content": text}]}
-            if "chat" in path
-            else {"prompt": text}
-        )
+        messages = {"messages": [{"role": "user", "content": text}]}
+        body |= messages if "chat" in path else {"prompt": text}
         if "chat" in path and chance.random() < 0.3:
             body |= GRAMMAR
         does = chance.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
@@ -128,17 +126,13 @@ async def ask(
     if client.does == "vanishes":
         await vanish(base, client)
         return None
+    if client.does == "hurries":
+        with suppress(httpx.TimeoutException):
+            wait = chance.uniform(0.01, 0.3)
+            response = await web.post(client.path, json=client.body, timeout=wait)
+            seen[response.status_code] += 1
+        return None
     while True:
-        if client.does == "hurries":
-            with suppress(httpx.TimeoutException):
-                seen[
-                    (
-                        await web.post(
-                            client.path, json=client.body, timeout=chance.uniform(0.01, 0.3)
-                        )
-                    ).status_code
-                ] += 1
-            return None
         async with web.stream("POST", client.path, json=client.body) as response:
             seen[response.status_code] += 1
             if response.status_code in (429, 503):
@@ -150,9 +144,8 @@ async def ask(
                 raise AssertionError((await response.aread()).decode())
             if not client.body["stream"]:
                 choices = json.loads(await response.aread())["choices"]
-                return [
-                    choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])
-                ]
+                choices.sort(key=lambda one: one["index"])
+                return [choice["token_ids"] for choice in choices]
             lines = list[str]()
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
@@ -188,11 +181,8 @@ def alone(plain: LLM, client: Client) -> list[list[int]]:
 
         given["grammar"] = Grammar.json_schema(SCHEMA)
     params = SamplingParams(**given)
-    found = (
-        plain.chat(body["messages"], params)
-        if "messages" in body
-        else plain.generate(body["prompt"], params)
-    )
+    chat, prompt = body.get("messages"), body.get("prompt")
+    found = plain.chat(chat, params) if chat else plain.generate(prompt, params)
     return [one.token_ids for one in (found if isinstance(found, list) else [found])]
 
 
@@ -221,11 +211,7 @@ def under_load(
                 llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0
             )
     assert set(seen) <= {200, 429, 503} and seen[200] and seen[429], seen
-    stayed = [
-        (client, answer)
-        for client, answer in zip(clients, got, strict=True)
-        if client.does == "stays"
-    ]
+    stayed = [pair for pair in zip(clients, got, strict=True) if pair[0].does == "stays"]
     assert all(answer is not None for _, answer in stayed)
     with LLM(folder, "ar", share_prefixes=False, **options) as plain:
         different = [client for client, answer in stayed if answer != alone(plain, client)]
@@ -240,23 +226,14 @@ def tasks(loop: asyncio.AbstractEventLoop) -> set[Any]:
 def connections(port: int) -> list[Any]:
     """Those that are open to the server."""
     every = psutil.Process().net_connections("tcp")
-    return [
-        one
-        for one in every
-        if one.laddr.port == port and one.status in ("ESTABLISHED", "CLOSE_WAIT")
-    ]
+    kinds = ("ESTABLISHED", "CLOSE_WAIT")
+    return [one for one in every if one.laddr.port == port and one.status in kinds]
 
 
 def test_every_completed_answer_is_the_one_given_alone(toy_folder):
     pytest.importorskip("llguidance")
-    under_load(
-        toy_folder,
-        ("ar", "pld", "logitspec", "auto"),
-        count=45,
-        together=12,
-        tokens=24,
-        memory=2**18,
-    )
+    methods = ("ar", "pld", "logitspec", "auto")
+    under_load(toy_folder, methods, count=45, together=12, tokens=24, memory=2**18)
 
 
 @pytest.mark.long

@@ -24,10 +24,11 @@ from pydantic import AfterValidator, ValidationError
 from quickbeam.serve import endpoints, security
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
+from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 from quickbeam.serve.settings import ServeSettings
 from running import served, serving, until
-from serving import ScriptedRunner
+from serving import ScriptedRunner, send
 from serving import ask as serving_ask
 
 SECRET = "the cat that nobody may know of"
@@ -35,12 +36,7 @@ SECRET = "the cat that nobody may know of"
 
 def ask(llm, *requests: tuple, **settings):
     """Responses to requests, `(method, path, {…})`, of a server with these settings."""
-
-    async def main() -> list:
-        async with served(llm, served_name="tiny", **settings) as (_, client):
-            return [await client.request(method, path, **more) for method, path, more in requests]
-
-    return asyncio.run(main())
+    return send(Runner(ServeSettings(served_name="tiny", **settings), llm), *requests)
 
 
 def completion(prompt: str = "hello", **headers: str) -> tuple:
@@ -155,7 +151,7 @@ def test_clients_that_send_half_a_request_are_left(llm):
         (head,),
         (head[:30], head[30:]),
         (head + b"Content-Length: 100\r\n\r\n", b'{"prompt": '),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET ",),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET "),
         (head + b'Connection: close\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}',),
     ]
     with serving(runner) as (address, _), ThreadPoolExecutor() as threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -104,7 +105,7 @@ async def read(http: Request, kind: Any) -> Any:
 def parse(body: bytes, kind: Any) -> Any:
     """Return the request that the bytes of a body hold. Raises as `read` does."""
     try:
-        value = from_json(body, allow_inf_nan=False)
+        value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
     return check(value, kind)
