@@ -2,9 +2,8 @@
 
     python benchmarks/heads.py --shares 1,6 --rows 1,8
 
-Weights are random, caches cold, as a real drafter finds them. "Full" is the target's head and its
-softmax, "a drafter's full" the same in 8 bits with the native kernels. "Both, of full" is shortlist
-and router over the full head.
+Weights are random, caches cold. "Full" is the target's head and its softmax, "a drafter's full" the
+same in 8 bits with the native kernels. "Both, of full" is shortlist and router over the full head.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
     count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
     chosen = torch.arange(count) * layout.clusters // count
     router = Router(RouterConfig(2, 2, 2, layout.clusters))  # `router_of` measures one
-    state = Shortlist(weight, layout, router=router, chosen=count).begin([])
-    tokens = frequent + count * CLUSTER
-    return lambda h: probs_of(state.score(h, chosen).logits, 1.0), layout, tokens
+    score = Shortlist(weight, layout, router=router, chosen=count).begin([]).score
+    return lambda h: probs_of(score(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
 
 
 def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:

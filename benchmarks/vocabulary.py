@@ -5,8 +5,7 @@
 "Kept" is the mean accepted tokens (MAT) over that of the full vocabulary; "less the first" holds it
 against the first of `--vocabs` at the same size. Standard errors are over questions, which are the
 same for all. "Recall" is the share of the text's tokens that were scored where they were drafted
-for, "of rare" the same of tokens that are neither frequent nor in the context. Head ms are those of
-routing, head and softmax in a call of the drafter.
+for. Head ms are those of routing, head and softmax in a call of the drafter.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
                 "gap": None if first == item.name else share - against[0],
                 "gap_error": None if first == item.name else error([a - b for a, b in both]),
                 "recall": head.held / head.wanted if head.wanted else None,
-                "rare": sum(head.rare),
-                "rare_recall": sum(head.rare_held) / sum(head.rare) if sum(head.rare) else None,
                 "head_ms": 1000 * head.seconds / head.calls if head.calls else None,
                 "speedup": speed / plain if speed and plain else None,
                 "identical": rows[item.name]["identical"],
@@ -112,7 +109,6 @@ def main() -> None:
             "kept": text(one["kept"], ".1%", one["kept_error"]),
             "less the first": text(one["gap"], "+.1%", one["gap_error"]),
             "recall": text(one["recall"], ".3f"),
-            "of rare": text(one["rare_recall"], ".3f"),
             "head ms": text(one["head_ms"], ".2f"),
             "over full": text(one["speedup"], ".2f"),
             "identical": f"{one['identical']} of {len(results.trials)}",

@@ -50,7 +50,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(
 
 
 @every_set
-@pytest.mark.parametrize("activation", library.ACTIVATIONS)
+@pytest.mark.parametrize("activation", library.ACTIVATIONS[:-1])  # the last is for experts alone
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(isa: str, activation: str, gated: bool) -> None:
     from interpreter import ACTIVATIONS
