@@ -24,6 +24,8 @@ from toy import ToyModel, path_tokens
 
 acceptance = script("acceptance")
 draft_probabilities, summarise = acceptance.draft_probabilities, acceptance.summarise
+# DDTree takes the distribution after the likeliest path for those of all paths of its length
+DRAFTED = [name for name in DRAFTED if name != "ddtree"]
 
 
 def record(tree: TokenTree, path: list[int], token: int, taken: int | None = None) -> StepRecord:
