@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from models import tiny
-from quickbeam.models.opening import make_model
+from quickbeam.models.native_model import NativeModel
 from quickbeam.models.streamed_loading import Streamed, open_streamed
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
@@ -48,7 +48,8 @@ def limits(folder: str, weights: str = "bfloat16") -> list[int]:
 def on_disk(folder: str, memory: int, weights: str = "bfloat16") -> Target:
     """The model with so much memory for its weights."""
     found = opened(folder, memory, weights)
-    target = Target(make_model(found.model, weights=weights, source=found.source))
+    checkpoint = found.checkpoint
+    target = Target(NativeModel(checkpoint, checkpoint.stack, weights=weights, source=found.source))
     assert target.model.streamed is not None and target.model.exact
     return target
 

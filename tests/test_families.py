@@ -74,7 +74,7 @@ from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.models.angles import angles
+from quickbeam.models.angles import angles_of
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compiled import CompiledStack, kv_shapes
 from quickbeam.models.families import FAMILIES, describe
@@ -84,6 +84,7 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native_model import why_not_native
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
+from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Experts, Layer, Stack
 from quickbeam.params import SamplingParams
@@ -238,8 +239,10 @@ def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
 
+    turned = {one.rotary: one.turned for one in stack.attentions}
+
     def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return angles(rotary, model.get_submodule(rotary.module), positions)
+        return angles_of(model.config, rotary, turned[rotary]).at(positions)
 
     return interpreter.logits(stack, parameters, of, IDS)
 
@@ -248,7 +251,8 @@ def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     kernels = library.kernels()
     assert kernels is not None
     pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
-    compiled, store, rows = CompiledStack(model, stack, pool), pool.new(), RowList()
+    compiled = CompiledStack(ModelParameters(model), stack, pool)
+    store, rows = pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
     return compiled(rows.rows(), len(IDS) - 1)
 

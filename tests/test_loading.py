@@ -32,9 +32,9 @@ from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import loading
-from quickbeam.models.loading import load_model, parse_dtype, wanted_dtype
+from quickbeam.models.formats import parse_dtype, wanted_dtype
+from quickbeam.models.loading import load_model
 from quickbeam.models.native_model import why_not_native
-from quickbeam.models.outline import outline
 from quickbeam.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -290,7 +290,7 @@ def test_a_drafter_is_trusted_where_that_is_asked_for(
         seen.append(options["trust_remote_code"])
         raise InvalidInput("enough")
 
-    monkeypatch.setattr(drafters, "load_model", stand_in)
+    monkeypatch.setattr(drafters, "open_model", stand_in)
     known = {"dtype": torch.float32, "device": CPU, "streamed": None, "weights": "bfloat16"}
     target: Any = type("Target", (), known)
     for options in ({}, {"trust_remote_code": True}):
@@ -347,9 +347,8 @@ def test_what_is_no_causal_language_model_is_named(
     tmp_path: Path, config: PreTrainedConfig, reason: str
 ) -> None:
     config.save_pretrained(tmp_path)
-    for open_it in (load, lambda folder: outline(folder, False)):
-        with pytest.raises(InvalidInput, match=f"can't load .*: {reason}"):
-            open_it(tmp_path)
+    with pytest.raises(InvalidInput, match=f"can't load .*: {reason}"):
+        load(tmp_path)
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:

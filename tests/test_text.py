@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
-from quickbeam.engine.output import Detokenizer, Output, decoder
+from quickbeam.engine.output import Detokenizer, Output
 from quickbeam.params import SamplingParams
 
 SENTENCES = [
@@ -168,24 +168,6 @@ def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
         shown += detokenizer.append(token)
         assert text.startswith(shown)
     assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
-
-
-def test_a_tokenizers_own_decoding_is_used_where_it_has_one() -> None:
-    """Asking its library instead is for those that only hand ids on."""
-
-    class Louder(PreTrainedTokenizerFast):
-        def decode(self, *args: object, **kwargs: object) -> str:
-            return str(super().decode(*args, **kwargs)).upper()
-
-    plain = byte_level()
-    louder = Louder(tokenizer_object=plain.backend_tokenizer)
-    tidy = PreTrainedTokenizerFast(
-        tokenizer_object=plain.backend_tokenizer, clean_up_tokenization_spaces=True
-    )
-    ids = encode(plain, "the dog")
-    assert decoder(plain) == plain.backend_tokenizer.decode
-    assert decoder(louder) == louder.decode and decoder(tidy) == tidy.decode
-    assert "".join(map(Detokenizer(louder).append, ids)) == "THE DOG"
 
 
 def test_special_tokens_can_be_shown() -> None:

@@ -238,10 +238,10 @@ def test_what_can_not_be_quantised_is_refused(toy_folder: str) -> None:
 @needs_kernels
 def test_not_finite_rows_are_an_error(toy_folder: str) -> None:
     llm = LLM(toy_folder, "ar", weights=INT8)
-    with torch.no_grad():
+    with torch.inference_mode():
         llm.model.embedding.weight[ord("a")] = torch.nan
     plain = LLM(toy_folder, "ar")
-    with torch.no_grad():
+    with torch.inference_mode():
         plain.model.embedding.weight[ord("a")] = torch.nan
     errors = []
     for one in (llm, plain):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from transformers import (
     GgufConfig,
 )
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import refuse_incomplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,36 +89,10 @@ def load(file: Path) -> tuple[Any, Any]:
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
     )
-    refuse_incomplete(about)
+    refuse_incomplete(about["missing_keys"], about["mismatched_keys"])
     tokenizer = AutoTokenizer.from_pretrained(**source)
     split_digits(tokenizer, file)
     return model, tokenizer
-
-
-def refuse_incomplete(about: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` naming the tensors that transformers had to make up.
-
-    The checkpoint lacks them, or has them in another shape. `about`: transformers' `missing_keys`
-    and `mismatched_keys`.
-    """
-    if mismatched := sorted(about["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
-        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        raise InvalidInput(
-            f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
-            "config.json: they are of two models"
-        )
-    if missing := sorted(about["missing_keys"]):
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        hint = (
-            "; if its head is its embedding, write tie_word_embeddings: true into config.json"
-            if missing == ["lm_head.weight"]
-            else ""
-        )
-        raise InvalidInput(
-            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
-            f"with all of its files{hint}"
-        )
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:

@@ -1,5 +1,10 @@
 """The package's exceptions. A message names what was given, what is accepted and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 
 class QuickbeamError(Exception):
     """Something failed that is not the caller's input, such as a broken download or NaN logits.
@@ -13,3 +18,28 @@ class InvalidInput(QuickbeamError, ValueError):
 
     The command line exits with code 2.
     """
+
+
+def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise `InvalidInput` naming the tensors that a checkpoint lacks, or has in another shape.
+
+    `mismatched`: name, shape as stored, shape as expected.
+    """
+    if mismatched := sorted(mismatched):
+        name, stored, expected = mismatched[0]
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        raise InvalidInput(
+            f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
+            "config.json: they are of two models"
+        )
+    if missing := sorted(missing):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        hint = (
+            "; if its head is its embedding, write tie_word_embeddings: true into config.json"
+            if missing == ["lm_head.weight"]
+            else ""
+        )
+        raise InvalidInput(
+            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
+            f"with all of its files{hint}"
+        )

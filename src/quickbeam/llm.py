@@ -17,8 +17,7 @@ from quickbeam.engine.engine import MOST_ACTIVE
 from quickbeam.errors import InvalidInput
 from quickbeam.machine import in_own_thread
 from quickbeam.methods import preset, stand_in
-from quickbeam.models.formats import check_weights, refuse_place
-from quickbeam.models.loading import pick_device, wanted_dtype
+from quickbeam.models.formats import check_weights, pick_device, refuse_place, wanted_dtype
 from quickbeam.models.native import choice, library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model

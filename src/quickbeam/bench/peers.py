@@ -12,7 +12,9 @@ from transformers import GenerationConfig
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.machine import in_own_thread
-from quickbeam.models.loading import eos_ids, load_model, parse_dtype, pick_device
+from quickbeam.models.formats import parse_dtype, pick_device
+from quickbeam.models.generation import model_eos_ids
+from quickbeam.models.loading import load_model
 from quickbeam.params import SamplingParams
 
 LOOKUP = {"prompt_lookup_num_tokens": 10}  # the value transformers' documentation uses
@@ -29,7 +31,9 @@ class Peer:
         self.model, self.tokenizer = loaded
         self.options: dict[str, Any] = LOOKUP if lookup else {}
         self.device, self.raw = str(self.model.device), raw or self.tokenizer.chat_template is None
-        self.stops = sorted(eos_ids(self.model, self.tokenizer))  # the ids that end our answers
+        self.stops = sorted(
+            model_eos_ids(self.model, self.tokenizer)
+        )  # the ids that end our answers
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if self.raw:

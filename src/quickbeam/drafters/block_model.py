@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import Norm
 from quickbeam.drafters.folder import (
@@ -37,6 +35,7 @@ from quickbeam.drafters.folder import (
     write_folder,
 )
 from quickbeam.errors import InvalidInput
+from quickbeam.models.angles import RotaryEmbedding
 from quickbeam.models.base import check_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -140,13 +139,9 @@ class BlockConfig:
             rope={name: fields[name] for name in ROPE if fields.get(name) is not None},
         )
 
-    def rotary(self) -> LlamaRotaryEmbedding:
-        """Return transformers' module of the rotary angles."""
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
-        size = self.heads * self.head_dim
-        return LlamaRotaryEmbedding(
-            LlamaConfig(hidden_size=size, head_dim=self.head_dim, **heads, **self.rope)
-        )
+    def rotary(self) -> RotaryEmbedding:
+        """Return the module of the rotary angles."""
+        return RotaryEmbedding(self.rope, self.head_dim)
 
     def record(self) -> dict[str, Any]:
         """Return the fields that `of` reads."""
@@ -237,7 +232,7 @@ class BlockNetwork(nn.Module):
         self._rotary = (config.rotary(),)  # in a tuple: angles stay float32
 
     @property
-    def rotary(self) -> LlamaRotaryEmbedding:
+    def rotary(self) -> RotaryEmbedding:
         """The module of the rotary angles."""
         return self._rotary[0]
 

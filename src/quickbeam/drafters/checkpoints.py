@@ -10,12 +10,10 @@ that has no place in it is an error.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.drafters.folder import (
@@ -28,6 +26,9 @@ from quickbeam.drafters.folder import (
 )
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
@@ -165,6 +166,9 @@ def _llama(fields: dict[str, Any]) -> LlamaConfig:
 
     Raises `InvalidInput` for what the layer of an `EagleHead` can't do.
     """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     flags = {**(fields.get("eagle_config") or {}), **fields}
     refused = [
         f"{name}: {flags[name]!r}" for name in PLAIN if flags.get(name) not in (None, PLAIN[name])

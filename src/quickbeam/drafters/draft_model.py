@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Batch, Chain, Draft, inference
+from quickbeam.models.base import Batch, Chain, Draft, Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
-from quickbeam.models.streamed_pass import Source
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
@@ -98,8 +99,8 @@ class LMDrafter(Drafter):
     shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
     the model's own distribution is its best estimate.
 
-    The drafter takes the model over, as `make_model` does; `native`, `weights`, `kept` and `source`
-    are the same as there, and it raises the same.
+    `model`: a `Model` with at least as many tokens. One of transformers is taken over, as
+    `make_model` does; `native`, `weights` and `kept` are the same as there, and it raises the same.
     """
 
     name = "drafter"
@@ -108,18 +109,20 @@ class LMDrafter(Drafter):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Model | PreTrainedModel,
         vocab_size: int,
         *,
         native: bool = True,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
-        source: Source | None = None,
     ) -> None:
-        own = int(model.get_output_embeddings().weight.shape[0])
-        if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
-            model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        self.model = make_model(model, native=native, weights=weights, kept=kept, source=source)
+        if isinstance(model, Model):
+            self.model, own = model, model.vocab_size
+        else:
+            own = int(model.get_output_embeddings().weight.shape[0])
+            if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
+                model.resize_token_embeddings(vocab_size, mean_resizing=False)
+            self.model = make_model(model, native=native, weights=weights, kept=kept)
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self.weight_bytes = weight_bytes(self.model.config, weights)
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)

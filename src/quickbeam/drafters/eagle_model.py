@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
 from quickbeam.errors import InvalidInput
+from quickbeam.models.angles import RotaryEmbedding
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
@@ -85,16 +84,9 @@ class EagleConfig:
     def own_head(self) -> bool:
         return self.draft_vocab_size is not None
 
-    def rotary(self) -> LlamaRotaryEmbedding:
-        """Return transformers' module of the rotary angles."""
-        heads = {
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-        }
-        return LlamaRotaryEmbedding(
-            LlamaConfig(hidden_size=self.heads * self.head_dim, **heads, **self.rope)
-        )
+    def rotary(self) -> RotaryEmbedding:
+        """Return the module of the rotary angles."""
+        return RotaryEmbedding(self.rope, self.head_dim)
 
 
 class Norm(nn.Module):

@@ -15,7 +15,7 @@ from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.drafters.unread import Unread
-from quickbeam.models.angles import STEP, angles
+from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.linear import NativeLinear
@@ -24,7 +24,6 @@ from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import KVShape, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer, QuantisedPacked
-from quickbeam.models.stack import Rotary
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -243,6 +242,7 @@ class Angles:
         """Return both, `[positions, half]` each, at least up to `position`."""
         if position >= len(self._table[0]):
             positions = torch.arange((position // STEP + 1) * STEP)
-            cosine, sine = angles(Rotary(""), self._module, positions)
-            self._table = cosine.contiguous(), sine.contiguous()
+            both = self._module(torch.empty(1), positions)
+            cosine, sine = (part[:, : part.shape[1] // 2].contiguous() for part in both)
+            self._table = cosine, sine
         return self._table

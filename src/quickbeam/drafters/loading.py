@@ -9,9 +9,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from quickbeam import hub
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
@@ -21,11 +18,9 @@ from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.loading import load_model
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.streamed_loading import Streamed, open_streamed
+from quickbeam.models.opening import Opened, open_model, open_packed
 from quickbeam.models.streamed_stack import StreamedStack
-from quickbeam.models.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
 
@@ -65,28 +60,18 @@ def load_drafter(
             )
         return _feature_drafter(place, target)
     weights = weights or target.weights
-    if (
-        isinstance(target.streamed, StreamedStack)
-        and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
-    ):
-        check_vocabulary(
-            tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0])
-        )
-        return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
+    opened = _open(place, target, weights, progress, trust_remote_code)
+    if opened.model.vocab_size >= target.vocab_size:
+        sizes = target.vocab_size, opened.model.vocab_size
+        check_vocabulary(tokenizer, opened.tokenizer, sizes)
+        return LMDrafter(opened.model, target.vocab_size, weights=weights)
+    from quickbeam.models.loading import load_model  # which can give it more tokens
+
     model, own = load_model(
         str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
     )
-    check_vocabulary(
-        tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0]))
-    )
-    kept = (
-        None
-        if weights == BFLOAT16
-        else WeightFile.of(
-            str(place), getattr(model.config, "_commit_hash", None), weights, progress
-        )
-    )
-    return LMDrafter(model, target.vocab_size, weights=weights, kept=kept)
+    check_vocabulary(tokenizer, own, (target.vocab_size, opened.model.vocab_size))
+    return LMDrafter(model, target.vocab_size, weights=weights)
 
 
 def _feature_drafter(folder: Path, target: Model) -> Drafter:
@@ -107,22 +92,19 @@ def _feature_drafter(folder: Path, target: Model) -> Drafter:
     return drafter
 
 
-def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
-    """Open a smaller model beside a target that doesn't fit into memory.
+def _open(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Opened:
+    """Open a smaller model.
 
-    Its packed weights come from a file, and loading it never takes more memory than they do.
-    Returns None for a model that has to be loaded in the ordinary way.
+    Beside a target that doesn't fit into memory, its packed weights come from a file, and loading
+    it never takes more memory than they do.
     """
-    try:
-        streamed = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
-    except InvalidInput as error:
-        logger.info("the drafter is loaded as a whole: %s", error)
-        return None
-    return (
-        streamed
-        if streamed is not None and streamed.source.plan.embedding[0] >= target.vocab_size
-        else None
-    )
+    told: dict[str, Any] = {"weights": weights, "progress": progress, "trust_remote_code": code}
+    if isinstance(target.streamed, StreamedStack):
+        try:
+            return open_packed(str(place), **told)
+        except InvalidInput as error:
+            logger.info("the drafter is loaded as a whole: %s", error)
+    return open_model(str(place), target.dtype, target.device, **told)
 
 
 def _fetch(name: str, code: bool) -> Path:
@@ -131,6 +113,9 @@ def _fetch(name: str, code: bool) -> Path:
     The older weight format is fetched only where there is no other. `code`: fetch Python files,
     too. Raises `InvalidInput` if the repository can't be fetched.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))

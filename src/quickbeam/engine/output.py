@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from quickbeam.automaton import Automaton
 from quickbeam.params import SamplingParams
 
@@ -23,22 +21,6 @@ class NullTokenizer:
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return ""
-
-
-def decoder(tokenizer: Any) -> Callable[..., str]:
-    """Return `tokenizer.decode`, or what it comes to for lists of ids.
-
-    Many tokenizers hand ids on to their library as they are. Asking that itself takes a third of
-    the time.
-    """
-    fast, kind = PreTrainedTokenizerFast, type(tokenizer)
-    handed_on = all(
-        getattr(kind, name, None) is getattr(fast, name) for name in ("decode", "_decode")
-    )
-    if handed_on and not tokenizer.clean_up_tokenization_spaces:
-        tokenizer = tokenizer.backend_tokenizer
-    found: Callable[..., str] = tokenizer.decode
-    return found
 
 
 class Detokenizer:
@@ -55,7 +37,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._decoder = decoder(tokenizer)
+        self._decoder: Callable[..., str] = tokenizer.decode
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._context = 0  # leading tokens of the window that are shown in full

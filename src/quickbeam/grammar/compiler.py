@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import OrderedDict
@@ -113,7 +114,7 @@ class Compiler:
 
     def _prepared(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form."""
-        import llguidance.hf
+        from llguidance import LLTokenizer
 
         known = [token for token in self._eos if token < len(self._hf)]
         if not known:
@@ -121,9 +122,11 @@ class Compiler:
                 "grammar: this model has no end-of-sequence token, by which an answer would end"
             )
         try:
-            return llguidance.hf.from_tokenizer(
-                self._hf, n_vocab=max(self._vocab, len(self._hf)), eos_token=known
-            )
+            backend = copy.copy(self._hf.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            size = max(self._vocab, len(self._hf))
+            return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=known)
         except Exception as error:  # llguidance may raise anything here
             raise InvalidInput(
                 f"grammar: llguidance can't take this model's tokenizer ({error})"

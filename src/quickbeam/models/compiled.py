@@ -6,13 +6,12 @@ rotary angles are in float32 here, where that code rounds each of them to the mo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.compiled_layer import CompiledLayer, CompiledNorm
@@ -25,9 +24,10 @@ from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
 from quickbeam.models.pages import PagePool
+from quickbeam.models.parameters import Parameters, embedding_of
 from quickbeam.models.recurrent import place_states
-from quickbeam.models.stack import Attention, Experts, Layer, Linear, Stack, linears
-from quickbeam.models.stack_tensors import rows_of, tensor_of
+from quickbeam.models.stack import Attention, Experts, Layer, Linear, Stack, Tensor, linears
+from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.weight_file import WeightFile
 
 
@@ -40,7 +40,7 @@ def kv_shapes(stack: Stack) -> list[KVShape]:
 
 
 class CompiledStack:
-    """A `Stack` with the weights of `model`, which it takes over: the model's layers are emptied.
+    """A `Stack` with its weights, which are released from `parameters` as they are packed.
 
     `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
@@ -49,14 +49,14 @@ class CompiledStack:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        parameters: Parameters,
         stack: Stack,
         pages: PagePool,
         name: str = BFLOAT16,
         kept: WeightFile | None = None,
     ) -> None:
-        self._begin(model, stack, pages)
-        self._table: nn.Module = model.get_input_embeddings()
+        self._begin(parameters, stack, pages)
+        self._table = embedding_of(parameters(stack.embedding), stack.scale)
         name = FLOAT32 if self._float32 else name
         # All weights are in one piece of memory. They follow one another as a pass reads them.
         pack, head_pack = Packer(pages.kernels, name), Packer(pages.kernels, head_format(name))
@@ -77,30 +77,27 @@ class CompiledStack:
         def experts(of: Experts) -> CompiledExperts:
             return CompiledExperts(of, place, self._parameter, pages.kernels, self._float32)
 
-        modules: Any = model.get_submodule(stack.inside)
         self.layers: list[CompiledLayer] = []
         for i, layer in enumerate(stack.layers):
             if kept is not None and found is None:
                 kept.progress(f"quantising to {name}", i / len(stack.layers))
             self.layers.append(CompiledLayer(layer, place, self._parameter, experts))
-            modules[i] = nn.Identity()  # frees the weights that were packed
+            parameters.release(stack.inside, i)
         self._recur(pages)
         packed = place(stack.head, False, head_pack)
         self._head, self.vocab = NativeLinear(self._kernels, packed), packed.outputs
         if kept is not None and found is None:
             kept.write(self._weights)
-        model.set_output_embeddings(nn.Identity())  # frees a head that is not the embedding's
+        parameters.release(stack.inside, None)
 
-    def _begin(self, model: PreTrainedModel, stack: Stack, pages: PagePool) -> None:
+    def _begin(self, parameters: Parameters, stack: Stack, pages: PagePool) -> None:
         """Set what does not depend on where the weights are."""
-        self.stack, self._parameter = stack, functools.partial(tensor_of, model)
+        self.stack, self._parameter = stack, parameters
         self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
         self._float32 = pages.dtype is torch.float32
         self._norm = CompiledNorm(stack.norm, self._parameter)
-        self._positions = (
-            None if stack.positions is None else self._parameter(stack.positions).detach()
-        )
-        self._angles = AngleTable(model, stack)
+        self._positions = None if stack.positions is None else self._parameter(stack.positions)
+        self._angles = AngleTable(parameters.config, stack)
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
         # the likeliest token of each row of the last pass whose logits were wanted; -1 where they
@@ -114,11 +111,17 @@ class CompiledStack:
         if found:
             pages.recurrences = place_states(found, self.stack)
 
+    def _stored(self, one: Tensor) -> torch.Tensor:
+        if one.expert is None:
+            return rows_of(one, self._parameter(one.name))
+        alone = self._parameter.rows(one.name, one.expert, one.expert + 1)
+        return rows_of(replace(one, expert=0), alone)
+
     def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
-        return [rows_of(one, self._parameter(one.name)) for one in linear.weights]
+        return [self._stored(one) for one in linear.weights]
 
     def _bias_of(self, linear: Linear) -> torch.Tensor | None:
-        parts = [rows_of(one, self._parameter(one.name)) for one in linear.biases]
+        parts = [self._stored(one) for one in linear.biases]
         return torch.cat(parts) if parts else None
 
     @property
@@ -291,12 +294,11 @@ class CompiledStack:
 
     @property
     def _width(self) -> int:
-        return int(self._parameter(self.stack.embedding).shape[1])
+        return int(self._parameter.shape(self.stack.embedding)[1])
 
     def _embed(self, program: Program, target: Buffer) -> None:
         """Add the tokens' embeddings to the program."""
-        weight = self._parameter(self.stack.embedding).detach()
-        program.embed(weight, target, scale=self.stack.scale)
+        program.embed(self._table.weight.detach(), target, scale=self.stack.scale)
 
     def _linear(
         self,

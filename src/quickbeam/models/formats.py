@@ -1,4 +1,4 @@
-"""Which formats weights may have, and where."""
+"""Which formats numbers and weights may have, and where."""
 
 from __future__ import annotations
 
@@ -6,6 +6,43 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTO = "auto"  # the dtype that a checkpoint's own configuration names
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name. Raises `InvalidInput` naming the known ones."""
+    if name not in DTYPES:
+        raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def wanted_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype that a model is loaded in, for a name: None for `auto`.
+
+    Raises `InvalidInput` naming the known ones.
+    """
+    if name not in (AUTO, *DTYPES):
+        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
+    return DTYPES.get(name)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """Return the device `name`, or for None CUDA where there is one, else the CPU.
+
+    Raises `InvalidInput` for a device that can't be used.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(
+            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
+        ) from error
+    return device
 
 
 def check_weights(name: str) -> str:

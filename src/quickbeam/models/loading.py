@@ -1,9 +1,11 @@
-"""Loads a model and its tokenizer from a Hugging Face id, a folder or a `.gguf` file."""
+"""Loads a model and its tokenizer by transformers: for the torch back end, training and peers.
+
+`opening.py` needs it for models that no family describes.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
@@ -26,52 +28,12 @@ from transformers import (
 from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
 
 from quickbeam import hub
-from quickbeam.conversion import refuse_incomplete
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.models.angles import hold
 from quickbeam.models.families import FAMILIES
-from quickbeam.params import SamplingParams
+from quickbeam.models.formats import AUTO
 
-logger = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-AUTO = "auto"  # the dtype that a checkpoint's own configuration names
-# parameters that a generation config may give defaults of
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name. Raises `InvalidInput` naming the known ones."""
-    if name not in DTYPES:
-        raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def wanted_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype that `load_model` takes for a name: None for `auto`.
-
-    Raises `InvalidInput` naming the known ones.
-    """
-    if name not in (AUTO, *DTYPES):
-        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
-    return DTYPES.get(name)
-
-
-def pick_device(name: str | None) -> torch.device:
-    """Return the device `name`, or for None CUDA where there is one, else the CPU.
-
-    Raises `InvalidInput` for a device that can't be used.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidInput(
-            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
-        ) from error
-    return device
 
 
 def _source(model: str) -> str:
@@ -146,38 +108,8 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
 
 
 def hold_angles(model: PreTrainedModel) -> None:
-    """Keep a model's rotary angles from changing with the length of the text that is run.
-
-    Otherwise a token's angles would depend on the tokens that it is run with: on the prompt's
-    chunks, and on the depth of a draft tree.
-
-    Dynamic NTK changes the angles beyond the context, which no answer exceeds. LongRoPE has two
-    sets of angles, and takes the second for all tokens of a text that is longer than the model was
-    first trained for. Therefore the context of such a model ends at that length. Up to there,
-    transformers takes the first set as well.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # some models have one for each kind of layer
-    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    length = getattr(config, "max_position_embeddings", None)
-    for kind in kinds:
-        border = kind.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        if (
-            kind.get("rope_type", kind.get("type")) == "longrope"
-            and border
-            and length
-            and border < length
-        ):
-            logger.warning(
-                "the context is %d tokens, not %d: beyond that, LongRoPE changes the "
-                "angles of all tokens",
-                border,
-                length,
-            )
-            config.max_position_embeddings = length = int(border)
+    """Keep a model's rotary angles from changing with the length of a text (`angles.hold`)."""
+    hold(model.config.get_text_config())
     for module in model.modules():
         held = getattr(module, "rope_type", None)
         if isinstance(held, dict):
@@ -268,8 +200,7 @@ def load_model(
     Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
     """
     name = _source(model)
-    local = Path(name).is_dir()
-    if revision is not None and local:
+    if revision is not None and Path(name).is_dir():
         raise InvalidInput(
             f"revision {revision!r}: {model} is on this machine, and only a Hugging "
             "Face id has revisions; leave it out"
@@ -284,20 +215,7 @@ def load_model(
         if quantised and device_map is None:
             # most quantised models can't be moved afterwards
             device_map = {"": device}
-        # a local load is over in a moment: hide its progress bars
-        with redirect_stderr(StringIO()) if local else nullcontext():
-            loaded, found = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=AUTO if dtype is None else dtype,
-                device_map=device_map,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
-                **told,
-            )
-            refuse_incomplete(found)
-            tokenizer = AutoTokenizer.from_pretrained(
-                base if base and not _has_tokenizer(name, revision) else name, **told
-            )
+        loaded, tokenizer = _load(name, base, dtype, device_map, told)
         if device_map is None:
             loaded = loaded.to(device)
         elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
@@ -311,53 +229,51 @@ def load_model(
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "trust_remote_code" in str(error):
-            raise InvalidInput(
-                f"can't load {model!r}: it comes with Python code of its own, which runs only "
-                "where you allow it: "
-                "read that code, then add --trust-remote-code (in Python: trust_remote_code=True)"
-            ) from error
-        if (
-            quantised
-            and isinstance(error, ImportError | RuntimeError)
-            and not isinstance(error, torch.OutOfMemoryError)
-        ):
-            raise InvalidInput(
-                f"can't load {model!r}: its weights are quantised ({quantised}), and what reads "
-                f"them is missing here: {reason} "
-                "(or take the model's unquantised weights)"
-            ) from error
-        if isinstance(error, RuntimeError):
+        if (reason := _reason(error, quantised)) is None:
             raise
-        raise InvalidInput(
-            f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
-            "folder or a .gguf file)"
-        ) from error
+        raise InvalidInput(f"can't load {model!r}: {reason}") from error
     return loaded, tokenizer
 
 
-def eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Return every id that ends an answer, from generation config, config and tokenizer."""
-    found: set[int] = set()
-    for owner in (
-        getattr(model, "generation_config", None),
-        model.config.get_text_config(),
-        tokenizer,
-    ):
-        ids = getattr(owner, "eos_token_id", None)
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return found
+def _load(
+    name: str,
+    base: str | None,
+    dtype: torch.dtype | None,
+    device_map: str | Mapping[str, Any] | None,
+    told: dict[str, Any],
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    # a local load is over in a moment: hide its progress bars
+    with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=AUTO if dtype is None else dtype,
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
+            **told,
+        )
+        refuse_incomplete(found["missing_keys"], found["mismatched_keys"])
+        own = not base or _has_tokenizer(name, told["revision"])
+        return loaded, AutoTokenizer.from_pretrained(name if own else base, **told)
 
 
-def sampling_defaults(model: Any) -> dict[str, float]:
-    """Return the sampling parameters that a model's generation config names."""
-    config = getattr(model, "generation_config", None)
-    given = {} if config is None else config.to_diff_dict()
-    found = {name: given[name] for name in SAMPLED if given.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except InvalidInput as error:
-        logger.warning("the model's generation config can't be used: %s", error)
-        return {}
-    return found
+def _reason(error: Exception, quantised: str) -> str | None:
+    """Say why a model can't be loaded, and what to do; None for what is no fault of the model.
+
+    `quantised`: how its weights are quantised.
+    """
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "trust_remote_code" in str(error):
+        return (
+            "it comes with Python code of its own, which runs only where you allow it: "
+            "read that code, then add --trust-remote-code (in Python: trust_remote_code=True)"
+        )
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    if quantised and isinstance(error, ImportError | RuntimeError) and not out_of_memory:
+        return (
+            f"its weights are quantised ({quantised}), and what reads them is missing here: "
+            f"{first} (or take the model's unquantised weights)"
+        )
+    if isinstance(error, RuntimeError):
+        return None
+    return f"{first} (give a Hugging Face id, a model folder or a .gguf file)"

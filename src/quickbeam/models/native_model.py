@@ -7,10 +7,10 @@ answer is the same with drafts and without, alone and in a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import (
@@ -31,10 +31,15 @@ from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.recurrent import state_shape
+from quickbeam.models.stack import Stack
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.streamed_stack import StreamedStack
 from quickbeam.models.weight_file import WeightFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -44,7 +49,7 @@ def why_not_native(model: PreTrainedModel) -> str:
 
     Raises `InvalidInput` where the environment asks for kernels that can't be had.
     """
-    if model.device.type not in ("cpu", "meta") or model.dtype not in DTYPES:
+    if model.device.type != "cpu" or model.dtype not in DTYPES:
         return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
     if library.kernels() is None:
         return library.describe().removeprefix("PyTorch's (").removesuffix(")")
@@ -56,39 +61,37 @@ def why_not_native(model: PreTrainedModel) -> str:
 
 
 class NativeModel(Model):
-    """Runs a model of which `why_not_native` says nothing. It takes `model` over.
+    """Runs a model that is described by `stack`, with its `parameters`.
 
     `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
     `int4`. With `int4`, the head has 8 bits. `kept`: the file where quantised weights are found or
-    written. `source`: a file that weights are read from while computing; the model is on the meta
-    device then.
+    written. `source`: a file that weights are read from while computing.
     """
 
     exact = True
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        parameters: Parameters,
+        stack: Stack,
         *,
         chunk: int = CHUNK,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
         source: Source | None = None,
     ) -> None:
-        model.eval()
         kernels = library.kernels()
         if kernels is None:
             raise InvalidInput(f"no native kernels: {library.describe()}")
-        config, self.weights, self.chunk = model.config.get_text_config(), weights, chunk
-        vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.weights, self.chunk = weights, chunk
+        vocab_size, dtype = parameters.shape(stack.head.weights[0].name)[0], parameters.dtype
         with torch.inference_mode():
-            stack = describe(model)
-            pages = PagePool(kv_shapes(stack), kernels, None, model.dtype, state_shape(stack))
-            super().__init__(config, model.dtype, torch.device("cpu"), vocab_size, pages)
+            pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
+            super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
             if source is None:
-                self._compiled = CompiledStack(model, stack, pages, weights, kept)
+                self._compiled = CompiledStack(parameters, stack, pages, weights, kept)
             else:
-                self._compiled = self.streamed = StreamedStack(model, stack, pages, source)
+                self._compiled = self.streamed = StreamedStack(parameters, stack, pages, source)
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
 

@@ -1,29 +1,39 @@
 """Opens a `Model` by name.
 
-Its weights are in memory, as they come or quantised. Or a part of them is read from disk or copied
-from host memory in every pass.
+A described family is read from its folder as data. Other models are loaded by transformers. Weights
+are in memory, as they come or quantised. Or a part of them is read from disk or copied from host
+memory in every pass.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quickbeam import hub
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import CHUNK, Model
+from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
+from quickbeam.models.families import describe
+from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place
-from quickbeam.models.loading import eos_ids, hold_angles, load_model, sampling_defaults
+from quickbeam.models.generation import eos_ids, model_eos_ids, sampling_defaults
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.native_model import NativeModel, why_not_native
-from quickbeam.models.pinned import PinnedLayers, pin_layers
+from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
+from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.streamed_loading import open_streamed
-from quickbeam.models.streamed_pass import Source
-from quickbeam.models.torch import TorchModel
+from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.models.weight_file import WeightFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from quickbeam.models.pinned import PinnedLayers
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +45,7 @@ class Opened(NamedTuple):
     """
 
     model: Model
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     ends: set[int]
     sampling: dict[str, float]
 
@@ -47,7 +57,6 @@ def make_model(
     chunk: int = CHUNK,
     weights: str = BFLOAT16,
     kept: WeightFile | None = None,
-    source: Source | None = None,
     pinned: PinnedLayers | None = None,
 ) -> Model:
     """Take `model` over: for the native kernels if they can run it and `native` is set, else for
@@ -56,8 +65,10 @@ def make_model(
     The other arguments are those of `NativeModel` and `TorchModel`. Raises `InvalidInput` for
     models that neither can run, and for `weights` that need the kernels where they can't be used.
     """
-    if source is None:
-        refuse_place(check_weights(weights), model.device, model.dtype)
+    from quickbeam.models.loading import hold_angles
+    from quickbeam.models.torch import TorchModel
+
+    refuse_place(check_weights(weights), model.device, model.dtype)
     hold_angles(model)
     if not native:
         reason = "the torch back end is asked for"
@@ -66,7 +77,8 @@ def make_model(
     else:
         reason = why_not_native(model)
     if not reason:
-        return NativeModel(model, chunk=chunk, weights=weights, kept=kept, source=source)
+        parameters = ModelParameters(model)
+        return NativeModel(parameters, describe(model), chunk=chunk, weights=weights, kept=kept)
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
     found = TorchModel(model, chunk=chunk, pinned=pinned, reason=reason)
@@ -79,7 +91,7 @@ def make_model(
 
 
 def open_model(
-    folder: str,
+    name: str,
     dtype: torch.dtype | None,
     device: torch.device,
     *,
@@ -95,25 +107,34 @@ def open_model(
     `memory`: bytes that the weights may take on `device`, where `refuse_memory` allows a bound;
     None for no bound. On a CPU, the weights beyond it are read from disk in every pass
     (`streamed_loading.py`). On CUDA, they are copied from host memory in every pass (`pinned.py`).
-    The other arguments are those of `make_model` and `load_model`.
+    The other arguments are those of `make_model` and `loading.load_model`.
 
     Raises `InvalidInput` for what can't be run like this.
     """
     told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if memory is None:
-        loaded, tokenizer = load_model(folder, dtype, device, device_map=device_map, **told)
-        return _opened(loaded, tokenizer, folder, weights, progress)
-    from_disk = reads_disk(device)
-    if from_disk:
-        streamed = open_streamed(folder, memory, weights, progress, **told)
-        if streamed is not None:
-            model = NativeModel(streamed.model, weights=weights, source=streamed.source)
-            return _with_defaults(model, streamed.model, streamed.tokenizer)
-    loaded, tokenizer = load_model(folder, dtype, torch.device("cpu"), **told)
-    pinned = None if from_disk else pin_layers(loaded, memory, device)
-    if pinned is None:
-        loaded = loaded.to(device)
-    return _opened(loaded, tokenizer, folder, weights, progress, pinned)
+    if memory is not None and reads_disk(device):
+        if (streamed := open_streamed(name, memory, weights, progress, **told)) is not None:
+            return _opened(streamed.checkpoint, weights, source=streamed.source)
+        memory = None
+    if device_map is None and device.type == "cpu":
+        checkpoint = open_checkpoint(name, dtype, **told)
+        if checkpoint is not None:
+            refuse_place(weights, device, checkpoint.dtype)
+            kept = _kept(str(checkpoint.folder), None, weights, progress)
+            return _opened(checkpoint, weights, kept=kept)
+    return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
+
+
+def open_packed(
+    name: str, *, weights: str, progress: Progress | None, trust_remote_code: bool
+) -> Opened:
+    """Load a model whose packed weights come from a file, all of them into memory.
+
+    Loading takes no more memory than they do. Raises `InvalidInput` as `open_streamed` does.
+    """
+    found = open_streamed(name, None, weights, progress, trust_remote_code=trust_remote_code)
+    assert found is not None
+    return _opened(found.checkpoint, weights, source=found.source)
 
 
 def reads_disk(device: torch.device) -> bool:
@@ -121,22 +142,68 @@ def reads_disk(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _opened(
-    loaded: Any,
-    tokenizer: Any,
-    folder: str,
+def open_checkpoint(
+    name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
+) -> Checkpoint | None:
+    """Return a model's parameters where it is described, and the native kernels can run it.
+
+    None for models that transformers has to load. Raises `InvalidInput` for checkpoints that are
+    not whole.
+    """
+    if dtype not in (None, *DTYPES) or library.kernels() is None:
+        return None
+    hub.check_source(name)
+    path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        return None
+    folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
+    try:
+        if (folder / "adapter_config.json").exists():
+            raise NotDescribed("it holds an adapter")
+        if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
+            raise NotDescribed("it comes with code of its own")
+        return Checkpoint(folder, dtype)
+    except NotDescribed as error:
+        logger.info("%s is loaded by transformers: %s", name, error)
+        return None
+    except InvalidInput as error:
+        raise InvalidInput(f"can't load {name!r}: {error}") from error
+
+
+def _by_transformers(
+    name: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
     weights: str,
+    memory: int | None,
+    device_map: Any,
     progress: Progress | None,
-    pinned: PinnedLayers | None = None,
+    told: dict[str, Any],
 ) -> Opened:
-    kept = None
-    if weights != BFLOAT16:
-        kept = WeightFile.of(
-            folder, getattr(loaded.config, "_commit_hash", None), weights, progress
-        )
+    from quickbeam.models.loading import load_model
+    from quickbeam.models.pinned import pin_layers
+
+    first = device if memory is None else torch.device("cpu")
+    loaded, tokenizer = load_model(name, dtype, first, device_map=device_map, **told)
+    pinned = None if memory is None else pin_layers(loaded, memory, device)
+    if memory is not None and pinned is None:
+        loaded = loaded.to(device)
+    kept = _kept(name, getattr(loaded.config, "_commit_hash", None), weights, progress)
     model = make_model(loaded, weights=weights, kept=kept, pinned=pinned)
-    return _with_defaults(model, loaded, tokenizer)
+    generation = getattr(loaded, "generation_config", None)
+    sampling = sampling_defaults({} if generation is None else generation.to_diff_dict())
+    return Opened(model, tokenizer, model_eos_ids(loaded, tokenizer), sampling)
 
 
-def _with_defaults(model: Model, loaded: Any, tokenizer: Any) -> Opened:
-    return Opened(model, tokenizer, eos_ids(loaded, tokenizer), sampling_defaults(loaded))
+def _kept(
+    folder: str, commit: str | None, weights: str, progress: Progress | None
+) -> WeightFile | None:
+    return None if weights == BFLOAT16 else WeightFile.of(folder, commit, weights, progress)
+
+
+def _opened(checkpoint: Checkpoint, weights: str, **more: Any) -> Opened:
+    model = NativeModel(checkpoint, checkpoint.stack, weights=weights, **more)
+    generation = read_json(checkpoint.folder / "generation_config.json")
+    tokenizer = load_tokenizer(checkpoint.folder, checkpoint.config)
+    ends = eos_ids(generation, checkpoint.config, tokenizer)
+    return Opened(model, tokenizer, ends, sampling_defaults(generation))

@@ -65,17 +65,13 @@ class Norm:
 class Rotary:
     """Rotary angles of some layers.
 
-    `module`: what computes them. `kind`: its argument, where it has different angles for different
-    layers. `interleaved`: dimensions 2i and 2i + 1 of a head turn together, not i and i + half.
-    `repeated`: the module gives each angle twice in a row, and not all angles twice. `once`: it
-    gives each angle once.
+    `kind`: that of the layers, where the configuration has different `rope_parameters` for
+    different layers. `interleaved`: dimensions 2i and 2i + 1 of a head turn together, not i and
+    i + half.
     """
 
-    module: str
     kind: str | None = None
     interleaved: bool = False
-    repeated: bool = False
-    once: bool = False
 
 
 @dataclass(frozen=True)

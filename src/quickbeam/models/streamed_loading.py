@@ -1,48 +1,35 @@
 """Opens a folder's model for `StreamedStack`.
 
-That is an outline of the model on the meta device, and a file of its packed weights. The file is
-made once and kept in the cache folder.
+That is a file of its packed weights, which is made once and kept in the cache folder.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
+from quickbeam.models.checkpoint import Checkpoint, local_folder
+from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import refuse_place
-from quickbeam.models.loading import hold_angles
 from quickbeam.models.native import library
-from quickbeam.models.outline import (
-    Tensors,
-    check_tensors,
-    fill_small,
-    local_folder,
-    outline,
-)
 from quickbeam.models.packed_file import Plan, make
-from quickbeam.models.stack import Linear, Stack, Tensor, linears
+from quickbeam.models.stack import Linear, Tensor, experts, linears, names
 from quickbeam.models.streamed_pass import Source
-from quickbeam.models.streamed_stack import BUFFERS, StreamedStack, streamable
+from quickbeam.models.streamed_stack import BUFFERS, StreamedStack
 from quickbeam.models.weight_file import WeightFile
 
 LAYOUT = 1  # version of the file's layout; each version has files of its own
 
 
 class Streamed(NamedTuple):
-    """What `Model` takes for a streamed model.
+    """What `NativeModel` takes for a streamed model. `source`: where its weights are read from."""
 
-    `model`: on the meta device. `stack`: its architecture. `source`: where its weights are read
-    from.
-    """
-
-    model: PreTrainedModel
-    stack: Stack
-    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Checkpoint
     source: Source
 
 
@@ -94,29 +81,19 @@ def open_streamed(
     """
     report = progress or (lambda stage, fraction: None)
     refuse_place(weights, torch.device("cpu"), torch.bfloat16)
-    folder, found = local_folder(model, revision), library.kernels()
-    made, tokenizer = outline(folder, trust_remote_code)
-    hold_angles(made)
-    stack = streamable(made, found, library.describe())
-    assert found is not None
-    try:
-        tensors, tied = Tensors(folder), bool(made.config.tie_word_embeddings)
-        check_tensors(made, tensors, tied)
-    except InvalidInput as error:
-        raise InvalidInput(f"can't load {model!r}: {error}") from error
-    table = stack.embedding
-    tokens, width = made.get_parameter(table).shape
-    plan = Plan(found, StreamedStack.shapes(made, stack, weights), (tokens, width))
+    folder, kernels = local_folder(model, revision), library.kernels()
+    checkpoint = _described(folder, model, trust_remote_code)
+    assert kernels is not None  # or `refuse_memory` would have told
+    stack, table = checkpoint.stack, checkpoint.stack.embedding
+    tokens, width = checkpoint.shape(table)
+    plan = Plan(kernels, StreamedStack.shapes(checkpoint, stack, weights), (tokens, width))
     large = {part.name for linear, _ in linears(stack) for part in linear.weights} | {table}
-    small = {name: one for name, one in made.named_parameters() if name not in large}
+    few = sum(2 * math.prod(checkpoint.shape(name)) for name in names(stack) - large)
     path = WeightFile.of(str(folder), None, f"{weights}-segments{LAYOUT}", None).path
     assert path is not None
-    few = sum(2 * parameter.numel() for parameter in small.values())
     limited = memory is not None
     memory = few + (len(plan.segments) + BUFFERS) * plan.piece if memory is None else memory
-    source = Source(
-        path, plan, memory, few, partial(fill_small, tensors=tensors, names=list(small))
-    )
+    source = Source(path, plan, memory, few)
     if limited and memory >= source.whole:
         return None
     if memory < source.least:
@@ -124,21 +101,43 @@ def open_streamed(
             f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB "
             "to be read while computing"
         )
-    head = tensors_of(table) if tied else stack.head
-    of_layers = [linear for linear, _ in linears(stack)][:-1]
     rows = [
-        _Weight(tensors, linear, shape.gated)
-        for linear, shape in zip([*of_layers, head], plan.weights, strict=True)
+        _Weight(checkpoint, linear, shape.gated)
+        for (linear, _), shape in zip(linears(stack), plan.weights, strict=True)
     ]
-    make(
-        path,
-        plan,
-        rows,
-        _Weight(tensors, tensors_of(table), False),
-        report,
-        f"packing {weights} weights of {model}, once",
-    )
-    return Streamed(made, stack, tokenizer, source)
+    all_rows = _Weight(checkpoint, tensors_of(table), False)
+    make(path, plan, rows, all_rows, report, f"packing {weights} weights of {model}, once")
+    return Streamed(checkpoint, source)
+
+
+def _described(folder: Path, model: str, trust_remote_code: bool) -> Checkpoint:
+    """Return the parameters of a folder whose passes the native kernels run alone.
+
+    Raises `InvalidInput` for others.
+    """
+    try:
+        if (folder / "adapter_config.json").exists():
+            raise InvalidInput(
+                "it holds an adapter: merge it into its model (peft's merge_and_unload) and give "
+                "that folder, or leave memory out"
+            )
+        found = Checkpoint(folder, torch.bfloat16)
+        if any(experts(found.stack)):
+            raise NotDescribed("its experts can't be read from disk")
+        if found.stack.recurrents:
+            raise NotDescribed("its recurrent layers can't be read from disk")
+        if any(not part.plain for linear, _ in linears(found.stack) for part in linear.weights):
+            raise NotDescribed("its checkpoint stores weights in another order")
+        if trust_remote_code and hasattr(found.config, "auto_map"):
+            raise NotDescribed("it comes with code of its own")
+    except NotDescribed as error:
+        raise InvalidInput(
+            "memory is for models that the native kernels run in one call, not "
+            f"for {model} ({error}); leave memory out"
+        ) from error
+    except InvalidInput as error:
+        raise InvalidInput(f"can't load {model!r}: {error}") from error
+    return found
 
 
 def tensors_of(name: str) -> Linear:
@@ -152,7 +151,7 @@ class _Weight:
     They are the two halves of a gated weight, or they are stacked one below the other.
     """
 
-    def __init__(self, tensors: Tensors, linear: Linear, gated: bool) -> None:
+    def __init__(self, tensors: Checkpoint, linear: Linear, gated: bool) -> None:
         self._tensors, self._parts, self._gated = tensors, linear.weights, gated
         self._counts = [tensors.shape(part.name)[0] // part.parts for part in linear.weights]
 

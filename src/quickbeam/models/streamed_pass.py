@@ -6,12 +6,11 @@ next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK, PackedPart, Rows, gated_bias
@@ -24,14 +23,13 @@ class Source(NamedTuple):
     """Where a model's weights are read from.
 
     `memory`: bytes that the weights may take. `small`: how many of them norms and biases take,
-    which are always in memory. `fill`: reads norms and biases into a model on the meta device.
+    which are always in memory.
     """
 
     path: Path
     plan: Plan
     memory: int
     small: int
-    fill: Callable[[PreTrainedModel], None]
 
     @property
     def least(self) -> int:

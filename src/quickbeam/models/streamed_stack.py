@@ -12,25 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from quickbeam.errors import InvalidInput
 from quickbeam.models.compiled import CompiledStack
 from quickbeam.models.compiled_layer import CompiledLayer
-from quickbeam.models.families import describe
-from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import peak_bytes, peak_memory
 from quickbeam.models.native import library
-from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Linear, Stack, experts, linears
-from quickbeam.models.stack_tensors import rows_of
+from quickbeam.models.parameters import Parameters
+from quickbeam.models.stack import Linear, Stack, linears
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 
@@ -40,8 +35,6 @@ BUFFERS = 4  # buffers of a segment each; fewer, but at least 2, where memory is
 class StreamedStack(CompiledStack):
     """`CompiledStack` with weights from a file, in bfloat16.
 
-    `model`: on the meta device. Its norms and biases are read into it here.
-
     Part of `source.memory` serves as buffers for reading: 2 to `BUFFERS` segments. The rest holds
     segments that are read only once. They are spread evenly over the pass, so that reading goes on
     while they compute. Each of them saves its reading in every pass. As a further buffer, the same
@@ -50,13 +43,12 @@ class StreamedStack(CompiledStack):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        parameters: Parameters,
         stack: Stack,
         pages: PagePool,
         source: Source,
     ) -> None:
-        source.fill(model)
-        self._begin(model, stack, pages)
+        self._begin(parameters, stack, pages)
         self._source, self._rows = source, EmbeddingRows(source.path, source.plan)
         numbers = iter(range(len(source.plan.weights)))
 
@@ -100,13 +92,13 @@ class StreamedStack(CompiledStack):
         return held
 
     @staticmethod
-    def shapes(model: PreTrainedModel, stack: Stack, name: str) -> list[WeightShape]:
+    def shapes(parameters: Parameters, stack: Stack, name: str) -> list[WeightShape]:
         """Return the shapes of a model's weights in the order of a pass. `name`: their format."""
         found = list[WeightShape]()
         for linear, gated in linears(stack):
-            parts = [rows_of(one, model.get_parameter(one.name)) for one in linear.weights]
-            rows = len(parts[0]) if gated else sum(len(part) for part in parts)
-            found.append(WeightShape(parts[0].shape[1], rows, gated, name))
+            parts = [(parameters.shape(one.name), one.parts) for one in linear.weights]
+            rows = [shape[0] // count for shape, count in parts]
+            found.append(WeightShape(parts[0][0][1], rows[0] if gated else sum(rows), gated, name))
         return [*found[:-1], found[-1]._replace(name=head_format(name))]
 
     # --- parts of CompiledStack's program ---
@@ -294,27 +286,3 @@ def likeliest(logits: torch.Tensor) -> list[int]:
     rows = logits.numpy()
     best = rows.argmax(1)  # the column of a NaN, if there is one
     return np.where(np.isfinite(rows[np.arange(len(rows)), best]), best, -1).tolist()  # type: ignore[no-any-return]
-
-
-def streamable(model: PreTrainedModel, found: Kernels | None, reason: str) -> Stack:
-    """Return a model's architecture.
-
-    Raises `InvalidInput` for a model whose passes can't be run by the native kernels alone.
-    `found`: the kernels, or None for the `reason`.
-    """
-    if found is None:
-        raise InvalidInput(
-            f"memory needs the native kernels, and there are none here: {reason}; leave memory out"
-        )
-    try:
-        stack = describe(model)
-        if any(experts(stack)):
-            raise NotDescribed("its experts can't be read from disk")
-        if any(not part.plain for linear, _ in linears(stack) for part in linear.weights):
-            raise NotDescribed("its checkpoint stores weights in another order")
-    except NotDescribed as error:
-        raise InvalidInput(
-            "memory is for models that the native kernels run in one call, not "
-            f"for this {type(model).__name__} ({error}); leave memory out"
-        ) from error
-    return stack

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import CHUNK, Batch, Chain, Draft, Model
 from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Target:

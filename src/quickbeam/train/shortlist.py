@@ -24,7 +24,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.loading import pick_device
+from quickbeam.models.formats import pick_device
 from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan

@@ -21,7 +21,8 @@ from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.loading import eos_ids, pick_device
+from quickbeam.models.formats import pick_device
+from quickbeam.models.generation import model_eos_ids
 from quickbeam.models.opening import make_model
 from quickbeam.train import openers, text
 from quickbeam.train.block import Held, new_network
@@ -44,7 +45,7 @@ class TextStage:
         openers.questions(plan.languages)  # refused before anything is loaded
         self.plan = plan
         loaded, self._tokenizer = load_target(plan.model, pick_device(None))
-        self._stops = eos_ids(loaded, self._tokenizer)
+        self._stops = model_eos_ids(loaded, self._tokenizer)
         self._model: Model = make_model(loaded)
 
     def run(self, report: Callable[[int, float], None]) -> None:

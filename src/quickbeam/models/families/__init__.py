@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from quickbeam.errors import InvalidInput
+from quickbeam.models.angles import angles_of
 from quickbeam.models.families.cohere import cohere, cohere2
 from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
@@ -40,7 +41,8 @@ from quickbeam.models.families.starcoder2 import starcoder2
 from quickbeam.models.stack import Stack, linears, names
 from quickbeam.models.stack_tensors import tensor_of
 
-MOVING = {"dynamic", "longrope"}  # angles that change with a text's length, where not held
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     "cohere": cohere,
@@ -86,20 +88,38 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
 }
 
 
+def stack_of(config: Any, dtype: torch.dtype) -> Stack:
+    """Return the architecture of a model with this configuration and number format.
+
+    Raises `NotDescribed` for one of no family in the table, for one that sets what its family's
+    file doesn't know, and for rotary angles of an unknown kind.
+    """
+    if (family := FAMILIES.get(getattr(config, "model_type", ""))) is None:
+        named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
+        raise NotDescribed(f"no family describes {named}")
+    reading = Config(config, dtype)
+    stack = family(reading)
+    reading.refuse_unknown()
+    try:
+        for rotary in stack.rotaries:
+            angles_of(config, rotary, 2)
+    except InvalidInput as error:
+        raise NotDescribed(str(error)) from error
+    return stack
+
+
 def describe(model: PreTrainedModel) -> Stack:
     """Return a model's architecture.
 
-    Raises `NotDescribed` for a model of no family in the table, for one whose configuration sets
-    what its family's file doesn't know, and for one with other parameters, forwards or linear
-    layers than its family (adapters, quantised weights, code that came with the model).
+    Raises `NotDescribed` as `stack_of` does, and for a model with other parameters, forwards or
+    linear layers than its family (adapters, quantised weights, code that came with the model).
     """
-    kind, config = type(model), model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None or not kind.__module__.startswith("transformers."):
+    from transformers.pytorch_utils import Conv1D
+
+    kind = type(model)
+    if model.config.model_type not in FAMILIES or not kind.__module__.startswith("transformers."):
         raise NotDescribed(f"no family describes {kind.__name__}")
-    reading = Config(config, model.dtype)
-    stack = family(reading)
-    reading.refuse_unknown()
+    stack = stack_of(model.config, model.dtype)
     found = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers()}
     if odd := sorted(found ^ (names(stack) - buffers)):
@@ -120,8 +140,4 @@ def describe(model: PreTrainedModel) -> Stack:
     embedding = type(model.get_input_embeddings())
     if not embedding.__module__.startswith(("torch.nn.", "transformers.")):
         raise NotDescribed(f"its embedding is a {embedding.__name__}")
-    for rotary in stack.rotaries:
-        held = getattr(model.get_submodule(rotary.module), "rope_type", "default")
-        if MOVING & ({*held.values()} if isinstance(held, dict) else {held}):
-            raise NotDescribed("its rotary angles change with the length of a text")
     return stack

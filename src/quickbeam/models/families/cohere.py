@@ -9,7 +9,7 @@ from quickbeam.models.stack import Layer, Rotary, Stack
 
 
 def _stack(c: Config, changes: Any) -> Stack:
-    turning = Rotary("model.rotary_emb", interleaved=True, repeated=True)
+    turning = Rotary(interleaved=True)
 
     def layer(i: int) -> Layer:
         mixer = attention(c, i, c.attention_bias, **({"rotary": turning} | changes(i)))

@@ -19,7 +19,7 @@ def ernie4_5_moe(c: Config) -> Stack:
 
     def layer(i: int) -> Layer:
         at, bias = f"model.layers.{i}", bool(c.use_bias)
-        mixer = attention(c, i, bias, rotary=Rotary("model.rotary_emb", interleaved=True))
+        mixer = attention(c, i, bias, rotary=Rotary(interleaved=True))
         first, last, each = (
             c.moe_layer_start_index,
             c.moe_layer_end_index,

@@ -67,7 +67,7 @@ def gemma3(c: Config) -> Stack:
 
     def layer(i: int) -> Layer:
         kind, norms = c.layer_types[i], head_norms(c, i, ("q_norm", "k_norm"), plus_one=True)
-        rotary = Rotary("model.rotary_emb", kind)
+        rotary = Rotary(kind)
         return _four_norms(c, i, norms=norms, rotary=rotary, kind=kind)
 
     return _stack(c, layer, softcap=c.final_logit_softcapping)

@@ -21,7 +21,7 @@ from quickbeam.models.stack import FeedForward, Layer, Rotary, Routing, Stack
 
 def glm(c: Config, after: bool = False) -> Stack:
     def layer(i: int) -> Layer:
-        at, rotary = f"model.layers.{i}", Rotary("model.rotary_emb", interleaved=True)
+        at, rotary = f"model.layers.{i}", Rotary(interleaved=True)
         fed = FeedForward(
             halves(f"{at}.mlp.gate_up_proj"),
             tensors(f"{at}.mlp.down_proj"),

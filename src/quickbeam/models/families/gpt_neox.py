@@ -30,7 +30,7 @@ def gpt_neox(c: Config) -> Stack:
             out=tensors(f"{at}.attention.dense", bias=bias),
             kv_heads=heads,
             head_dim=c.hidden_size // heads,
-            rotary=Rotary("gpt_neox.rotary_emb"),
+            rotary=Rotary(),
         )
         return Layer(
             mixer,

@@ -46,7 +46,7 @@ def gpt_oss(c: Config) -> Stack:
             c,
             i,
             c.attention_bias,
-            rotary=Rotary("model.rotary_emb", once=True),
+            rotary=Rotary(),
             sinks=f"{at}.self_attn.sinks",
         )
         return before(c, i, mixer, Experts(routing, tuple(chosen)))

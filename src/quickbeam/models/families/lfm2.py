@@ -28,7 +28,7 @@ def lfm2(c: Config) -> Stack:
     for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
         c.get(name)  # the sizes of the feed-forward
     c.get("full_attn_idxs")  # `layer_types` follows from it
-    return _stack(c, dense, Rotary("model.rotary_emb"))
+    return _stack(c, dense, Rotary())
 
 
 def dense(i: int) -> FeedForward:
@@ -54,7 +54,7 @@ def lfm2_moe(c: Config) -> Stack:
         )
         return experts(c, i, routing, c.num_experts, "feed_forward", act="silu")
 
-    return _stack(c, feed_forward, Rotary("model.pos_emb"))
+    return _stack(c, feed_forward, Rotary())
 
 
 def _stack(

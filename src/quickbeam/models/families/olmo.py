@@ -29,7 +29,7 @@ def olmo(c: Config) -> Stack:
             c.attention_bias,
             norms=head_norms(c, i, ("q_norm", "k_norm")),
             norm_all=True,
-            rotary=Rotary("model.rotary_emb", kind),
+            rotary=Rotary(kind),
             kind=kind,
         )
         return Layer(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from quickbeam.models.stack import (
     Attention,
@@ -34,46 +33,66 @@ ACTIVATIONS = {
     "relu2": "relu_squared",
 }
 # What a configuration may set without changing what the model computes: for training, for
-# generation, and for other programs. What every configuration has is added.
+# generation, and for other programs.
 HARMLESS = {
-    *PreTrainedConfig().to_dict(),
+    "architectures",
     "attention_dropout",
     "attn_pdrop",
     "auto_map",
     "bos_token_id",
+    "chunk_size_feed_forward",
     "classifier_dropout",
+    "dtype",
     "embd_pdrop",
     "embedding_dropout",
     "eod_token_id",
     "eos_token_id",
     "hidden_dropout",
     "hidden_size",
+    "id2label",
     "initializer_range",
     "input_jitter_noise",
     "intermediate_size",
+    "is_encoder_decoder",
     "is_llama_config",
+    "label2id",
     "max_position_embeddings",
     "max_window_layers",
+    "model_type",
     "moe_intermediate_size",
     "n_positions",
     "num_nextn_predict_layers",
     "original_max_position_embeddings",
+    "output_attentions",
+    "output_hidden_states",
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
+    "problem_type",
     "resid_pdrop",
     "residual_dropout",
+    "return_dict",
     "router_aux_loss_coef",
     "sep_token_id",
     "shared_expert_intermediate_size",
     "tie_word_embeddings",
     "torch_dtype",
     "transformers.js_config",
+    "transformers_version",
     "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
     "vocab_size",
+}
+# other names of attributes, by the configuration's model_type, as transformers has them
+ATTRIBUTES = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 }
 
 
@@ -87,7 +106,7 @@ class Config:
     `number_format`: the model's.
     """
 
-    def __init__(self, config: PreTrainedConfig, number_format: torch.dtype) -> None:
+    def __init__(self, config: Any, number_format: torch.dtype) -> None:
         self._config, self._read, self.number_format = config, set[str](), number_format
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +207,7 @@ def attention(
         "head_dim": dim,
         "scaling": dim**-0.5,
         "window": window(c, i),
-        "rotary": Rotary("model.rotary_emb"),
+        "rotary": Rotary(),
         "turned": turned(c, dim, kind) if changes.get("rotary", True) else 0,
     }
     return Attention(**(told | changes))

@@ -1,0 +1,167 @@
+"""Chat templates: from messages to the text that a model was trained on, as transformers writes it.
+
+Templates come with models, so they run in a sandbox and see plain data alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers, in case a template looks for it
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}`: what a model writes, which training marks. Here it is text like other."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, without names that lead to Python's own objects."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template may not set {name}")
+        super().__setitem__(name, value)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON; Jinja's own filter escapes what stands for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def compiled(template: str) -> jinja2.Template:
+    """Return a template that is ready to be rendered. Raises `jinja2.TemplateError`."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": lambda *values, **named: dict(*values, **named),
+        "namespace": Namespace,
+    }
+    return environment.from_string(template)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as what JSON has; a word in angle brackets for anything else."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value)) if type(value) is tuple else [*map(plain, value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    return f"<{type(value).__name__}>"
+
+
+def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages as plain data without what is None, reasoning under each of its names."""
+    found = []
+    for message in conversation:
+        given = plain(message)
+        if not isinstance(given, dict):
+            raise TypeError(f"a message is a dict with a role and content, not {message!r}")
+        given = {name: value for name, value in given.items() if value is not None}
+        reasoning = next((given[name] for name in REASONING if name in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        found.append(given)
+    return found
+
+
+def _tools(tools: Sequence[Any] | None) -> list[Any] | None:
+    if tools is None:
+        return None
+    functions = [tool for tool in tools if not isinstance(tool, Mapping)]
+    if not functions:
+        return [plain(tool) for tool in tools]
+    from transformers.utils import get_json_schema  # it reads types and docstrings
+
+    schema: Callable[[Any], Any] = get_json_schema
+    return [plain(tool if isinstance(tool, Mapping) else schema(tool)) for tool in tools]
+
+
+def _tagged(content: Any) -> tuple[Any, str]:
+    """Return a message's content with `TAG` behind its last text, and that text."""
+    if isinstance(content, str):
+        return content + TAG, content
+    for i in reversed(range(len(content))):
+        if "text" in content[i]:
+            text = content[i]["text"]
+            return [*content[:i], {**content[i], "text": text + TAG}, *content[i + 1 :]], text
+    raise ValueError("continue_final_message: the final message has no text to continue")
+
+
+def render(
+    template: str,
+    conversation: Sequence[Any],
+    tools: Sequence[Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """Return a conversation as text.
+
+    The arguments are those of transformers' `apply_chat_template`; `variables` are the template's.
+    Raises `ValueError` for what can't be continued, and whatever the template raises.
+    """
+    if not conversation:
+        raise ValueError("an empty conversation: give at least one message")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("continue_final_message and add_generation_prompt: give one of them")
+    messages, final = _messages(conversation), ""
+    if continue_final_message:
+        if (content := messages[-1].get("content")) is None:
+            raise ValueError("continue_final_message: the final message has no content to continue")
+        messages[-1]["content"], final = _tagged(content)
+    text: str = compiled(template).render(
+        messages=messages,
+        tools=_tools(tools),
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **{name: plain(value) for name, value in variables.items()},
+    )
+    if not continue_final_message:
+        return text
+    if final.strip() not in text or TAG.strip() not in text:
+        raise ValueError("continue_final_message: the template leaves out the final message")
+    end = text.rindex(TAG.strip())
+    # spaces behind the message were taken away where the tag's own are gone
+    return text[:end] if text[end : end + len(TAG)] == TAG else text[:end].rstrip()

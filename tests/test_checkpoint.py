@@ -1,0 +1,320 @@
+"""A folder as data: the architecture, weights and tokenizer that transformers reads from it.
+
+pytest tests/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.angles import Angles, frequencies, hold
+from quickbeam.models.checkpoint import Checkpoint, read_config
+from quickbeam.models.families import describe, stack_of
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
+from test_families import CONFIGS, made
+
+EVAL = Path.home() / ".cache" / "quickbeam-eval"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_folder_says_what_the_model_in_it_is(name: str, tmp_path: Path) -> None:
+    model = made(name)
+    model.save_pretrained(tmp_path)
+    try:
+        found = Checkpoint(tmp_path, torch.float32)
+    except NotDescribed as error:  # stored otherwise than transformers names it
+        pytest.skip(str(error))
+    assert found.stack == describe(model)
+    for one, parameter in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(found(one), parameter), one
+        assert torch.equal(found.rows(one, 1, 2), parameter[1:2])
+    assert found.config.num_hidden_layers == model.config.num_hidden_layers
+    assert found.config.hidden_size == model.config.hidden_size
+
+
+def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path: Path) -> None:
+    model = made("llama", torch.float16)
+    model.model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    found = Checkpoint(tmp_path, torch.bfloat16)
+    rows = model.model.embed_tokens.weight.bfloat16()
+    assert torch.equal(found("model.embed_tokens.weight"), rows)
+    assert torch.equal(found("lm_head.weight"), rows)
+
+
+def test_a_configuration_of_another_version_is_filled_in_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    fields = {
+        "model_type": "llama",
+        "transformers_version": "4.43.0",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "rope_theta": 500000.0,
+        "rope_scaling": rope | {"original_max_position_embeddings": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    right = stack_of(LlamaConfig.from_pretrained(tmp_path), torch.bfloat16)
+    first = read_config(tmp_path)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    for config in (first, read_config(tmp_path)):
+        assert stack_of(config, torch.bfloat16) == right
+        assert config.rope_parameters["rope_theta"] == 500000.0 and not config.mlp_bias
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidInput, match=r"config\.json can't be read"):
+        read_config(tmp_path)
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    found = Checkpoint(tmp_path, torch.float32)
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(QuickbeamError, match=r"model\.safetensors: .* ends too early"):
+        found("lm_head.weight")
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path: Path) -> None:
+    model = made("llama")
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for change, reason in [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"model_type": "rwkv"}, "no family"),
+        ({"num_hidden_layers": 2}, r"layers\.2"),
+        ({"odd_scaling": 2.0}, "odd_scaling"),
+        ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(fields | change))
+        with pytest.raises(NotDescribed, match=reason):
+            Checkpoint(tmp_path, torch.float32)
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 16.0},
+    {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False, "beta_fast": 20},
+    {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5},
+    {"rope_type": "longrope", "short_factor": [1 + i / 10 for i in range(16)]},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_angles_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    more = {"rope_theta": 50000.0, "original_max_position_embeddings": 1024}
+    more |= {"factor": None, "long_factor": [2.0] * 16}
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        rope_parameters=more | rope,
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    hold(config)
+    speeds, factor = frequencies(config.rope_parameters, 32)
+    assert torch.equal(speeds, theirs.inv_freq) and factor == theirs.attention_scaling
+    positions = torch.arange(300)
+    for ours, right in zip(
+        Angles(config.rope_parameters, 32).at(positions),
+        theirs(torch.empty(1), positions[None]),
+        strict=True,
+    ):
+        assert torch.equal(ours, right[0, :, :16])
+
+
+def test_angles_that_lack_a_parameter_say_so() -> None:
+    with pytest.raises(InvalidInput, match=r"'llama3' lack 'factor'|'llama3' lack .*"):
+        frequencies({"rope_type": "llama3", "rope_theta": 1e4}, 32)
+
+
+# --- tokenizers ---
+
+
+TEXTS = [
+    "",
+    "Hello world",
+    " a  b\n\n\tdef f(x): return x**2 # é ü 漢字 🦄",
+    "e\u0301 o\u0308 \ufb01 \u2581 x \u200b\ufeff\r\n",
+    "<|im_start|>user\nhi<|im_end|><bos>x<eos> <start_of_turn>user<|endoftext|>",
+    "don't 12345 1,000.5",
+    Path(__file__).read_text(encoding="utf-8"),
+]
+TURNS = [
+    [{"role": "user", "content": "Hi"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": None},
+        {"role": "assistant", "content": "Yes ", "reasoning": "hm"},
+    ],
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WAYS: list[dict[str, Any]] = [
+    {"add_generation_prompt": True},
+    {},
+    {"continue_final_message": True},
+    {"tools": [TOOL], "add_generation_prompt": True},
+]
+
+
+def same_tokenizers(folder: Path) -> None:
+    ours, theirs = (
+        load_tokenizer(folder, read_config(folder)),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert isinstance(ours, Tokenizer)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours(text, add_special_tokens=special)["input_ids"]
+            assert ids == theirs(text, add_special_tokens=special)["input_ids"]
+            for skip in (True, False):
+                shown = theirs.decode(ids, skip_special_tokens=skip)
+                assert ours.decode(ids, skip_special_tokens=skip) == shown
+    for name in ("eos_token_id", "special_tokens_map", "all_special_tokens", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.get_added_vocab() == theirs.get_added_vocab() and len(ours) == len(theirs)
+    some = [0, 5, len(ours) - 1, 10**7]
+    assert ours.convert_ids_to_tokens(some) == theirs.convert_ids_to_tokens(some)
+    for turns in TURNS if theirs.chat_template else []:
+        for way in WAYS:
+            text = theirs.apply_chat_template(turns, tokenize=False, **way)
+            assert ours.apply_chat_template(turns, tokenize=False, **way) == text
+            ids = theirs.apply_chat_template(turns, return_dict=False, **way)
+            assert ours.apply_chat_template(turns, **way) == ids
+
+
+def test_the_default_models_tokenizer_is_that_of_transformers(smollm2: Path) -> None:
+    same_tokenizers(smollm2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen-coder-0.5b", "qwen-coder-1.5b", "gemma-3-270m"])
+def test_other_tokenizers_are_those_of_transformers(name: str) -> None:
+    if not (EVAL / name).is_dir():
+        pytest.skip(f"{EVAL / name} is not there")
+    same_tokenizers(EVAL / name)
+
+
+TEMPLATE = """{%- for message in messages if message.role != 'tool' %}
+  {%- generation %}[{{ message.role }}] {{ message.content | trim }}{% endgeneration %}
+  {%- if message.thinking %}({{ message.thinking }}/{{ message.reasoning_content }}){% endif %}
+  {%- if loop.last %}{% break %}{% endif %}
+{% endfor -%}
+{%- set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ dict(a=eos_token) | tojson }}
+{%- if tools %}{{ tools | tojson(indent=1) }}{% endif %}
+{%- if name is defined %}{{ name }}{% endif %}
+{%- if add_generation_prompt %}[reply]{% endif %}"""
+
+
+@pytest.fixture
+def toy(toy_folder: str, tmp_path: Path) -> Path:
+    for path in Path(toy_folder).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def test_templates_are_rendered_as_transformers_renders_them(toy: Path) -> None:
+    ours, theirs = load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)
+    assert isinstance(ours, Tokenizer)
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "<b>"}], "extra": (1, 2.5)}]
+    for turns in (*TURNS, blocks):
+        for way in (*WAYS[:2], WAYS[3], {"name": ("x", 1)}):
+            text = theirs.apply_chat_template(turns, tokenize=False, **way)
+            assert ours.apply_chat_template(turns, tokenize=False, **way) == text
+    text = theirs.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True)
+    assert ours.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True) == text
+
+    def adder(x: int) -> int:
+        """Adds one.
+
+        Args:
+            x: a number
+        """
+        return x + 1
+
+    asked: dict[str, Any] = {"tools": [adder], "tokenize": False}
+    assert ours.apply_chat_template(TURNS[0], **asked) == theirs.apply_chat_template(
+        TURNS[0], **asked
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(toy: Path, template: str) -> None:
+    (toy / "chat_template.jinja").write_text(template)
+    found = []
+    for tokenizer in (load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)):
+        try:
+            found.append(tokenizer.apply_chat_template(TURNS[0], tokenize=False))
+        except Exception as error:
+            found.append(type(error).__name__)
+    assert found[0] == found[1]
+
+
+def test_other_tokenizers_are_read_by_transformers(toy: Path) -> None:
+    fields = json.loads((toy / "tokenizer_config.json").read_text())
+    for change in (
+        {"tokenizer_class": "BertTokenizer"},
+        {"image_token": "<image>"},
+        {"clean_up_tokenization_spaces": True},
+        {"extra_special_tokens": {"a": "b"}},
+    ):
+        (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
+        try:
+            found = load_tokenizer(toy, read_config(toy))
+        except (ValueError, OSError, TypeError):
+            continue
+        assert not isinstance(found, Tokenizer)
+    added = {
+        "300": {"content": "<new>", "special": False},
+        "301": {"content": "<other>", "lstrip": True},
+    }
+    for change in ({"added_tokens_decoder": added}, {"extra_special_tokens": ["<more>"]}):
+        (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
+        same_tokenizers(toy)
+
+
+ALONE = """
+import sys
+from quickbeam.llm import LLM
+from quickbeam.params import SamplingParams
+llm = LLM(sys.argv[1], "ar")
+answer = llm.chat([{"role": "user", "content": "abc"}], SamplingParams(max_tokens=2))
+assert llm.model.exact and len(answer.token_ids) > 0
+left = {"transformers", "accelerate", "torch._dynamo", "scipy", "sympy"} & sys.modules.keys()
+assert not left, left
+"""
+
+
+def test_an_answer_needs_no_transformers(toy: Path, toy_folder: str) -> None:
+    weights = Path(toy_folder) / "model.safetensors"
+    (toy / "model.safetensors").write_bytes(weights.read_bytes())
+    subprocess.run([sys.executable, "-c", ALONE, str(toy)], check=True)
