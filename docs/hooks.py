@@ -9,6 +9,7 @@ site such a link leads to a page with the whole file, at the line of NAME (`Clas
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- commands -->"  # in reference/cli.md: where the commands go
+TABLE = "<!-- families -->"  # in models.md: where the families go
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#([\w.-]+))?\)")
 FENCES = {
     ".py": "python",
@@ -100,6 +102,70 @@ def paragraphs(text: str) -> list[str]:
     return [line for part in text.split("\n\n") for line in (" ".join(part.split()), "")]
 
 
+# --- the families ---------------------------------------------------------------------------------
+
+
+# what default configurations lack
+LACKING = {
+    name: {"layer_types": ["conv", "full_attention"] * 3, "num_hidden_layers": 6}
+    for name in ("lfm2", "lfm2_moe")
+}
+
+
+def families() -> str:
+    """A table of the families, from the architecture of each one's default configuration."""
+    import torch
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from quickbeam.models.families import FAMILIES
+    from quickbeam.models.families.reading import Config
+
+    rows = ["| architecture | `model_type` | mixes tokens by | feed-forward | norms |"]
+    rows.append("| --- | --- | --- | --- | --- |")
+    for kind, family in sorted(FAMILIES.items()):
+        stack = family(Config(CONFIG_MAPPING[kind](**LACKING.get(kind, {})), torch.bfloat16))
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
+        file = Path(inspect.getfile(family)).relative_to(ROOT)
+        linked = f"[{name.removesuffix('LMHeadModel')}](../{file}#{family.__name__})"
+        columns = zip(*map(words_of, stack.layers), strict=True)
+        cells = (", ".join(dict.fromkeys(column)) for column in columns)
+        rows.append(f"| {linked} | `{kind}` | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def words_of(layer: Any) -> tuple[str, str, str]:
+    """What a layer mixes tokens by, its feed-forward, and its norms."""
+    one, fed, mixers = layer.attention, layer.feed_forward, list[str]()
+    if layer.recurrent is not None:
+        kinds = {None: "short convolution", True: "gated delta rule", False: "Mamba-2"}
+        mixers.append(kinds[getattr(layer.recurrent, "delta", None)])
+    if one is not None:
+        said = {
+            "window": getattr(one, "window", None),
+            "latent": type(one).__name__ == "Latent",
+            "no angles": one.rotary is None,
+            "QK norm": getattr(one, "norms", None),
+            "softcap": getattr(one, "softcap", None),
+            "sinks": getattr(one, "sinks", None),
+            "output gate": getattr(one, "gated", False),
+        }
+        how = [word for word, there in said.items() if there]
+        mixers.append("attention" + (f" ({', '.join(how)})" if how else ""))
+    experts = getattr(fed, "routing", None)
+    if experts is not None:
+        shared = " and a shared one" if fed.shared is not None else ""
+        feeds = f"{experts.top} of {len(fed.chosen)} experts{shared}, {fed.chosen[0].activation}"
+    else:
+        feeds = "none" if fed is None else f"{'gated ' if fed.gated else ''}{fed.activation}"
+    norm = layer.attention_before or layer.attention_after or layer.feed_forward_before
+    places = ["before"] * (layer.attention_before is not None)
+    places += ["after"] * (layer.attention_after is not None)
+    kind = "layer norm" if norm is not None and norm.centred else "RMS"
+    norms = f"{kind} {' and '.join(places)}{', parallel' if layer.parallel else ''}"
+    return " + ".join(mixers) or "nothing", feeds, norms
+
+
 # --- the source -----------------------------------------------------------------------------------
 
 
@@ -177,6 +243,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fills in the commands, and turns links to the repository into links to its pages here."""
     if page.file.src_uri.startswith("source/"):
         return markdown
+    if TABLE in markdown:
+        markdown = markdown.replace(TABLE, families())
     text = rewritten(markdown, page.file.src_uri)
     return text.replace(MARK, commands()) if MARK in text else text
 
