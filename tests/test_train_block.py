@@ -152,7 +152,7 @@ def drafted_alone(
     served = make_model(model())
     network = BlockNetwork(CONFIG, served.embedding, served.head)
     network.load_state_dict(made.state_dict())
-    drafter = BlockDrafter(network, served)
+    drafter = BlockDrafter(network, served, native=False)
     state = drafter.begin(ids)
     batch = of.read(collate([Conversation(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)]))
     state.append_hidden(batch.hidden[0, :, : len(CONFIG.taps) * D])
@@ -191,7 +191,7 @@ def difference_to_drafting() -> float:
 
 
 def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor() -> None:
-    assert difference_to_drafting() < 1e-4
+    assert difference_to_drafting() < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,7 @@ def test_held_out_figures_are_those_of_a_plain_walk(
 ) -> None:
     """Agreement, overlap and tokens a step, against a loop over single blocks."""
     monkeypatch.setattr(block, "CHECK_SPACING", 2)
+    monkeypatch.setattr(block, "autocast", lambda device: torch.autocast("cpu", enabled=False))
     of, shards, chosen = target(), Shards(text), range(5)
     made = untrained(of)
     held = hold_out(made, of, shards, chosen)
@@ -364,10 +365,9 @@ def test_held_out_figures_are_those_of_a_plain_walk(
                 agree[k].append(right[k])
                 overlap[k].append(float(torch.minimum(q[k], p[anchor + k]).sum()))
     means = [[sum(x) / len(x) for x in columns] for columns in (agree, overlap)]
-    assert len(chains) > 20 and held.mat == pytest.approx(sum(chains) / len(chains), abs=0.1)
-    # products of training are in bfloat16 where those are fast
-    assert held.agreement == pytest.approx(means[0], abs=0.05)
-    assert held.overlap == pytest.approx(means[1], abs=0.02) and 1 < held.mat_drawn < 1 + SIZE
+    assert len(chains) > 20 and held.mat == pytest.approx(sum(chains) / len(chains), abs=0.02)
+    assert held.agreement == pytest.approx(means[0], abs=0.02)  # but for ties
+    assert held.overlap == pytest.approx(means[1], abs=1e-3) and 1 < held.mat_drawn < 1 + SIZE
 
 
 def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.formats import pick_device
 from quickbeam.models.generation import model_eos_ids
+from quickbeam.models.loading import load_model
 from quickbeam.models.opening import make_model
 from quickbeam.train import openers, text
 from quickbeam.train.block import Held, new_network
@@ -44,7 +45,8 @@ class TextStage:
     def __init__(self, plan: Plan) -> None:
         openers.questions(plan.languages)  # refused before anything is loaded
         self.plan = plan
-        loaded, self._tokenizer = load_target(plan.model, pick_device(None))
+        folder, device = hub.resolve(plan.model), pick_device(None)
+        loaded, self._tokenizer = load_model(folder, torch.bfloat16, device)
         self._stops = model_eos_ids(loaded, self._tokenizer)
         self._model: Model = make_model(loaded)
 
