@@ -128,22 +128,22 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     This is the one with the longest path. For a field with several types, it is the error of the
     type that matched furthest.
     """
-    errors = [(_path(one, body), one) for one in error.errors(include_url=False)]
     telling = ("unsupported", "too_short", "too_long")
-    path, first = max(
-        errors,
-        key=lambda one: (one[1]["type"] == "too_long", len(one[0]), one[1]["type"] in telling),
-    )
-    name = (first.get("ctx") or {}).get("param") or _name(path)
+
+    def rank(one: tuple[list[str | int], Any]) -> tuple[bool, int, bool]:
+        return one[1]["type"] == "too_long", len(one[0]), one[1]["type"] in telling
+
+    errors = error.errors(include_url=False)
+    path, first = max(((_path(one, body), one) for one in errors), key=rank)
+    kind, about = first["type"], first.get("ctx") or {}
+    name = about.get("param") or _name(path)
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "too_short":
+    if kind == "too_short":
         message = "empty: give at least one"
-    elif first["type"] == "too_long":
-        message = f"more than {first['ctx']['max_length']}, the most that there may be"
-    elif first["type"] not in ("unsupported", "missing") and not isinstance(
-        first.get("input"), dict | list
-    ):
-        message += f", not {reprlib.repr(first.get('input'))}"
+    elif kind == "too_long":
+        message = f"more than {about['max_length']}, the most that there may be"
+    elif kind not in ("unsupported", "missing") and not isinstance(first["input"], dict | list):
+        message += f", not {reprlib.repr(first['input'])}"
     return Refused(f"{name}: {message}" if name else message, name or None)
 
 

@@ -172,10 +172,8 @@ class ChatRequest(GenerationRequest, Conversation):
     def _agrees(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise refuse("needs logprobs: true", "top_logprobs")
-        if (
-            None not in (self.max_tokens, self.max_completion_tokens)
-            and self.max_tokens != self.max_completion_tokens
-        ):
+        lengths = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(lengths) > 1:
             raise refuse("differs from max_completion_tokens: give one of them", "max_tokens")
         check_tools(self.tools, self.tool_choice, self.grammars)
         return self

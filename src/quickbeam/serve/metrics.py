@@ -97,10 +97,6 @@ class Metrics:
         nodes = "Nodes of the last draft tree, over the answers under way."
         self._gauge("quickbeam:budget_nodes", nodes, lambda: engine.nodes)
 
-    def request(self, params: SamplingParams, prompt: int, entered: float) -> RequestMetrics:
-        """Return the counters for one answer; see `RequestMetrics`."""
-        return RequestMetrics(self, params, prompt, entered)
-
     def of(self, name: str, *labels: Any) -> Any:
         """Return a counter or histogram by its name, and its own label if it has one."""
         return self._families[name].labels(self._name, *labels)

@@ -33,7 +33,7 @@ from quickbeam.serve.admission import (
     Unavailable,
 )
 from quickbeam.serve.fingerprint import fingerprint_of
-from quickbeam.serve.metrics import Metrics
+from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,8 @@ class Runner:
         return streams
 
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
-        counting = self.metrics.request(job.params, len(job.prompt), ticket.entered)
+        prompt = len(job.prompt)
+        counting = RequestMetrics(self.metrics, job.params, prompt, ticket.entered)
         place = ticket.place()
         try:
             stream = await self._engine.stream(

@@ -51,11 +51,8 @@ def text_part(*kinds: str) -> BeforeValidator:
     """Accept content parts of these kinds, which hold text. Refuse others, and say why."""
 
     def check(value: Any) -> Any:
-        if (
-            isinstance(value, dict)
-            and isinstance(kind := value.get("type"), str)
-            and kind not in kinds
-        ):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
             known = " or ".join(repr(one) for one in kinds)
             raise refuse(
                 f"content part of type {kind!r}: this server reads text only and fetches "

@@ -32,7 +32,7 @@ WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 class Punctual(H11Protocol):
     """Closes connections whose client takes too long to send the head of a request.
 
-    The body's time is `BodyLimit`'s matter. Between requests uvicorn has a limit of its own.
+    The body's time is `Guard`'s matter. Between requests uvicorn has a limit of its own.
     """
 
     seconds = 20.0
@@ -154,9 +154,8 @@ async def serve(
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
     loading = asyncio.wrap_future(_in_thread(load))
-    await asyncio.wait(
-        list[asyncio.Future[Any]]((serving, loading)), return_when=asyncio.FIRST_COMPLETED
-    )
+    tasks: list[asyncio.Future[Any]] = [serving, loading]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving
         return False
