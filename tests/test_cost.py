@@ -3,6 +3,8 @@ pytest tests/test_cost.py"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -154,3 +156,27 @@ def test_reading_is_no_part_of_a_calls_cost() -> None:
     for _ in range(cost.CALLS):
         cost.observe_call("d", 1, 1.3, 1000)  # never less than a part of it
     assert cost.call("d", 1) == pytest.approx(0.65)
+
+
+def test_what_was_measured_is_kept_for_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
+    CostModel.kept(model, 16)
+    assert not list(tmp_path.iterdir())  # a small model
+    model.weight_bytes = 2**30
+    first = CostModel.kept(model, 16)
+    monkeypatch.setattr(CostModel, "measure", None)
+    second = CostModel.kept(model, 16)
+    for rows in (1, 5, 16, 40):
+        assert second.alone(rows, 3) == first.alone(rows, 3)
+        assert second.reading(rows, 100) == first.reading(rows, 100)
+    monkeypatch.undo()
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    (kept,) = (tmp_path / "costs").iterdir()
+    for broken in ("{", "[1]", "[{}, {}, 0]"):
+        kept.write_text(broken)
+        assert CostModel.kept(model, 16).alone(1) > 0
+    CostModel.kept(model, 8)  # other trees
+    assert len(list((tmp_path / "costs").iterdir())) == 2

@@ -31,11 +31,7 @@ CIRCLES: set[str] = set()
 LONG_FILES = {
     "models/native/program.py",
 }
-LONG_FUNCTIONS = {
-    "models.streamed_loading.open_streamed",
-    "models.loading.load_model",
-    "models.native.library.__init__",
-}
+LONG_FUNCTIONS = set[str]()
 
 
 def modules(folder: Path) -> dict[str, Path]:

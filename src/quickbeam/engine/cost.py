@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable
+from contextlib import suppress
+from importlib.metadata import version
 from statistics import median
 
 import torch
 
+from quickbeam.cache import cache_folder
+from quickbeam.machine import cpu_name, usable_cores
 from quickbeam.models.base import Batch, Draft, Model
 from quickbeam.tree import TokenTree
 
@@ -22,6 +29,7 @@ FAR = 1024  # tokens before a tree when its cost is measured a second time
 FAR_WIDTHS = (1, 8, 32)  # the numbers of nodes for which that is done
 MANY = 8  # how many sequences side by side are measured
 ROUNDS = 4
+LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
 
 
@@ -98,6 +106,37 @@ class CostModel:
                 measured._per_token[width] = max(0.0, at - seconds[width]) / context
             elif many > 1:
                 measured._per_sequence = max(0.0, at - measured.alone(many)) / (many - 1)
+        return measured
+
+    @classmethod
+    def kept(cls, model: Model, limit: int) -> CostModel:
+        """Return what was measured of such passes in an earlier process; else `measure` and keep.
+
+        It is kept in the cache folder by machine, threads, model, number format and version. Small
+        models are measured in no time, and those whose weights are read in every pass by few
+        passes.
+        """
+        if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
+            return cls.measure(model, limit)
+        what = [version("quickbeam"), cpu_name(), usable_cores(), torch.get_num_threads()]
+        what += [model.describe(), str(model.dtype), model.weight_bytes, limit]
+        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        digest = hashlib.sha256(f"{what} {config}".encode()).hexdigest()[:16]
+        path = cache_folder() / "costs" / f"{digest}.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            passes, tokens = (
+                {int(rows): float(at) for rows, at in one.items()} for one in found[:2]
+            )
+            return cls(passes, tokens, float(found[2]))
+        except (OSError, ValueError, TypeError, AttributeError, LookupError):
+            measured = cls.measure(model, limit)
+        record = [measured._seconds, measured._per_token, measured._per_sequence]
+        with suppress(OSError):  # a cache that can't be written: measured again the next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.tmp")
+            part.write_text(json.dumps(record), encoding="utf-8")
+            os.replace(part, path)
         return measured
 
     # passes

@@ -75,7 +75,7 @@ class Engine:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(CostModel.measure(self.model, most), most)
+            self._budget = Budget(CostModel.kept(self.model, most), most)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:

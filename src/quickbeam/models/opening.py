@@ -116,7 +116,7 @@ def open_model(
         if (streamed := open_streamed(name, memory, weights, progress, **told)) is not None:
             return _opened(streamed.checkpoint, weights, source=streamed.source)
         memory = None
-    if device_map is None and device.type == "cpu":
+    if memory is None and device_map is None and device.type == "cpu":
         checkpoint = open_checkpoint(name, dtype, **told)
         if checkpoint is not None:
             refuse_place(weights, device, checkpoint.dtype)

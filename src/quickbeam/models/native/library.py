@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
@@ -211,12 +212,47 @@ class Luck(Structure):
     )
 
 
+_ROW = (c_void_p, c_int64, c_void_p, POINTER(Luck))
+# the functions of the library, without the `qb_` before them: what they take, and what they give
+SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "run": ((c_void_p, c_int64, POINTER(Call), c_int64), None),
+    "pack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
+    "block_bytes": ((c_int32, c_int64), c_int64),
+    "quantise": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), c_int64),
+    "put": ((c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None),
+    "unpack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
+    "move": ((c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64), None),
+    "read": ((c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64), None),
+    "fold": ((c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p), None),
+    "philox": ((c_void_p, c_int64, c_uint32, c_uint32, c_void_p), None),
+    "find": ((POINTER(Luck),), None),
+    "largest": ((c_void_p, c_int64, POINTER(Luck), c_double), c_int64),
+    "perturb": ((*_ROW, *4 * (c_double,), c_int64, c_void_p, c_void_p), c_int64),
+    "ranked": ((c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p), c_int64),
+}
+
+
 class Kernels:
-    """The functions of one library. `name`: its instruction set.
+    """The functions of one library (`SIGNATURES`). `name`: its instruction set.
 
     Raises `build.CannotBuild` if the library can't be loaded, if it was made for another version,
     or if the system does not let this process use the instruction set.
     """
+
+    run: Any
+    pack: Any
+    block_bytes: Any
+    quantise: Any
+    put: Any
+    unpack: Any
+    move: Any
+    read: Any
+    fold: Any
+    philox: Any
+    find: Any
+    largest: Any
+    perturb: Any
+    ranked: Any
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -231,64 +267,10 @@ class Kernels:
         if not library.qb_allowed():
             raise build.CannotBuild(f"the system does not let this process use {name}")
         self.page = int(library.qb_page())
-        self.run = library.qb_run
-        self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
-        self.pack = library.qb_pack
-        self.pack.argtypes, self.pack.restype = (
-            (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
-            None,
-        )
-        self.block_bytes = library.qb_block_bytes
-        self.block_bytes.argtypes, self.block_bytes.restype = (c_int32, c_int64), c_int64
-        self.quantise = library.qb_quantise
-        self.quantise.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
-        self.quantise.restype = c_int64
-        self.put = library.qb_put
-        self.put.argtypes, self.put.restype = (
-            (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p),
-            None,
-        )
-        self.unpack = library.qb_unpack
-        self.unpack.argtypes, self.unpack.restype = (
-            (c_void_p, c_int64, c_int64, c_int64, c_void_p),
-            None,
-        )
-        self.move = library.qb_move
-        self.move.argtypes, self.move.restype = (
-            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64),
-            None,
-        )
-        self.read = library.qb_read
-        self.read.argtypes, self.read.restype = (
-            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
-            None,
-        )
-        self.fold = library.qb_fold
-        self.fold.argtypes, self.fold.restype = (
-            (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
-            None,
-        )
-        self.philox = library.qb_philox
-        self.philox.argtypes, self.philox.restype = (
-            (c_void_p, c_int64, c_uint32, c_uint32, c_void_p),
-            None,
-        )
-        self.find = library.qb_find
-        self.find.argtypes, self.find.restype = (POINTER(Luck),), None
-        self.largest = library.qb_largest
-        self.largest.argtypes, self.largest.restype = (
-            (c_void_p, c_int64, POINTER(Luck), c_double),
-            c_int64,
-        )
-        self.perturb = library.qb_perturb
-        row = (c_void_p, c_int64, c_void_p, POINTER(Luck))
-        self.perturb.argtypes = (*row, *4 * (c_double,), c_int64, c_void_p, c_void_p)
-        self.perturb.restype = c_int64
-        self.ranked = library.qb_ranked
-        self.ranked.argtypes, self.ranked.restype = (
-            (c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p),
-            c_int64,
-        )
+        for function, (takes, gives) in SIGNATURES.items():
+            found = getattr(library, f"qb_{function}")
+            found.argtypes, found.restype = takes, gives
+            setattr(self, function, found)
 
 
 @functools.cache
