@@ -14,6 +14,7 @@ from quickbeam.models.stack import (
     Attention,
     Experts,
     FeedForward,
+    Latent,
     Linear,
     Matrices,
     Norm,
@@ -116,13 +117,18 @@ def _attend(
     n, dim, group = len(x), of.head_dim, of.heads // of.kv_heads
     sizes = [of.heads * dim, of.kv_heads * dim, of.kv_heads * dim]
     read = _linear(x, of.qkv, parameters)
-    (query, key, value), gates = read[:, : sum(sizes)].split(sizes, -1), read[:, sum(sizes) :]
+    gates = read[:, sum(sizes) :]
+    if of.latent is not None:
+        query, key, value = _from_latent(read, of, of.latent, parameters)
+    else:
+        query, key, value = read[:, : sum(sizes)].split(sizes, -1)
     if of.norms is not None and of.norm_all:
         query, key = (
             _norm(query, of.norms[0], parameters),
             _norm(key, of.norms[1], parameters),
         )
-    query, key, value = (part.view(n, -1, dim) for part in (query, key, value))
+    query, key = query.reshape(n, -1, dim), key.reshape(n, -1, dim)
+    value = value.reshape(n, of.kv_heads, -1)
     of_heads = of.norms if not of.norm_all else None
     if of_heads is not None and not of.norm_last:
         query, key = (
@@ -202,6 +208,24 @@ def _convolve(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.T
     bias = None if of.bias is None else parameters[of.bias]
     padded = F.pad(x.t(), (of.taps - 1, 0))
     return F.conv1d(padded, parameters[of.weight], bias, groups=of.channels).t()
+
+
+def _from_latent(
+    made: torch.Tensor, of: Attention, latent: Latent, parameters: Parameters
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values `[n, heads, ...]`; what turns of a head comes first here."""
+    sizes = [made.shape[-1] - latent.rank - of.turned, latent.rank, of.turned]
+    query, small, turning = torch.split(made, sizes, -1)
+    if latent.query is not None:
+        norm, up = latent.query
+        query = _linear(_norm(query, norm, parameters), up, parameters)
+    query = query.view(len(made), of.heads, -1).roll(of.turned, -1)
+    rest = _linear(_norm(small, latent.norm, parameters), latent.up, parameters)
+    still, value = torch.split(
+        rest.view(len(made), of.heads, -1), [of.head_dim - of.turned, latent.value_dim], -1
+    )
+    key = torch.cat([turning[:, None].expand(-1, of.heads, -1), still], -1)
+    return query, key, value
 
 
 def _feed(x: torch.Tensor, of: FeedForward | Experts, parameters: Parameters) -> torch.Tensor:

@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma2Config,
@@ -117,9 +119,44 @@ YARN = {
 }
 # experts of 24 numbers inside, three of seven for a token
 EXPERTS = dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
+LATENT = dict(kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=8) | dict(
+    num_key_value_heads=4, num_experts_per_tok=3, moe_intermediate_size=24
+)
 CONFIGS: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**SIZES, use_qk_norm=True),
     "cohere2": Cohere2Config(**SIZES | MIXED, sliding_window=6, head_dim=8),
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES | LATENT, n_routed_experts=7, first_k_dense_replace=1, q_lora_rank=None
+    ),
+    "deepseek_v2-groups": DeepseekV2Config(
+        **SIZES | LATENT,
+        n_routed_experts=8,
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | LATENT,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        q_lora_rank=20,
+        num_mtp_layers=0,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "deepseek_v3-halves": DeepseekV3Config(
+        **SIZES | LATENT,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        q_lora_rank=None,
+        rope_interleave=False,
+        num_mtp_layers=0,
+    ),
     "ernie4_5_moe": Ernie4_5_MoeConfig(
         **SIZES, moe_k=3, moe_num_experts=7, moe_intermediate_size=24, moe_norm_min=0.5
     ),
@@ -408,6 +445,11 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "weights of experts that add up to 1": ("olmoe", each_routing(renormalised=True)),
     "an expert fewer": ("qwen3_moe", each_routing(top=2)),
     "no shared expert": ("qwen2_moe", each_experts(shared=None, shared_gate=None)),
+    "a scale of scores without YaRN's": ("deepseek_v3", each_attention(scaling=10**-0.5)),
+    "neighbours turn, not halves": (
+        "deepseek_v3-halves",
+        lambda s: each_attention(rotary=replace(s.rotaries[0], interleaved=True))(s),
+    ),
     "no correction of the choice": ("ernie4_5_moe", each_routing(correction=None)),
     "groups left out": ("glm4_moe", each_routing(groups=1, top_groups=1)),
     "no sinks": ("gpt_oss", each_attention(sinks=None)),

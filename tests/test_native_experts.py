@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen2MoeConfig
+from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2MoeConfig
 
 import interpreter
 from cases import few
@@ -221,27 +221,44 @@ def test_a_row_that_is_not_finite_spoils_no_other(isa: str) -> None:
     assert torch.equal(got[[0, 1, 2, 4, 5, 6, 7]], right[[0, 1, 2, 4, 5, 6, 7]])
 
 
-CONFIG = Qwen2MoeConfig(
-    **SIZES,
-    num_experts=7,
-    num_experts_per_tok=3,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=40,
-)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "shared": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "latent": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        kv_lora_rank=12,
+        q_lora_rank=20,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=8,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("isa", "weights"),
+    ("isa", "weights", "name"),
     few(
-        [(isa, name) for isa in SETS for name in FORMATS[1:]],
-        [(isa, FORMATS[1 + i % 3]) for i, isa in enumerate(SETS)],
+        [(isa, weights, name) for isa in SETS for weights in FORMATS[1:] for name in CONFIGS],
+        [(isa, FORMATS[1 + i % 3], name) for i, isa in enumerate(SETS) for name in CONFIGS],
     ),
 )
 def test_a_tree_gives_the_bits_of_one_token_at_a_time(
-    isa: str, weights: str, native: Callable[[str], None]
+    isa: str, weights: str, name: str, native: Callable[[str], None]
 ) -> None:
     native(isa)
-    target = Target(make_model(tiny("", torch.bfloat16, config=CONFIG), weights=weights))
+    target = Target(make_model(tiny("", torch.bfloat16, config=CONFIGS[name]), weights=weights))
     ids = text(78)
     prompt, tokens = ids[:52], ids[52:]
     expected = one_at_a_time(target, prompt, tokens)

@@ -34,7 +34,7 @@ from quickbeam.models.weight_file import WeightFile
 def kv_shapes(stack: Stack) -> list[KVShape]:
     """Return what each layer keeps of a token."""
     return [
-        KVShape(0, 0, 0) if of is None else KVShape(of.kv_heads, of.head_dim, of.head_dim)
+        KVShape(0, 0, 0) if of is None else KVShape(of.kv_heads, of.head_dim, of.value_dim)
         for of in (layer.attention for layer in stack.layers)
     ]
 
@@ -144,6 +144,7 @@ class CompiledStack:
         program, width, wide = Program(self._kernels), self._width, self._float32
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
         widest = max((of.heads * of.head_dim for of in self.stack.attentions), default=0)
+        values = max((of.heads * of.value_dim for of in self.stack.attentions), default=0)
         read = [layer.qkv.outputs for layer in self.layers if layer.layer.attention is not None]
         buffers = {
             "x": program.buffer(width, True),
@@ -151,7 +152,7 @@ class CompiledStack:
             "normed": program.buffer(width, wide),
             "beside": program.buffer(width, wide),  # what a feed-forward beside attention reads
             "query": program.buffer(widest, wide),
-            "attended": program.buffer(widest, wide),
+            "attended": program.buffer(values, wide),
             "qkv": program.buffer(max([*read, *(of.into.outputs for of in recurrent)]), True),
             "inner": program.buffer(max(layer.fed.inner for layer in self.layers), wide),
         }
@@ -203,30 +204,14 @@ class CompiledStack:
         i: int,
     ) -> None:
         """Add a layer's attention."""
-        qkv, shape, offset = buffers["qkv"], self._shapes[i], self._offsets[i]
-        self._linear(program, layer.qkv, buffers["normed"], qkv)
-        if layer.norms is not None and of.norm_all:
-            first = 0
-            for norm, heads in zip(layer.norms, (of.heads, of.kv_heads), strict=True):
-                width = heads * of.head_dim
-                norm.add(program, qkv, qkv, width=width, of=first, column=first)
-                first += width
-        by_head = None if of.norm_all else layer.norms
-        program.heads(
-            qkv,
-            buffers["query"],
-            of.heads,
-            shape,
-            offset,
-            None if by_head is None else [_ones(norm.weight, of.head_dim) for norm in by_head],
-            0.0 if by_head is None else by_head[0].epsilon,
-            centred=by_head is not None and by_head[0].centred,
-            norm_last=of.norm_last,
-            rotary=0 if of.rotary is None else of.turned,
-            angles=0 if of.rotary is None else self._angles.columns[of.rotary],
-            interleaved=of.rotary is not None and of.rotary.interleaved,
-            query_scale=None if of.query_scale is None else self._angles.end,
-        )
+        shape, offset = self._shapes[i], self._offsets[i]
+        self._linear(program, layer.qkv, buffers["normed"], buffers["qkv"])
+        angles = 0 if of.rotary is None else self._angles.columns[of.rotary]
+        if layer.latent is not None:
+            layer.latent.add(program, buffers, shape, offset, angles)
+        else:
+            scale = None if of.query_scale is None else self._angles.end
+            layer.heads(program, buffers, of, shape, offset, angles, scale)
         program.attend(
             buffers["query"],
             buffers["attended"],
@@ -239,7 +224,7 @@ class CompiledStack:
             layer.sinks,
         )
         if of.gated:
-            attended, width = buffers["attended"], of.heads * of.head_dim
+            attended, qkv, width = buffers["attended"], buffers["qkv"], of.heads * of.head_dim
             gates = width + 2 * of.kv_heads * of.head_dim
             program.gate(attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid")
         self._add(program, buffers, layer.out, "attended", layer.attention_after, layer.layer)
@@ -375,7 +360,3 @@ def _normed(program: Program, source: Buffer, target: Buffer, norm: CompiledNorm
         program.copy(source, target)
     else:
         norm.add(program, source, target)
-
-
-def _ones(weight: torch.Tensor | None, width: int) -> torch.Tensor:
-    return torch.ones(width) if weight is None else weight

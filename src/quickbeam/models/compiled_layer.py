@@ -8,9 +8,19 @@ from typing import Any
 import torch
 
 from quickbeam.models.experts import CompiledExperts
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.quantised import AnyPacked
 from quickbeam.models.recurrent import compile_recurrent
-from quickbeam.models.stack import Experts, FeedForward, Layer, Linear, Norm
+from quickbeam.models.stack import (
+    Attention,
+    Experts,
+    FeedForward,
+    Latent,
+    Layer,
+    Linear,
+    Norm,
+)
 from quickbeam.models.stack_tensors import norm_weight
 
 
@@ -45,6 +55,70 @@ class CompiledFeedForward:
         self.inner: int = self.down.inputs
 
 
+class CompiledLatent:
+    """Queries, keys and values of a latent attention, behind its first product."""
+
+    def __init__(
+        self,
+        of: Attention,
+        latent: Latent,
+        place: Callable[[Linear, bool], Any],
+        parameter: Callable[[str], torch.Tensor],
+    ) -> None:
+        self._of, self._rank = of, latent.rank
+        parts = [(CompiledNorm(n, parameter), place(up, False)) for n, up in latent.parts]
+        self._query, (self._norm, self._up) = parts[0] if latent.query else None, parts[-1]
+
+    def add(
+        self,
+        program: Program,
+        buffers: dict[str, Buffer],
+        shape: KVShape,
+        offset: int,
+        angles: int,
+    ) -> None:
+        """Add them to a program. What the product gives is in the buffer `qkv`."""
+        of, small, query = self._of, buffers["qkv"], self._query
+        before = of.heads * of.head_dim if query is None else query[1].inputs
+        queries = small
+        if query is not None:
+            queries = self._product(program, buffers, *query, 0, "queries")
+        rest = self._product(program, buffers, self._norm, self._up, before, "rest")
+        assert of.rotary is not None
+        program.latent(
+            queries,
+            rest,
+            small,
+            buffers["query"],
+            of.heads,
+            shape,
+            offset,
+            turned=of.turned,
+            column=before + self._rank,
+            angles=angles,
+            interleaved=of.rotary.interleaved,
+        )
+
+    @staticmethod
+    def _product(
+        program: Program,
+        buffers: dict[str, Buffer],
+        norm: CompiledNorm,
+        up: AnyPacked,
+        of: int,
+        name: str,
+    ) -> Buffer:
+        """Add a norm of columns `of` on and the product behind it. Returns its results."""
+        wide = buffers["query"].float32
+        for key, width, float32 in ((f"{name} before", up.inputs, wide), (name, up.outputs, True)):
+            if key not in buffers or buffers[key].width < width:
+                buffers[key] = program.buffer(width, float32)
+        normed, made = buffers[f"{name} before"], buffers[name]
+        norm.add(program, buffers["qkv"], normed, width=up.inputs, of=of)
+        program.linear(up, normed, made)
+        return made
+
+
 class CompiledLayer:
     """One layer's packed weights, and its other numbers in float32.
 
@@ -61,6 +135,11 @@ class CompiledLayer:
         self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
         if mixer is not None:
             self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
+        self.latent = (
+            None
+            if mixer is None or mixer.latent is None
+            else CompiledLatent(mixer, mixer.latent, place, parameter)
+        )
         self.recurrent = (
             None
             if layer.recurrent is None
@@ -88,3 +167,42 @@ class CompiledLayer:
         self.norms = None if norms is None else [CompiledNorm(n, parameter) for n in norms]
         sinks = None if mixer is None else mixer.sinks
         self.sinks = None if sinks is None else parameter(sinks).detach().float()
+
+    def heads(
+        self,
+        program: Program,
+        buffers: dict[str, Buffer],
+        of: Attention,
+        shape: KVShape,
+        offset: int,
+        angles: int,
+        query_scale: int | None,
+    ) -> None:
+        """Add norms and angles of queries and keys. `query_scale`: as of `Program.heads`."""
+        qkv = buffers["qkv"]
+        if self.norms is not None and of.norm_all:
+            first = 0
+            for norm, heads in zip(self.norms, (of.heads, of.kv_heads), strict=True):
+                width = heads * of.head_dim
+                norm.add(program, qkv, qkv, width=width, of=first, column=first)
+                first += width
+        by_head = None if of.norm_all else self.norms
+        program.heads(
+            qkv,
+            buffers["query"],
+            of.heads,
+            shape,
+            offset,
+            None if by_head is None else [_ones(norm.weight, of.head_dim) for norm in by_head],
+            0.0 if by_head is None else by_head[0].epsilon,
+            centred=by_head is not None and by_head[0].centred,
+            norm_last=of.norm_last,
+            rotary=0 if of.rotary is None else of.turned,
+            angles=angles,
+            interleaved=of.rotary is not None and of.rotary.interleaved,
+            query_scale=query_scale,
+        )
+
+
+def _ones(weight: torch.Tensor | None, width: int) -> torch.Tensor:
+    return torch.ones(width) if weight is None else weight

@@ -83,6 +83,26 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Queries, keys and values by way of small vectors.
+
+    `qkv` gives the queries' (without `query` the queries), then that of keys and values, of `rank`
+    numbers, then what turns of all heads' keys. `norm` and `up` make of the second the rest of each
+    head's key, and its value of `value_dim` numbers. What turns of a head are its last dimensions.
+    """
+
+    rank: int
+    value_dim: int
+    norm: Norm
+    up: Linear
+    query: tuple[Norm, Linear] | None = None
+
+    @property
+    def parts(self) -> list[tuple[Norm, Linear]]:
+        return [*([self.query] if self.query else []), (self.norm, self.up)]
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of `heads` queries over `kv_heads` keys and values of `head_dim` numbers.
 
@@ -110,6 +130,12 @@ class Attention:
     query_scale: QueryScale | None = None
     sinks: str | None = None
     gated: bool = False
+    latent: Latent | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """How many numbers a head's value has."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
 
 @dataclass(frozen=True)
@@ -193,15 +219,12 @@ class FeedForward:
 class Routing:
     """How a row's experts are chosen, and what their weights are.
 
-    `scores`: the weight of an expert before anything else. `softmax` is over all experts, `sigmoid`
-    of each, `softmax_of_chosen` over the chosen. `mixer` is Phi-MoE's rule for two: a softmax that
-    leaves out logits further below the largest than `2 * jitter` of them, and the same again
-    without the largest.
-
-    The `top` experts with the largest scores are chosen, each score plus `correction` `[experts]`;
-    with several `groups` only among the `top_groups` whose `best_of_group` largest ones have the
-    largest sum. `renormalised`: weights are divided by the larger of their sum + `plus` and
-    `least`. In the end they are taken times `factor`.
+    `scores`: `softmax` is over all experts, `sigmoid` of each, `softmax_of_chosen` over the chosen.
+    `mixer` is Phi-MoE's rule for two: a softmax that leaves out logits further below the largest
+    than `2 * jitter` of them, and the same again without the largest. The `top` experts with the
+    largest scores are chosen, each plus `correction` `[experts]`; with several `groups` only among
+    the `top_groups` whose `best_of_group` largest ones have the largest sum. `renormalised`:
+    weights are divided by the larger of their sum + `plus` and `least`; then come times `factor`.
     """
 
     logits: Linear
@@ -308,14 +331,13 @@ class Stack:
 
 
 def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
-    """Yield all weights in the order of a pass, the head last, and whether each is gated.
-
-    Those of routers are left out.
-    """
+    """Yield all weights but routers', as a pass reads them, and whether each is gated."""
     for layer in stack.layers:
         if layer.attention is not None:
             yield layer.attention.qkv, False
             yield layer.attention.out, False
+            if layer.attention.latent is not None:
+                yield from ((one, False) for _, one in layer.attention.latent.parts)
         if layer.recurrent is not None:
             yield layer.recurrent.into, False
             yield layer.recurrent.out, False
@@ -350,6 +372,8 @@ def norms(stack: Stack) -> Iterator[Norm]:
             *([layer.recurrent.norm] if isinstance(layer.recurrent, Matrices) else []),
         )
         yield from (norm for norm in of_layer if norm is not None)
+        if layer.attention is not None and layer.attention.latent is not None:
+            yield from (norm for norm, _ in layer.attention.latent.parts)
     yield stack.norm
 
 

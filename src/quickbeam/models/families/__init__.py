@@ -11,6 +11,7 @@ from torch import nn
 from quickbeam.errors import InvalidInput
 from quickbeam.models.angles import angles_of
 from quickbeam.models.families.cohere import cohere, cohere2
+from quickbeam.models.families.deepseek import deepseek_v2, deepseek_v3
 from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
 from quickbeam.models.families.gemma import gemma, gemma2, gemma3
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     "cohere": cohere,
     "cohere2": cohere2,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
     "gemma": gemma,

@@ -16,6 +16,10 @@ from quickbeam.models.stack import Layer, Rotary, Routing, Stack
 
 def ernie4_5_moe(c: Config) -> Stack:
     """Experts are chosen by their softmax plus a correction, and weighted without it."""
+    c.must("use_rmsnorm", True)
+    c.must("moe_gate", "topk")
+    for name in ("moe_capacity", "moe_use_aux_free"):
+        c.get(name)  # of training
 
     def layer(i: int) -> Layer:
         at, bias = f"model.layers.{i}", bool(c.use_bias)

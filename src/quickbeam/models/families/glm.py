@@ -16,7 +16,7 @@ from quickbeam.models.families.reading import (
     rms,
     tensors,
 )
-from quickbeam.models.stack import FeedForward, Layer, Rotary, Routing, Stack
+from quickbeam.models.stack import Experts, FeedForward, Layer, Rotary, Routing, Stack
 
 
 def glm(c: Config, after: bool = False) -> Stack:
@@ -47,25 +47,30 @@ def glm4_moe(c: Config) -> Stack:
     """Dense layers first. Then experts chosen by their sigmoids, and a shared one."""
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
         norms = head_norms(c, i, ("q_norm", "k_norm")) if c.use_qk_norm else None
         mixer = attention(c, i, c.attention_bias, out_bias=False, norms=norms)
         if i < c.first_k_dense_replace:
             return before(c, i, mixer, gated(c, i))
-        routing = Routing(
-            tensors(f"{at}.mlp.gate"),
-            c.num_experts_per_tok,
-            "sigmoid",
-            f"{at}.mlp.gate.e_score_correction_bias",
-            c.n_group,
-            c.topk_group,
-            2,
-            renormalised=bool(c.norm_topk_prob),
-            plus=1e-20,
-            factor=float(c.routed_scaling_factor),
-        )
-        c.get("n_shared_experts")  # side by side, as one
-        shared = gated(c, i, name="mlp.shared_experts")
-        return before(c, i, mixer, experts(c, i, routing, c.n_routed_experts, shared=shared))
+        return before(c, i, mixer, by_sigmoids(c, i))
 
     return decoder(c, layer)
+
+
+def by_sigmoids(c: Config, i: int) -> Experts:
+    """Return experts chosen by their sigmoids, in groups, as of DeepSeek-V3."""
+    at = f"model.layers.{i}"
+    routing = Routing(
+        tensors(f"{at}.mlp.gate"),
+        c.num_experts_per_tok,
+        "sigmoid",
+        f"{at}.mlp.gate.e_score_correction_bias",
+        c.n_group,
+        c.topk_group,
+        2,
+        renormalised=bool(c.norm_topk_prob),
+        plus=1e-20,
+        factor=float(c.routed_scaling_factor),
+    )
+    c.get("n_shared_experts")  # side by side, as one
+    shared = gated(c, i, name="mlp.shared_experts")
+    return experts(c, i, routing, c.n_routed_experts, shared=shared)

@@ -17,7 +17,8 @@ from quickbeam.models.stack import (
 
 def gpt_oss(c: Config) -> Stack:
     """Weights of experts are stored transposed, a gate and what it lets through in turn."""
-    c.get("hidden_act")  # not used by the experts
+    for name in ("hidden_act", "experts_per_token", "initial_context_length"):
+        c.get(name)  # not used, or said by others
 
     def expert(at: str, n: int) -> FeedForward:
         def pair(name: str) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -44,7 +44,7 @@ struct Op {
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
-  int32_t key, value;                       // buffers of SPLIT and EXPERTS; key: of GATE
+  int32_t key, value;                       // buffers of SPLIT, EXPERTS and LATENT; key: of GATE
   int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
   int64_t norm_stride;                      // numbers between the norms of two heads
@@ -142,6 +142,7 @@ class Worker {
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
         case EXPERTS: experts(op); break;
+        case LATENT: latent(op); break;
         case RECUR: recur(op); break;
         case GATE: gate(op); break;
       }
@@ -465,6 +466,41 @@ class Worker {
     }
   }
 
+  void latent(const Op& op) {
+    if (op.target_float) latent_of<float>(op);
+    else latent_of<bf16>(op);
+  }
+
+  // The same for a latent attention: the last `rotary` dimensions of a head turn, those of keys are one for all heads, in `value` from column
+  // `value_head` on; the rest of each head's key and its value are in `key`.
+  template <class T>
+  void latent_of(const Op& op) {
+    const int64_t dim = op.head_dim, still = dim - op.rotary, heads = op.heads;
+    const KVShape kv = kv_of(op);
+    std::vector<float> x(size_t(dim), 0.0f);
+    std::vector<T> y(size_t(std::max(dim, op.value_dim)));
+    int64_t span = 0;
+    for (int64_t unit = low(batch_.rows * 2 * heads); unit < high(batch_.rows * 2 * heads); ++unit) {
+      const int64_t r = unit / (2 * heads), h = unit % heads, slot = batch_.order[r] % PAGE;
+      const bool query = unit % (2 * heads) < heads;
+      const float* from = query ? at<float>(op.source) + r * op.source_stride + op.source_offset + h * dim
+                                : at<float>(op.key) + r * op.key_stride + h * (still + op.value_dim);
+      const float* turning = query ? from + still : at<float>(op.value) + r * op.value_stride + op.value_head;
+      std::copy_n(from, still, x.begin());
+      std::copy_n(turning, op.rotary, x.begin() + still);
+      turn(op, x.data() + still, batch_.position[r]);
+      if (query) {
+        narrow_all(x.data(), at<T>(op.target) + (h * batch_.rows + r) * dim, dim);
+        continue;
+      }
+      const PageOf<T> page(span_of(r, span).pages[batch_.order[r] / PAGE], kv);
+      narrow_all(x.data(), y.data(), dim);
+      page.write_key(h, slot, y.data());
+      narrow_all(from + still, y.data(), op.value_dim);
+      page.write_value(h, slot, y.data());
+    }
+  }
+
   // Rotary angles of a position on the first `rotary` dimensions of a head.
   void turn(const Op& op, float* x, int64_t position) const {
     const int64_t half = op.rotary / 2, from = position * batch_.angle_stride + op.angles;
@@ -577,7 +613,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 12; }
+int64_t qb_version() { return 13; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 

@@ -303,6 +303,46 @@ class Program:
             **strides,
         )
 
+    def latent(
+        self,
+        queries: Buffer,
+        rest: Buffer,
+        small: Buffer,
+        query: Buffer,
+        heads: int,
+        shape: KVShape,
+        offset: int,
+        *,
+        turned: int,
+        column: int,
+        angles: int,
+        interleaved: bool,
+    ) -> None:
+        """The same as `heads` for a latent attention, from float32 buffers.
+
+        `queries`: head by head. `rest`: of each head, what doesn't turn of its key, and its value.
+        `small`: from `column` on, what turns of all heads' keys. `turned`: how many dimensions, the
+        last of a head.
+        """
+        self._add(
+            library.LATENT,
+            queries,
+            query,
+            key=rest.index,
+            key_stride=rest.width,
+            value=small.index,
+            value_stride=small.width,
+            value_head=column,
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            offset=offset,
+            rotary=turned,
+            angles=angles,
+            interleaved=interleaved,
+        )
+
     def attend(
         self,
         query: Buffer,
