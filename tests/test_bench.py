@@ -16,7 +16,7 @@ from fake_runner import PARAMS, FakeRunner, measured, questions_of, started, two
 from quickbeam.bench import report
 from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions
-from quickbeam.bench.report import by_category, summaries
+from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, difference, run, warm_up
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS
@@ -271,6 +271,7 @@ def test_statistics_are_ratios_of_sums():
         ids, known = [1] * (tokens + 1), {"prefill_seconds": 0.25}
         ar = FakeRunner("ar", calls, ids, tokens, seconds, (0.0, 1.0), **known)
         known |= {"drafter_calls": 3 * steps, "drafter_seconds": 0.25, "nodes": 4 * steps}
+        known |= {"experts": 7.5 * steps}
         fast = FakeRunner("fast", calls, ids, steps, fast_seconds, (0.5, 1.0), **known)
         list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, results))
     whole = summaries(results)
@@ -284,6 +285,7 @@ def test_statistics_are_ratios_of_sums():
     assert fast["overhead_ms"] == pytest.approx(2000 / 15) and fast["nodes"] == 4
     assert fast["drafter_calls"] == 3 and fast["drafter_ms"] == pytest.approx(500 / 15)
     assert fast["prefill_ms"] == 250
+    assert fast["experts"] == 7.5 and "7.50" in tables(results)[1]
     parts = by_category(results)
     assert list(parts) == ["x", "y"] and parts["x"]["fast"]["speedup"] == 2.5
     assert parts["y"]["fast"]["speedup"] == pytest.approx(10 / 3)
@@ -298,6 +300,7 @@ def test_speedup_is_per_token_where_outputs_differ():
     other = FakeRunner("other", calls, tokens=range(6), seconds=2.5)  # 0.5 s a token
     results = measured({"ar": ar, "other": other}, questions_of("x"))
     assert summaries(results)["other"]["speedup"] == 2.0
+    assert "experts" not in tables(results)[1]
 
 
 def test_nothing_decoded_gives_no_figures_instead_of_failing():

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MixtralConfig
 
-from models import tiny
-from quickbeam.engine.cost import CostModel
+from models import SIZES, tiny
+from quickbeam.engine.cost import CostModel, ExpertsRead
 from quickbeam.models.base import Batch, Model, Passed
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
@@ -112,6 +113,33 @@ def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPat
     assert [cost.alone(n) for n in (1, 2, 4, 8, 12, 16)] == [10.0, 10.0, 15.0, 16.0, 20.0, 24.0]
     assert cost.reading(8, 1000) == pytest.approx(1.0)
     assert cost.alone(8, 8) == pytest.approx(9 * 4.5)
+
+
+def test_a_pass_that_wakes_fewer_experts_than_were_measured_takes_less() -> None:
+    """An expert of every layer is a tenth of what every pass reads. 8 rows woke 20 at first."""
+    cost = CostModel({1: 3.0, 8: 9.0}, experts=ExpertsRead({1: 4.0, 8: 20.0}, 0.1))
+    assert [cost.alone(n) for n in (1, 8)] == [3.0, 9.0]
+    followed = CostModel({1: 3.0, 8: 9.0})
+    for _ in range(100):  # this text's rows share most of their experts
+        followed.observe(8, 9.0 * (1 + 0.8) / (1 + 2.0))
+        cost.observe(8, 9.0 * (1 + 0.8) / (1 + 2.0), experts=8.0)
+    assert cost.experts is not None and cost.experts.at(8) == pytest.approx(8.0, rel=0.01)
+    assert cost.alone(8) == pytest.approx(5.4, rel=0.02)
+    # a row reads its own experts all the same, which passes of 8 rows alone don't tell
+    assert cost.experts.at(1) == 4.0 and cost.alone(1) > 2.5 > followed.alone(1)
+    # a pass that wakes new ones is slow again
+    for _ in range(100):
+        cost.observe(8, 9.0, experts=20.0)
+    assert cost.alone(8) == pytest.approx(9.0, rel=0.02)
+
+
+def test_what_passes_read_is_measured_with_their_times() -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=6)
+    model = make_model(tiny("", torch.bfloat16, config=config))
+    cost = CostModel.measure(model, 16)
+    assert cost.experts is not None and cost.experts.at(1) == 2.0
+    assert 2.0 < cost.experts.at(16) <= 6.0 and model.expert_share > 0
+    assert CostModel.measure(make_model(tiny("qwen3")), 4).experts is None
 
 
 # --- what a call costs ----------------------------------------------------------------------------

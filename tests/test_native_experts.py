@@ -211,6 +211,16 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
 
 
 @best_set
+def test_how_many_experts_a_pass_read_is_counted(isa: str) -> None:
+    run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
+    for rows in (1, 3, ROWS):
+        run(x[:rows])
+        logits = interpreter._linear(x[:rows], of.routing.logits, parameters())
+        _, expert = interpreter._route(logits, of.routing, parameters())
+        assert run.compiled.read == len(expert.unique())  # type: ignore[attr-defined]
+
+
+@best_set
 def test_a_row_that_is_not_finite_spoils_no_other(isa: str) -> None:
     x = number(8, INPUTS)
     run = by_kernels(isa, experts(), "bfloat16")

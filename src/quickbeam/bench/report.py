@@ -13,7 +13,7 @@ Figures = dict[str, Any]
 # what a step costs, on average; a peer's has no phases
 STEP = {"draft_ms": "draft_seconds", "verify_ms": "verify_seconds", "nodes": "nodes"}
 STEP |= {"drafter_calls": "drafter_calls", "drafter_ms": "drafter_seconds"}
-STEP |= {"overhead_ms": "overhead_seconds"}
+STEP |= {"overhead_ms": "overhead_seconds", "experts": "experts"}
 
 
 def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bool) -> Figures:
@@ -25,7 +25,8 @@ def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bo
       the prompts. `speedup_error`: its standard error over prompts.
     - `mean_accepted_tokens` (MAT): these tokens over the target's passes, 1.0 for plain decoding.
     - `identical`: how many answers equal the reference's, where they are `compared`.
-    - of a step, on average: those of `STEP`. `drafter_ms` is a part of `draft_ms`.
+    - of a step, on average: those of `STEP`. `drafter_ms` is a part of `draft_ms`; `experts` are
+      those that a layer of experts reads.
     """
     pairs = [(one.answers[reference], one.answers[method]) for one in trials]
     both = [(expected.statistics, answer.statistics) for expected, answer in pairs]
@@ -91,6 +92,8 @@ def tables(results: Results) -> list[str]:
         for name, one in rows.items()
     ]
     columns = {key: key.replace("_", " ") for key in (*STEP, "prefill_ms")}
+    if not any(one["experts"] for one in whole.values()):
+        del columns["experts"]
     steps = [
         {"a step": name} | {column: number(one[key]) for key, column in columns.items()}
         for name, one in whole.items()

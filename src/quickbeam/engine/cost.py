@@ -33,6 +33,42 @@ LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
 
 
+class ExpertsRead:
+    """The number of experts that a layer reads in a pass, on average, by the pass's rows.
+
+    `measured`: what the passes read whose seconds were measured, by rows. `share`: the bytes of one
+    expert of every layer, over those of all weights that every pass reads. So a pass whose rows
+    wake few experts takes less than was measured, and a node that wakes none costs little.
+    """
+
+    RATE = 0.1  # the share of a difference that one pass corrects
+    COMMON = 0.5  # the share of a correction that all widths get: other texts, other experts
+
+    def __init__(self, measured: dict[int, float], share: float) -> None:
+        self._measured, self._share = dict(sorted(measured.items())), share
+        self._seen = dict(self._measured)
+
+    def at(self, rows: int) -> float:
+        """Return how many experts a layer reads for `rows` rows."""
+        return interpolate(self._seen, rows)
+
+    def factor(self, rows: int) -> float:
+        """Return the bytes that such a pass reads, over those of the measured ones."""
+        expected = interpolate(self._measured, rows)
+        return (1 + self._share * self.at(rows)) / (1 + self._share * expected)
+
+    def observe(self, rows: int, read: float) -> None:
+        """Record that a pass of `rows` rows read `read` experts in each layer."""
+        ratio = read / self.at(rows)
+        low, high, part = _bracket(self._seen, rows)
+        own = {low: 1 - part, high: part} if part else {low: 1.0}
+        least = min(self._measured.values())  # a row's own experts
+        for width in self._seen:
+            share = self.COMMON + (1 - self.COMMON) * own.get(width, 0.0)
+            changed = self._seen[width] * (1 + self.RATE * (ratio - 1) * share)
+            self._seen[width] = max(least, changed)
+
+
 class CostModel:
     """Seconds of passes of the target and of a drafter's calls: measured, then followed.
 
@@ -41,6 +77,8 @@ class CostModel:
       all these tokens, so a wide tree costs more in a long context.
     - `per_sequence`: the seconds that a row adds if it belongs to another sequence and not to the
       same tree.
+
+    `experts`: how many a pass reads; None for a model without.
 
     Calls belong to a `drafter`, by any name. Before any was timed, one takes the share of a plain
     pass that `expect_calls` gave. Raises `ValueError` if no pass was measured.
@@ -58,10 +96,11 @@ class CostModel:
         seconds: dict[int, float],
         per_token: dict[int, float] | None = None,
         per_sequence: float = 0.0,
+        experts: ExpertsRead | None = None,
     ) -> None:
         if not seconds:
             raise ValueError("no cost was measured")
-        self._per_sequence = per_sequence
+        self._per_sequence, self.experts = per_sequence, experts
         self._seconds = dict(sorted(seconds.items()))
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
         self._calls: dict[Hashable, dict[int, deque[float]]] = {}
@@ -84,10 +123,13 @@ class CostModel:
             plans += [(width, far, 1) for width in FAR_WIDTHS if width <= limit]
             plans = [*sorted(plans), (1, 0, MANY)]
         times: dict[tuple[int, int, int], list[float]] = {}
+        read = dict[int, float]()
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
         began = time.perf_counter()
         for plan in plans * (1 if slow else ROUNDS):
             times.setdefault(plan, []).append(_time(model, *plan))
+            if plan[1:] == (0, 1):
+                read[plan[0]] = model.experts_read
             if slow and times[plan][0] > STEEP * times[1, 0, 1][0]:
                 break
             if not slow and time.perf_counter() - began > PATIENCE and len(times) > 3:
@@ -100,7 +142,8 @@ class CostModel:
         least = math.inf
         for width in sorted(seconds, reverse=True):  # a pass never takes longer than a wider one
             least = seconds[width] = min(least, seconds[width])
-        measured = cls(seconds)
+        experts = ExpertsRead(read, model.expert_share) if model.expert_share else None
+        measured = cls(seconds, experts=experts)
         for (width, context, many), at in medians.items():
             if context:
                 measured._per_token[width] = max(0.0, at - seconds[width]) / context
@@ -143,22 +186,35 @@ class CostModel:
 
     def alone(self, rows: int, sequences: int = 1) -> float:
         """Return the expected time of a pass of `rows` rows with nothing before its trees."""
-        return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
+        seconds = interpolate(self._seconds, rows)
+        if self.experts is not None:
+            seconds *= self.experts.factor(rows)
+        return seconds + self._per_sequence * (sequences - 1)
 
     def reading(self, nodes: int, context: int) -> float:
         """Return the seconds that `context` tokens before a tree of `nodes` nodes add."""
         return context * interpolate(self._per_token, nodes)
 
-    def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
+    def observe(
+        self,
+        rows: int,
+        seconds: float,
+        reading: float = 0.0,
+        sequences: int = 1,
+        experts: float = 0.0,
+    ) -> None:
         """Record that a pass over trees of `sequences` sequences took `seconds`.
 
-        `reading` of these seconds are expected for the tokens before the trees. A single slow pass
+        `reading` of these seconds are expected for the tokens before the trees. `experts`: how many
+        each layer read, 0 if that is not known. A single slow pass
         (the machine was busy) changes little. Between two measured widths, the nearer one takes
         more of the correction, so that passes of different widths also correct the slope between
         them, which is what a node costs. A part of the correction goes to all widths. Otherwise
         those that were in use while the machine was busy would seem slow afterwards, and not be
         used again.
         """
+        if self.experts is not None and experts:
+            self.experts.observe(rows, experts)
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         low, high, part = _bracket(self._seconds, rows)
         shares = {low: 1 - part, high: part} if part else {low: 1.0}

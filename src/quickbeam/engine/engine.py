@@ -313,10 +313,12 @@ class Engine:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
+                one.sequence.statistics.experts += self.model.experts_read
         trees = [one for one in ready if one.growing is not None]
         if self._budget is None or not trees:
             return
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
         reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        cost.observe(sum(one.part.rows for one in ready), verifying, reading, len(trees))
+        rows, experts = sum(one.part.rows for one in ready), self.model.experts_read
+        cost.observe(rows, verifying, reading, len(trees), experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +202,18 @@ class CompiledLayer:
             interleaved=of.rotary is not None and of.rotary.interleaved,
             query_scale=query_scale,
         )
+
+
+def experts_read(layers: Sequence[CompiledLayer]) -> float:
+    """Return how many experts a layer read in the last pass, on average; 0 if none has any."""
+    read = [layer.fed.read for layer in layers if isinstance(layer.fed, CompiledExperts)]
+    return sum(read) / len(read) if read else 0.0
+
+
+def expert_bytes(layers: Sequence[CompiledLayer]) -> tuple[int, int]:
+    """Return the bytes of one expert of each layer together, and of all that are chosen from."""
+    of = [layer.fed for layer in layers if isinstance(layer.fed, CompiledExperts)]
+    return sum(one.bytes for one in of), sum(one.bytes * one.count for one in of)
 
 
 def _ones(weight: torch.Tensor | None, width: int) -> torch.Tensor:

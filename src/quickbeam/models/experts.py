@@ -61,6 +61,21 @@ class CompiledExperts:
             **_numbers(routing),
         )
 
+    @property
+    def count(self) -> int:
+        """How many experts there are to choose from."""
+        return len(self._of.chosen)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights of one of them."""
+        return sum(int(part.data.nbytes) for part in self._experts[0])
+
+    @property
+    def read(self) -> int:
+        """How many of them the last pass read."""
+        return int(self._struct.read)
+
     def add(
         self, program: Program, buffers: dict[str, Buffer], source: Buffer, target: Buffer
     ) -> None:

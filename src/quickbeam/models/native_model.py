@@ -25,6 +25,7 @@ from quickbeam.models.base import (
     split,
 )
 from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compiled_layer import expert_bytes, experts_read
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
@@ -94,6 +95,8 @@ class NativeModel(Model):
                 self._compiled = self.streamed = StreamedStack(parameters, stack, pages, source)
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
+        one, every = expert_bytes(self._compiled.layers)
+        self.expert_share = one / (self.weight_bytes - every) if one else 0.0
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
@@ -106,6 +109,7 @@ class NativeModel(Model):
                 part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
         run = self._compiled
         logits = run(listed.rows(), max(listed.positions))
+        self.experts_read = experts_read(run.layers)
         return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
 
     @property

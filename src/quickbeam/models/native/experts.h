@@ -34,6 +34,7 @@ struct Experts {
   int32_t gated;              // the last score's sigmoid is the weight of the one of all rows, else 1
   float plus, least, factor;  // renormalised: divided by max(sum + plus, least); in the end, times `factor`
   float jitter;               // of MIXER
+  int64_t read;               // of the last pass: how many of `count` any row chose
 };
 
 struct Route {
@@ -161,6 +162,12 @@ struct Grouped {
       row[size_t(routed + r)] = r;
       weight[size_t(routed + r)] = of.gated ? 1 / (1 + std::exp(-scores[r * scores_stride + of.count])) : 1.0f;
     }
+  }
+
+  int64_t read(int64_t count) const {  // experts that any row chose
+    int64_t found = 0;
+    for (int64_t e = 0; e < count; ++e) found += begin[size_t(e) + 1] > begin[size_t(e)];
+    return found;
   }
 };
 

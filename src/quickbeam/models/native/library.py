@@ -20,7 +20,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 13
+VERSION = 14
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -112,6 +112,7 @@ class Experts(Structure):
         ),
         *((name, c_int32) for name in ("scores", "renormalised", "gated")),
         *((name, c_float) for name in ("plus", "least", "factor", "jitter")),
+        ("read", c_int64),
     )
 
 

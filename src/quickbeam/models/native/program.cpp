@@ -54,7 +54,7 @@ struct Op {
   int32_t centred;                          // a layer norm: the mean is taken away first
   int32_t interleaved;                      // dimensions 2i and 2i + 1 turn together, not i and i + rotary / 2
   int32_t norm_last;                        // queries and keys are normed after they are turned
-  const Experts* experts;                   // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
+  Experts* experts;                         // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
 };
 
 struct Call {
@@ -410,6 +410,7 @@ class Worker {
     const Grouped grouped(of, routes, batch_.rows, scores, stride);
     const ExpertPass<T> pass{of, op.format, op.activation, op.softcap, op.scaling, at<T>(op.source), op.source_stride, batch_.rows, op.inputs,
                              op.outputs, at<T>(op.best), at<float>(op.target), op.target_stride};
+    if (thread_ == 0) op.experts->read = grouped.read(of.count);
     pass.up(grouped, thread_, threads_, sums_);
     meet();
     pass.down(grouped, thread_, threads_, sums_);
@@ -613,7 +614,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 13; }
+int64_t qb_version() { return 14; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
