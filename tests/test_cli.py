@@ -381,8 +381,5 @@ def test_the_real_thing(smollm2):
     )
     assert plain["text"] and plain["token_ids"] == fast["token_ids"]
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
-    assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {
-        "ngram",
-        "last_logits",
-        "answers",
-    }
+    assert fast["steps"] <= plain["steps"]
+    assert set(fast["sources"]) <= {"ngram", "last_logits", "answers"}

@@ -341,10 +341,8 @@ def test_a_probs_of_zeros_proposes_nothing() -> None:
         ([], []),
         ([], []),
     ]
-    assert (
-        context_of([1], 1.0).draws
-        and not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
-    )
+    assert context_of([1], 1.0).draws
+    assert not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
 
 
 @pytest.mark.slow

@@ -99,10 +99,8 @@ def test_streams_may_be_interleaved(llm, alone, monkeypatch):
             del dropped  # ends its answer
             closed.close()
     assert pieces[first] == first.completion.text and pieces[second] == second.completion.text
-    assert (
-        first.completion.token_ids == alone[PROMPTS[0]]
-        and second.completion.token_ids == alone[PROMPTS[1]]
-    )
+    assert first.completion.token_ids == alone[PROMPTS[0]]
+    assert second.completion.token_ids == alone[PROMPTS[1]]
     assert closed.completion.finish_reason == "interrupted"
     pairs = zip(closed.completion.token_ids, alone[PROMPTS[0]], strict=False)
     assert all(mine == right for mine, right in pairs)
@@ -291,9 +289,8 @@ def test_asyncio(toy_folder, alone):
             assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
             stream = await llm.stream(PROMPTS[0], PARAMS)
             text = "".join([piece async for piece in stream])
-            assert (
-                text == stream.completion.text and stream.completion.token_ids == alone[PROMPTS[0]]
-            )
+            assert text == stream.completion.text
+            assert stream.completion.token_ids == alone[PROMPTS[0]]
             with pytest.raises(InvalidInput):
                 await llm.generate("", PARAMS)
 

@@ -80,9 +80,8 @@ def test_drafts_change_no_answer(llm: LLM, method: str, temperature: float, name
         params = asked(name, temperature=temperature, seed=seed, max_tokens=60)
         expected = llm.generate("abc abc", params, method="ar")
         found = llm.generate("abc abc", params, method=method, budget=budget)
-        assert (
-            found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
-        )
+        assert found.token_ids == expected.token_ids
+        assert found.finish_reason == expected.finish_reason
         if found.finish_reason == "stop":
             assert fits(name, found.text)
 
@@ -115,22 +114,18 @@ def test_all_that_shapes_an_answer_goes_with_a_grammar(llm: LLM, method: str) ->
     )
     answer = llm.generate("abc", params, method=method)
     assert answer.token_ids == llm.generate("abc", params, method="ar").token_ids
-    assert (
-        answer.finish_reason == "stop"
-        and fits("schema", answer.text)
-        and json.loads(answer.text)["kind"] == "dog"
-    )
+    assert answer.finish_reason == "stop"
+    assert fits("schema", answer.text)
+    assert json.loads(answer.text)["kind"] == "dog"
 
 
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     free = llm.generate("abc", SamplingParams(max_tokens=1, logprobs=3, ignore_eos=True)).logprobs
     bound = llm.generate("abc", asked("regex", logprobs=3, max_tokens=1)).logprobs
-    assert (
-        free is not None
-        and bound is not None
-        and bound[0].top == free[0].top
-        and bound[0].logprob < 0
-    )
+    assert free is not None
+    assert bound is not None
+    assert bound[0].top == free[0].top
+    assert bound[0].logprob < 0
 
 
 @pytest.mark.parametrize("method", ["pld", "auto"])
@@ -351,15 +346,11 @@ def test_the_default_model_gives_one_answer(method: str, temperature: float, def
     )
     expected = default.chat(messages, params, method="ar")
     found = default.chat(messages, params, method=method)
-    assert (
-        found.token_ids == expected.token_ids
-        and found.finish_reason == "stop"
-        and fits("schema", found.text)
-    )
-    assert (
-        found.statistics.sources["grammar"].accepted > 5
-        and found.statistics.steps < expected.statistics.steps / 1.5
-    )
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reason == "stop"
+    assert fits("schema", found.text)
+    assert found.statistics.sources["grammar"].accepted > 5
+    assert found.statistics.steps < expected.statistics.steps / 1.5
 
 
 @pytest.fixture(scope="module")

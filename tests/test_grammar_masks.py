@@ -72,11 +72,9 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(
             if path[-1] == V - 1:
                 break
         if path[-1:] == [V - 1]:
-            assert (
-                found.place(path) is None
-                and found.forced(path) is None
-                and found.follows(path, [0]) == 0
-            )
+            assert found.place(path) is None
+            assert found.forced(path) is None
+            assert found.follows(path, [0]) == 0
             continue
         expected = allowed(pattern, spelt([*text, *path]), V - 1)
         if (question := chance.randrange(3)) == 0:
@@ -126,10 +124,8 @@ def test_a_grammar_that_cannot_be_read_backwards_is_read_anew() -> None:
         (ids("ba"), {4}),
     ):
         place = found.place(path)
-        assert (
-            place is not None
-            and {token for token in range(V) if not place.banned[token]} == expected
-        )
+        assert place is not None
+        assert {token for token in range(V) if not place.banned[token]} == expected
 
 
 def test_after_the_end_nothing_is_asked() -> None:
@@ -149,17 +145,14 @@ def test_all_ids_that_are_no_text_end_it_where_it_may_end() -> None:
             Grammar.regex("ab?c?"), [end, pause, stop, 1]
         )
         place = found.place([0])
-        assert place is not None and {
-            token for token in range(vocab) if not place.banned[token]
-        } == expected | {2}
+        assert place is not None
+        assert {token for token in range(vocab) if not place.banned[token]} == expected | {2}
         assert found.place([0, 1]) is None  # the letter ends it where the grammar has one
     ignored = Compiler(tokenizer, 10, [end, pause]).begin(Grammar.regex("ab?"), [stop])
     for path, expected in (([], {0}), ([0], {1, stop}), ([0, 1], {stop})):
         place = ignored.place(path)
-        assert (
-            place is not None
-            and {token for token in range(10) if not place.banned[token]} == expected
-        )
+        assert place is not None
+        assert {token for token in range(10) if not place.banned[token]} == expected
     # the end is the target's to say
     assert ignored.forced([]) == 0 and ignored.forced([0, 1]) is None
 
@@ -408,10 +401,8 @@ def test_runs_are_laid_where_there_is_room() -> None:
     tree.add(tree.add(0, 1, "ngram", 0.5), 2, "ngram", 0.25)
     tree.add(0, 3, "ngram", 0.5)
     lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 6, 3)
-    assert (
-        spelt(tree.token) == "abcdab"
-        and tree.source[4:] == [GRAMMAR] * 2
-        and tree.value[4:] == [0.5, 0.5]
-    )
+    assert spelt(tree.token) == "abcdab"
+    assert tree.source[4:] == [GRAMMAR] * 2
+    assert tree.value[4:] == [0.5, 0.5]
     lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 9, 3)
     assert len(tree) == 6  # as deep as may be

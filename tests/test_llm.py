@@ -90,10 +90,8 @@ def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
     for first in (one, other, *llm.generate("abc", replace(params, n=2))):
         for method in ("ar", "logitspec"):
             again = llm.generate("abc", replace(params, seed=first.seed), method=method)
-            assert (
-                again.token_ids == first.token_ids
-                and again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
-            )
+            assert again.token_ids == first.token_ids
+            assert again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
 
 
 def test_a_conversation_keeps_its_common_prefix(
@@ -108,10 +106,8 @@ def test_a_conversation_keeps_its_common_prefix(
     before, after = llm.encode_chat(opening), llm.encode_chat(again)
     common = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
     second = llm.chat(again, SHORT)
-    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (
-        0,
-        common // 8 * 8,
-    ) and common > 20
+    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, common // 8 * 8)
+    assert common > 20
     llm.reset()
     anew = llm.chat(again, SHORT)
     assert (anew.token_ids, anew.statistics.cached_tokens) == (second.token_ids, 0)
@@ -220,10 +216,8 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
         assert answer.statistics.sources["drafter"].drafted > 0
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
     coupled = drafted.generate("abc", params, method=method)
-    assert (
-        coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids
-        and coupled.seed == 4
-    )
+    assert coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids
+    assert coupled.seed == 4
     params = replace(params, coupling="residual")
     first = drafted.generate("abc", params, method=method)
     drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
@@ -325,14 +319,11 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
         with pytest.raises(QuickbeamError, match="NaN"):
             for piece in bad:
                 said += piece
-    assert (
-        bad.over
-        and bad.completion.finish_reason == "error"
-        and expected.startswith(bad.completion.text)
-    )
-    assert (
-        bad.completion.text == said and llm.generate("abc abc", LONG, method="ar").text == expected
-    )
+    assert bad.over
+    assert bad.completion.finish_reason == "error"
+    assert expected.startswith(bad.completion.text)
+    assert bad.completion.text == said
+    assert llm.generate("abc abc", LONG, method="ar").text == expected
 
 
 def test_an_interrupt_ends_what_this_client_asked(llm: LLM) -> None:

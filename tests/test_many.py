@@ -392,10 +392,8 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
         del here.model.forward
     for i, one in enumerate(ones):
         assert one.output.finish_reason == "interrupted"
-        assert (
-            one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)]
-            and len(one.output.token_ids) > 2
-        )
+        assert one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)]
+        assert len(one.output.token_ids) > 2
     run(engine, again := plain(engine, [5, 6, 7]))
     assert again.output.token_ids == here.alone((5, 6, 7), 30)
     engine.close()

@@ -242,19 +242,17 @@ def test_places_that_cannot_be_written_are_named_before_any_work(
 ) -> None:
     fake_llm.CALLS.clear()
     result = run("generate", "hello", "--trace", tmp_path / "no" / "t.json")
-    assert (
-        result.exit_code == 2
-        and "--trace" in result.stderr
-        and "does not exist" in result.stderr
-        and fake_llm.CALLS == []
-    )
+    assert result.exit_code == 2
+    assert "--trace" in result.stderr
+    assert "does not exist" in result.stderr
+    assert fake_llm.CALLS == []
     recorded = written(tmp_path / "t.json", trace)
     result = run("inspect", recorded, "--html", tmp_path)
     assert result.exit_code == 2 and "--html" in result.stderr and "is a folder" in result.stderr
     result = run("inspect", tmp_path / "missing.json")
-    assert (
-        result.exit_code == 2 and result.stderr.count("\n") == 1 and "missing.json" in result.stderr
-    )
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "missing.json" in result.stderr
 
 
 def test_a_real_answers_trace_holds_its_tokens(toy_folder: str, tmp_path: Path) -> None:
