@@ -34,13 +34,11 @@ class Stream:
     def __init__(
         self, pieces: Iterator[str], method: str, observer: Observer | None = None
     ) -> None:
-        self.pieces, self.text, self.reason, self.method, self.observer = (
-            pieces,
-            "",
-            "",
-            method,
-            observer,
-        )
+        self.pieces = pieces
+        self.text = ""
+        self.reason = ""
+        self.method = method
+        self.observer = observer
 
     def __iter__(self) -> Stream:
         return self

@@ -271,10 +271,8 @@ def test_all_nodes_at_once_emit_what_each_does(
     monkeypatch.setattr("quickbeam.sampling.LIKELY", likely)
     torch.manual_seed(vocab)
     for temperature in (0.3, 1.0):
-        sampler, noise = (
-            Sampler(SamplingParams(temperature=temperature), [0], vocab),
-            Noise(vocab, 0, vocab),
-        )
+        sampler = Sampler(SamplingParams(temperature=temperature), [0], vocab)
+        noise = Noise(vocab, 0, vocab)
         logits = (2 * torch.randn(60, vocab)).bfloat16()
         logits[:, 3:9] = -math.inf
         positions = [i // 3 for i in range(60)]

@@ -211,12 +211,10 @@ def coupled_answers(
     """First tokens of answers by the noise of places, in random trees."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
-        noise, chance, sampler, context = (
-            Noise(seed, 0, V),
-            random.Random(seed),
-            sampler_of(params, [0]),
-            [0],
-        )
+        noise = Noise(seed, 0, V)
+        chance = random.Random(seed)
+        sampler = sampler_of(params, [0])
+        context = [0]
         while len(context) <= length:
             tree = TokenTree(context[-1])
             for _ in range(6):
@@ -242,10 +240,8 @@ def coupled_answers(
 
 @pytest.mark.parametrize("name", few(list(SAMPLING), ["plain", "top-k"]))
 def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
-    model, params = (
-        ToyModel(V, seed=3, zeros=0.0),
-        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
-    )
+    model = ToyModel(V, seed=3, zeros=0.0)
+    params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
     counts = coupled_answers(model, params, 1200)
     assert chi_square(counts, exact_probs(probs_of(model, params), V, 4)) > 1e-3
 
@@ -263,10 +259,8 @@ def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.Mo
 
     right = Sampler.probs
     monkeypatch.setattr(Sampler, "probs", late)
-    model, params = (
-        ToyModel(V, seed=3, zeros=0.0),
-        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
-    )
+    model = ToyModel(V, seed=3, zeros=0.0)
+    params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
     counts = coupled_answers(model, params, 1200)
     monkeypatch.undo()
     assert chi_square(counts, exact_probs(probs_of(model, params), V, 4)) < 1e-4
@@ -275,10 +269,8 @@ def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.Mo
 def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 3) -> float:
     """Of the test that answers of drawn trees have the exact distribution. `wrong`: the
     distribution that a child is said to be drawn from is the drafter's before the mask."""
-    model, params = (
-        ToyModel(V, seed=5, noise=3.0, zeros=0.0),
-        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS)),
-    )
+    model = ToyModel(V, seed=5, noise=3.0, zeros=0.0)
+    params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS))
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
     policy = DRAFTED[name](drafter)
 

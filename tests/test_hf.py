@@ -200,10 +200,8 @@ def test_stopping_criteria_are_asked_after_each_token(
 
 
 def test_stop_strings_and_time(toy_folder: str) -> None:
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(toy_folder),
-        AutoTokenizer.from_pretrained(toy_folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(toy_folder)
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD, repetition_penalty=1.7)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
@@ -215,10 +213,8 @@ def test_stop_strings_and_time(toy_folder: str) -> None:
 
 
 def test_a_smaller_model_drafts(toy_folder: str) -> None:
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(toy_folder),
-        AutoTokenizer.from_pretrained(toy_folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(toy_folder)
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
     mine = generator(method="dyspec", drafter=toy_folder, tokenizer=tokenizer)

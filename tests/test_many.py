@@ -493,11 +493,9 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
     """Those that stay begin in order of arrival and answer as alone, some of them preempted
     meanwhile."""
     here = world("llama", "native")
-    engine, chance, before = (
-        here.engine(most=3, share=False, pages=pages),
-        random.Random(0),
-        here.model.pool.used,
-    )
+    engine = here.engine(most=3, share=False, pages=pages)
+    chance = random.Random(0)
+    before = here.model.pool.used
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]
     ones = [plain(engine, prompt, 100) for prompt in prompts]
     order: list[int] = []
@@ -526,11 +524,9 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
 
 def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, monkeypatch):
     here = world("llama", "native")
-    engine, policies, before = (
-        Engine(here.model, share=False),
-        here.policies(),
-        here.model.pool.used,
-    )
+    engine = Engine(here.model, share=False)
+    policies = here.policies()
+    before = here.model.pool.used
 
     def broken(*_):
         raise RuntimeError("no clock")

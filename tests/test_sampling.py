@@ -272,10 +272,8 @@ def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
 
 def test_draw_has_the_probs_it_is_given() -> None:
     # not normalised
-    probs, generator = (
-        torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]),
-        torch.Generator().manual_seed(0),
-    )
+    probs = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
     counts = Counter(draw(probs, generator) for _ in range(8000))
     assert set(counts) == {1, 3, 4}
     expected = {1: 1000, 3: 2000, 4: 5000}

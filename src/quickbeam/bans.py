@@ -27,10 +27,8 @@ class Bans:
         self._min_tokens, self._ends = min_tokens, list(ends)
         self._always = [word[0] for word in bad if len(word) == 1]
         longer = [word for word in bad if len(word) > 1]
-        self._starts, self._last = (
-            Automaton([word[:-1] for word in longer]),
-            [w[-1] for w in longer],
-        )
+        self._starts = Automaton([word[:-1] for word in longer])
+        self._last = [w[-1] for w in longer]
         self._length = 0  # tokens of output
         self._state = 0  # of the automaton, after the output
 
