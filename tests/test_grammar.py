@@ -353,4 +353,4 @@ def test_the_default_model_gives_one_answer(method: str, temperature: float, def
 
 @pytest.fixture(scope="module")
 def default(smollm2: Path) -> LLM:
-    return LLM()
+    return LLM(memory_of_answers="0")
