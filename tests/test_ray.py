@@ -145,9 +145,12 @@ def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str)
         assert found["choices"][0]["text"] == llm.generate("abc", GREEDY).text
 
 
-@pytest.mark.parametrize("command", [["serve"], ["batch", "README.md", "out.jsonl"]])
-def test_replicas_need_ray(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--replicas", "2"])
+@pytest.mark.parametrize("asked", [["serve"], ["batch", __file__, "out.jsonl"]])
+def test_replicas_need_ray(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*asked, "--replicas", "2"])
     assert result.exit_code == 2 and "add --ray" in result.stderr
 
 
