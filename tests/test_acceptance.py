@@ -14,41 +14,17 @@ import torch
 from cases import few
 from drafters import KnownDrafter, context_of, grow, toy_distributions
 from quickbeam.methods.acceptance import (
-    LIFT,
     AcceptanceModel,
     Evidence,
     as_printed,
     drafted,
     drawn,
-    guessed,
     repeated,
 )
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 from toy import ToyModel, path_tokens, random_tree, reached
-
-
-def test_before_anything_was_accepted_the_formulas_count() -> None:
-    model = AcceptanceModel()
-    for rank in range(6):
-        for p in (0.001, 0.05, 0.3, 0.77, 1.0):
-            assert model.rate(as_printed(rank, p)) == p
-            assert model.rate(drawn(rank, p)) == drawn(rank, p).usual > drawn(rank + 1, p).usual
-            assert p <= model.rate(drafted(rank, p)) <= LIFT * p + 1e-9
-            assert (model.rate(drafted(rank, p)) == p) == (rank > 0 or p == 1)
-    lengths = (1, 2, 3, 4, 8, 16, 99)
-    assert [model.rate(repeated(length)) for length in lengths] == [
-        0.25,
-        0.45,
-        0.45,
-        0.65,
-        0.8,
-        0.9,
-        0.9,
-    ]
-    for one in (repeated(3), guessed(2)):
-        assert one.given(True).usual > one.usual > one.given(False).usual > 0
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import examples
-from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, DraftProbs, MarginalCost
@@ -24,13 +24,12 @@ from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
-from quickbeam.methods.acceptance import AcceptanceModel, drafted, guessed, repeated
+from quickbeam.methods.acceptance import guessed, repeated
 from quickbeam.methods.auto import LONGEST, Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.search import Search
 from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_equal
 from toy import ToyModel, path_tokens
 
 
@@ -83,43 +82,6 @@ def test_without_repeats_the_tree_is_the_drafters() -> None:
         assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(
             trees[1].value
         )
-
-
-def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() -> None:
-    probs = torch.tensor([0.1, 0.5, 0.3, 0.1])
-    ids = [0, 2, 3, 0]  # 0 was followed by 2
-    policy = auto(KnownDrafter(lambda context: probs))
-    # continuations are right in half of the cases where the drafter disagrees
-    for _ in range(2000):
-        policy.model.observe(repeated(1).given(False), False)
-        policy.model.observe(repeated(1).given(False), True)
-    both = policy.model.rate(repeated(1).given(False))
-    tree = tree_of(policy, context_of(ids, 0.0), 5, 1)
-    found = {token: tree.value[child] for token, child in tree.children[0].items()}
-    first = drafted(0, 0.5).usual
-    assert both == pytest.approx(0.5, abs=0.01)
-    assert found == pytest.approx(
-        {2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7}
-    )
-    assert (
-        tree.source[tree.children[0][2]] == "ngram"
-        and tree.source[tree.children[0][1]] == "drafter"
-    )
-
-
-def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same() -> None:
-    """A probs of token 2 first, of another first, and none: the text says 2 each time."""
-    ids, model = [0, 2, 3, 0], AcceptanceModel()
-    values = []
-    for probs in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
-        drafter = KnownDrafter(lambda context, probs=probs: torch.tensor(probs))
-        prices = MarginalCost.of_passes([1, 8], [0.0, 0.07])
-        tree = tree_of(auto(drafter), priced(ids, prices), 8, 1, call=0.01 if probs else 9.0)
-        values.append(tree.value[tree.children[0][2]])
-    same, other, unasked = repeated(1).given(True), repeated(1).given(False), repeated(1)
-    assert values[0] == pytest.approx(max(drafted(0, 0.6).usual, model.rate(same)))
-    assert values[1:] == pytest.approx([model.rate(other), model.rate(unasked)])
-    assert values[0] > values[2] > values[1]
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
@@ -201,28 +163,6 @@ def test_dropping_paths_that_are_worth_their_node_is_found_out(
     monkeypatch.setattr(Search, "below_cost", wrong)
     with pytest.raises(AssertionError):
         test_paths_that_are_not_entered_would_have_been_dropped(monkeypatch)
-
-
-def test_what_came_of_each_source_is_learned() -> None:
-    period = [5, 9, 2, 7]
-    policy = auto(zipf_drafter(20))
-    told: list[tuple[tuple, bool]] = []
-    policy.model.observe = lambda evidence, right: told.append((evidence.group, right))  # type: ignore[method-assign]
-    counted: list[tuple[float, float]] = []
-    policy.calibration.observe = lambda *seen: counted.append(seen[:2])  # type: ignore[method-assign]
-    context = priced(period * 3, MarginalCost.of_passes([1, 12], [0.0, 0.0]))
-    tree, learn, share = grow(policy, context, 12, 8)
-    assert share == policy.calibration.accepted_per_expected
-    chain = (period * 3)[:8]
-    following = {tuple(chain[:i]): chain[i] for i in range(3)}
-    path, _ = verify_equal(tree, lambda node: following.get(tuple(path_tokens(tree, node)), 19))
-    learn(tree, path)
-    repeats = [right for (kind, *_), right in told if kind == "repeated"]
-    assert len(path) == 4 and repeats[:3] == [True] * 3 and not any(repeats[3:])
-    own = [node for node in range(1, len(tree)) if tree.source[node] == "drafter"]
-    assert counted == [(0, pytest.approx(sum(tree.value[node] for node in own)))] and len(own) > 1
-    learn(tree.first(own[1]), [0])
-    assert counted[1] == (0, pytest.approx(tree.value[own[0]]))
 
 
 def test_guesses_of_the_last_logits_compete_with_the_others() -> None:

@@ -26,9 +26,6 @@ from quickbeam.drafters import feature
 from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.engine.budget import Budget
-from quickbeam.engine.comparison import Comparison
-from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
@@ -90,33 +87,6 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
     assert drafted.output.token_ids == plain.output.token_ids
     assert (
         drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
-    )
-
-
-@pytest.mark.parametrize("mended", [True, False])
-def test_calls_that_seem_slow_since_a_busy_moment_are_made_again(
-    mended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the drafter has missed so much that reading it takes longer than the call. With
-    the estimate left as it is, few calls would ever be made again."""
-    pair, params = Pair("attention"), SamplingParams(max_tokens=400, ignore_eos=True)
-    budget, cost = Budget(CostModel({1: 1.0, 64: 1.01})), CostModel({1: 1.0})
-    engine, policy = Engine(pair.target, budget=budget), DRAFTED["dyspec"](pair.drafter)
-    for _ in range(cost.CALLS):
-        budget.cost.observe_call(pair.drafter, 1, 0.9)
-    budget.cost.observe = lambda *_: None  # type: ignore[method-assign]
-    if not mended:
-        budget.cost.observe_call = lambda *_: None  # type: ignore[method-assign]
-    # plain decoding takes 1 s by the costs, and steps take as long
-    observe = budget.observe
-    budget.observe = lambda one, tokens, _, asked: observe(one, tokens, 1.0, asked)  # type: ignore[method-assign]
-    monkeypatch.setattr(Comparison, "FIRST", 0)
-    prompt = [3, 1, 4]
-    drafted = answer(pair.target, policy, params, prompt, budget=None, engine=engine)
-    plain = answer(pair.target, NoDraft(), params, prompt)
-    assert drafted.output.token_ids == plain.output.token_ids
-    assert (
-        drafted.statistics.drafter_calls > 100 if mended else drafted.statistics.drafter_calls < 20
     )
 
 

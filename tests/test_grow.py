@@ -13,11 +13,9 @@ from cases import examples
 from drafters import tree_of
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods import DRAFTER, METHODS, make_method
 from quickbeam.methods.base import Method
-from quickbeam.methods.logitspec import branch_length
-from quickbeam.methods.prompt_lookup import PromptLookup, graft
+from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
@@ -241,19 +239,7 @@ def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_d
     assert tree.parent == list(range(-1, len(tree) - 1))
 
 
-def test_chain_length_is_a_cap() -> None:
-    policy = PromptLookup(Ngram(), length=3)
-    context = started(policy, Context([1, 2, 3, 4, 5, 6, 1], torch.zeros(8)))
-    assert tree_of(policy, context, 64, 32).token == [1, 2, 3, 4]
-    assert tree_of(policy, context, 64, 2).token == [1, 2, 3]
-    assert tree_of(policy, context, 2, 32).token == [1, 2]
-
-
 # --- LogitSpec ------------------------------------------------------------------------------------
-
-
-def test_branch_length_by_rank() -> None:
-    assert [branch_length(rank) for rank in (0, 1, 8, 9, 32, 33, 63)] == [4, 4, 4, 3, 3, 1, 1]
 
 
 @examples(200, derandomize=True)
@@ -313,16 +299,6 @@ def test_by_hand() -> None:
     ]
 
 
-def test_guess_uses_the_context_before_it() -> None:
-    # 7 follows (1, 2), 8 follows (5, 2); the newest 2 is followed by 9. The root is 1 and the guess
-    # 2: the 2-gram decides.
-    ids = [1, 2, 7, 5, 2, 8, 6, 2, 9, 1]
-    tree = grown(Context(ids, logits_in_order([1, 2], 30)), 64)
-    node = tree.child(0, 2)
-    assert node is not None
-    assert [tree.token[child] for child in tree.children[node].values()] == [7]
-
-
 def test_branches_are_cut_by_rank() -> None:
     # Tokens 100.. never begin the chain; each is followed in the text by a run of its own.
     guesses = list(range(100, 164))
@@ -347,20 +323,6 @@ def test_sampled_root_is_left_out_where_it_ranks() -> None:
         (5, 0, 1, "last_logits"),
         (0, 0, 1, "last_logits"),
     ]
-
-
-def test_no_more_logits_are_ranked_than_the_budget_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    ranked = LastLogits.ranked
-
-    def spy(self: LastLogits, context: Context, k: int) -> list[tuple[int, int]]:
-        asked.append(k)
-        return ranked(self, context, k)
-
-    monkeypatch.setattr(LastLogits, "ranked", spy)
-    context = Context([1, 2, 3, 1], logits_in_order([1, 2], 100))
-    assert [len(grown(context, budget)) for budget in (8, 16, 64)] == [8, 16, 64]
-    assert asked == [9, 17, 64]
 
 
 def test_sequences_of_one_policy_do_not_share_state() -> None:

@@ -421,26 +421,6 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
     )
 
 
-@pytest.mark.parametrize("method", DRAFTING)
-def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: str) -> None:
-    drafter = pairs["gpt2"][0]
-
-    def tell(seed: int, before: list[int] | None = None) -> tuple[list[int], int]:
-        if before:
-            answer(
-                target,
-                policy_of(method, drafter),
-                SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True),
-                before,
-            )
-        params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
-        sequence = answer(target, policy_of(method, drafter), params, [3, 3], budget=12)
-        return sequence.output.token_ids, sequence.statistics.sources["drafter"].drafted
-
-    assert tell(1) == tell(1) == tell(1, before=[3, 3, 8]) != tell(2)
-    assert tell(-5) == tell(-5) != tell(2**64 - 1)
-
-
 @pytest.mark.parametrize(
     ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from drafters import context_of, grow, tree_of, zipf_drafter
+from drafters import context_of, tree_of, zipf_drafter
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.methods.acceptance import as_printed
 from quickbeam.methods.dyspec import DySpec
@@ -85,31 +85,3 @@ def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     assert 0 < policy.calibration.accepted_per_expected <= 1
     context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
-
-
-def test_a_calls_nodes_count_as_far_as_they_were_seen() -> None:
-    policy = DySpec(zipf_drafter(), as_printed)
-    assert policy.calibration.added_per_asked == 2
-    for _ in range(300):
-        policy.calibration.observe(1, 1.0, 1.0, 1)
-    assert policy.calibration.added_per_asked == pytest.approx(1, abs=0.05)
-    for _ in range(300):
-        policy.calibration.observe(1, 1.0, 1.0, 9)  # each was worth its price
-    assert policy.calibration.added_per_asked == 2
-
-
-def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
-    """Nodes that others had more use for promise nothing: all that was tried came true."""
-    policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
-    context.marginal_cost = flat(0.001)
-    tree, learn, truth = grow(policy, context, 64, 20)
-    assert truth == policy.calibration.accepted_per_expected and len(tree) > 20
-    told = []
-    policy.calibration.observe = lambda *observed: told.append(observed)  # type: ignore[method-assign]
-    learn(tree.first(3), [0, 1])
-    learn(tree, [0, 1])
-    assert [accepted for accepted, *_ in told] == [1, 1] and told[0][2] == told[1][2]
-    assert [added for *_, added in told] == [2, len(tree) - 1]
-    assert [promised for _, promised, *_ in told] == pytest.approx(
-        [sum(tree.value[1:3]), sum(tree.value[1:])]
-    )

@@ -199,17 +199,6 @@ def test_a_node_that_is_certain_leaves_room_to_one_that_is_not() -> None:
     assert choose(logits, 5) == [0, 1, 2, 3, 6]
 
 
-def test_every_call_scores_as_many_clusters() -> None:
-    shortlist = make("router")
-    for n, seed in ((1, 0), (1, 1), (3, 2), (8, 3)):
-        hidden, embedded = nodes(n, seed)
-        assert len(route(shortlist, hidden, embedded, [0] * n)) == 4
-        # nodes that agree, too
-        hidden, embedded = hidden[:1].expand(5, -1), embedded[:1].expand(5, -1)
-        assert len(route(shortlist, hidden, embedded, [0] * 5)) == 4
-    assert make("router", chosen=99).chosen == 11  # all there are
-
-
 def test_making_a_shortlist_leaves_chance_alone() -> None:
     layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
     before = torch.get_rng_state()

@@ -41,6 +41,11 @@ class Preset:
     without: str | None = None
 
 
+def _drafted(maker: str, summary: str, budget: int = 16, vocab: str = FULL) -> Preset:
+    """Return the preset of a method that a drafter's answers decide alone."""
+    return Preset(maker, (DRAFTER,), budget, summary, vocab)
+
+
 METHODS: dict[str, Preset] = {
     "ar": Preset("base.NoDraft", (), 1, "plain decoding, one token a step: the reference"),
     "pld": Preset(
@@ -55,75 +60,53 @@ METHODS: dict[str, Preset] = {
         0,
         "LogitSpec: the last logits guess the token after next, n-grams continue both",
     ),
-    "dyspec": Preset(
+    "dyspec": _drafted(
         "dyspec.DySpec",
-        (DRAFTER,),
-        16,
         "DySpec: a tree grown from a drafter, always where a token is most likely to be reached",
     ),
-    "dyspec-printed": Preset(
+    "dyspec-printed": _drafted(
         "dyspec.printed",
-        (DRAFTER,),
-        16,
         "DySpec as printed: assumes that acceptance probability equals draft probability",
     ),
-    "dyspec-threshold": Preset(
+    "dyspec-threshold": _drafted(
         "dyspec.Threshold",
-        (DRAFTER,),
-        16,
         "DySpec with one call of the drafter a layer: all places above a threshold",
     ),
     # 5 drafted tokens, as is usual. Each costs a call of the drafter, and at an acceptance rate of
     # 0.6 the fifth is reached only 1 time in 10.
-    "chain": Preset(
+    "chain": _drafted(
         "specinfer.chain",
-        (DRAFTER,),
-        6,
         "speculative decoding as first published: one chain of 5 tokens from a drafter",
+        budget=6,
     ),
-    "specinfer": Preset(
-        "specinfer.SpecInfer", (DRAFTER,), 16, "SpecInfer: three branches from a drafter"
+    "specinfer": _drafted("specinfer.SpecInfer", "SpecInfer: three branches from a drafter"),
+    "sequoia": _drafted(
+        "sequoia.Sequoia", "Sequoia: the best tree of a fixed shape, filled from a drafter"
     ),
-    "sequoia": Preset(
-        "sequoia.Sequoia",
-        (DRAFTER,),
-        16,
-        "Sequoia: the best tree of a fixed shape, filled from a drafter",
-    ),
-    "eagle2": Preset(
+    "eagle2": _drafted(
         "eagle2.Eagle2",
-        (DRAFTER,),
-        16,
         "EAGLE-2: the drafter's likeliest tokens layer by layer, then "
         "the likeliest paths of all layers",
     ),
-    "ddtree": Preset(
+    "ddtree": _drafted(
         "ddtree.DDTree",
-        (DRAFTER,),
-        16,
         "DDTree: the likeliest paths by the marginals of a block drafter, one of each depth",
     ),
-    "pctree": Preset(
+    "pctree": _drafted(
         "pctree.pctree",
-        (DRAFTER,),
-        16,
         "PCTree: four children a parent from a block drafter that knows the parent, then the "
         "likeliest paths",
     ),
-    "frspec": Preset(
+    "frspec": _drafted(
         "dyspec.DySpec",
-        (DRAFTER,),
-        16,
         "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens",
-        FREQUENCY,
+        vocab=FREQUENCY,
     ),
-    "dynaspec": Preset(
+    "dynaspec": _drafted(
         "dynaspec.dynaspec",
-        (DRAFTER,),
-        16,
         "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens, the context's, and "
         "clusters that a router picks",
-        ROUTER,
+        vocab=ROUTER,
     ),
     "auto": Preset(
         "auto.Auto",
