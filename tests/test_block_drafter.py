@@ -32,6 +32,7 @@ from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
@@ -318,6 +319,8 @@ def test_a_router_is_refused(toys: dict[str, Toy]) -> None:
     routed = Shortlist(torch.zeros(VOCAB, D), layout, router=router, chosen=2)
     with pytest.raises(InvalidInput, match="takes no router"):
         toys["dspark"].drafter.begin([1], routed)
+    with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
+        make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
 
 
 # The native kernels

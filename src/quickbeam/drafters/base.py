@@ -31,6 +31,11 @@ OWN_HEAD = (
 )
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
 
+UNROUTED = (
+    "this drafter is called once a tree and takes no router: take --vocab frequency+context, "
+    "context or full"
+)
+
 
 @dataclass
 class Context:
@@ -310,9 +315,7 @@ class Drafter(Source):
         if shortlist is not None and self.head_size is None:
             raise InvalidInput(OWN_HEAD)
         if shortlist is not None and shortlist.router is not None and not self.routes:
-            raise InvalidInput(
-                "this drafter takes no router: take --vocab frequency+context, context or full"
-            )
+            raise InvalidInput(UNROUTED)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raise `InvalidInput` if prompt and answer might exceed the drafter's context length.

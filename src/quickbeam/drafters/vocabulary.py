@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from quickbeam.drafters.base import OWN_HEAD, Drafter
+from quickbeam.drafters.base import OWN_HEAD, UNROUTED, Drafter
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.context import WINDOW
 from quickbeam.drafters.shortlist.layout import Layout
@@ -24,6 +24,7 @@ SHARES = {
     "router": 16,
 }  # by kind: the default size is the size of the vocabulary divided by this
 BOTH = (FREQUENCY + BESIDE, "router")  # kinds that score the context beside the layout's tokens
+ROUTED = ("clusters", "router")  # kinds whose clusters a router picks
 KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
 
 
@@ -52,6 +53,8 @@ def make_shortlist(
         return None
     if drafter.head_size is None:
         raise InvalidInput(f"--vocab {vocab}: {OWN_HEAD}")
+    if vocab in ROUTED and not drafter.routes:
+        raise InvalidInput(f"--vocab {vocab}: {UNROUTED}")
     if size is not None and not 1 <= size <= model.vocab_size:
         raise InvalidInput(
             f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
