@@ -210,8 +210,7 @@ class HeadUse:
 
     - `calls`: how many calls were counted.
     - `tokens`: how many tokens were scored, summed over `calls`.
-    - `seconds`: the time of everything that grows with the vocabulary: routing, the head, the
-      softmax.
+    - `seconds`: the time of choosing what is scored, and of the head.
     - `wanted`: how many committed tokens followed nodes whose distributions had been computed. This
       and the following counters are kept with a shortlist only.
     - `held`: how many of the `wanted` tokens had been scored.

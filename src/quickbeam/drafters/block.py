@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 
 import torch
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
+from quickbeam.drafters.feature import FeatureState, in_parts, score, usable_kernels
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
@@ -145,34 +144,17 @@ class BlockDrafter(Drafter):
         self._score(states)
 
     def _score(self, states: Sequence[BlockState]) -> None:
-        """Compute U of the candidates of all depths.
-
-        One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
-        take one each.
-        """
-        began, whole = perf_counter(), [state for state in states if state.shortlist is None]
-        parts = list[torch.Tensor]()
-        if whole:
-            logits = self.passes.logits(torch.cat([state.rows for state in whole]))
-            parts = [part for part in logits[:, : self.vocab_size].chunk(len(whole))]
-        for state in whole:
-            state.counted.seconds += (perf_counter() - began) / len(whole)
-            state.counted.tokens += self.vocab_size
-        for state in states:
-            began, tokens = perf_counter(), None
-            if state.shortlist is None:
-                scores = parts.pop(0).float()
-            else:
-                scores, tokens = state.shortlist.score(state.rows, state.shortlist.shared.none)
-                scores = scores.float()
-            floors = (scores.amax(-1) - self.within).tolist()
-            likely = [columns for columns, _ in largest(scores, self.candidates, floors)]
+        """Compute U of the candidates of all depths."""
+        nothing = [None if one.shortlist is None else one.shortlist.shared.none for one in states]
+        scores = score(states, [state.rows for state in states], nothing, self.passes.logits)
+        for state, (logits, tokens) in zip(states, scores, strict=True):
+            logits = logits.float() if tokens is not None else logits[:, : self.vocab_size].float()
+            floors = (logits.amax(-1) - self.within).tolist()
+            likely = [columns for columns, _ in largest(logits, self.candidates, floors)]
             every = sorted(set[int]().union(*likely)) or [0]
             columns = torch.tensor(every, device=self.device)
             state.tokens = columns if tokens is None else tokens[columns]
-            state.scores = scores[:, columns]
-            state.counted.seconds += perf_counter() - began
-            state.counted.calls += 1
+            state.scores = logits[:, columns]
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         """Return the distributions after the requested nodes."""

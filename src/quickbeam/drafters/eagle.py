@@ -20,7 +20,7 @@ from quickbeam.drafters.base import (
 )
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
-from quickbeam.drafters.feature import FeatureState, in_parts, usable_kernels
+from quickbeam.drafters.feature import FeatureState, in_parts, score, usable_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache
@@ -239,47 +239,20 @@ class EagleDrafter(Drafter):
         return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return the distributions after the nodes that were run last.
-
-        One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
-        take one each.
-        """
-        whole = [request for request in requests if self._state(request).shortlist is None]
-        probs = iter(self._score_whole(whole) if whole else [])
-        return [
-            next(probs) if self._state(request).shortlist is None else self._score_part(request)
-            for request in requests
-        ]
-
-    def _features(self, request: DraftRequest) -> torch.Tensor:
-        state = self._state(request)
-        return state.feature[[state.place[node] for node in request.nodes]]
-
-    def _score_whole(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        began, network = perf_counter(), self.network
-        features = [self._features(request) for request in requests]
-        logits = self.passes.logits(torch.cat(features))
-        tokens: Any = network.tokens if network.config.own_head else None
-        parts = zip(requests, logits.split_with_sizes([len(f) for f in features]), strict=True)
-        probs = [
-            DraftProbs(probs_of(part, request.context.draft_temperature), tokens, self.vocab_size)
-            for request, part in parts
-        ]
-        for request in requests:
-            used = self._state(request).counted
-            used.tokens, used.calls = used.tokens + logits.shape[-1], used.calls + 1
-            used.seconds += (perf_counter() - began) / len(requests)
+        """Return the distributions after the nodes that were run last."""
+        states, features = [self._state(request) for request in requests], list[torch.Tensor]()
+        routed = list[torch.Tensor | None]()
+        for state, request in zip(states, requests, strict=True):
+            features.append(state.feature[[state.place[node] for node in request.nodes]])
+            routed.append(state.routed.get(request.nodes[-1]))
+        own: Any = self.network.tokens if self.network.config.own_head else None
+        probs = []
+        scores = score(states, features, routed, self.passes.logits)
+        for request, (logits, tokens) in zip(requests, scores, strict=True):
+            values = probs_of(logits, request.context.draft_temperature)
+            tokens = own if tokens is None else tokens
+            probs.append(DraftProbs(values, tokens, self.vocab_size))
         return probs
-
-    def _score_part(self, request: DraftRequest) -> DraftProbs:
-        began, state = perf_counter(), self._state(request)
-        assert state.shortlist is not None
-        routed = state.routed[request.nodes[-1]]
-        logits, tokens = state.shortlist.score(self._features(request), routed)
-        probs = probs_of(logits, request.context.draft_temperature)
-        state.counted.calls += 1
-        state.counted.seconds += perf_counter() - began
-        return DraftProbs(probs, tokens, self.vocab_size)
 
 
 def _readable(state: EagleState, early: bool) -> int:

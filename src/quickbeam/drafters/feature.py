@@ -124,6 +124,40 @@ def in_parts(
         yield part
 
 
+def score(
+    states: Sequence[FeatureState],
+    features: Sequence[torch.Tensor],
+    routed: Sequence[torch.Tensor | None],
+    head: Callable[[torch.Tensor], torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the logits of each state's `features` `[n, d]`, and the tokens of the columns.
+
+    The tokens are None where all of the `head` was scored. One product of it serves all sequences
+    without a shortlist. Those with one take a product each, of the clusters in `routed`.
+    """
+    began, sizes = perf_counter(), [len(feature) for feature in features]
+    whole = [i for i, state in enumerate(states) if state.shortlist is None]
+    scored: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    if whole:
+        logits = head(torch.cat([features[i] for i in whole]))
+        parts = logits.split_with_sizes([sizes[i] for i in whole])
+        scored = {i: (part, None) for i, part in zip(whole, parts, strict=True)}
+    seconds = (perf_counter() - began) / max(1, len(whole))
+    for i, (state, feature, clusters) in enumerate(zip(states, features, routed, strict=True)):
+        began, counted = perf_counter(), state.counted
+        counted.calls += 1
+        if state.shortlist is None:
+            counted.seconds, counted.tokens = (
+                counted.seconds + seconds,
+                counted.tokens + logits.shape[-1],
+            )
+            continue
+        assert clusters is not None
+        scored[i] = state.shortlist.score(feature, clusters)
+        counted.seconds += perf_counter() - began
+    return [scored[i] for i in range(len(states))]
+
+
 def usable_kernels(model: Model, embedding: nn.Module, sizes: Sequence[int]) -> Kernels | None:
     """Return the native kernels if they can run a drafter of these widths beside `model`.
 
