@@ -29,6 +29,7 @@ from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
+from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
@@ -558,6 +559,8 @@ def test_a_folder_drafts_for_a_model(toy_folder: str, tmp_path: Path, method: st
     block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))
     torch.manual_seed(0)
     BlockNetwork(block).save(tmp_path)
+    order = torch.randperm(vocab)  # as training leaves it beside the drafter; `auto` takes it
+    Artefact(Layout(order, vocab, 1, vocab), order).save(tmp_path)
     with LLM(toy_folder, method, dtype="float32", drafter=str(tmp_path), budget=6) as llm:
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
@@ -565,3 +568,5 @@ def test_a_folder_drafts_for_a_model(toy_folder: str, tmp_path: Path, method: st
             plain = llm.generate(["abc", "some words"], params, method="ar")
             assert [one.token_ids for one in given] == [one.token_ids for one in plain]
             assert any(one.statistics.sources["drafter"].drafted for one in given)
+            head = given[0].statistics.head
+            assert head is not None and (head.tokens < head.calls * vocab / 2) is (method == "auto")
