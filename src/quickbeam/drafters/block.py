@@ -9,8 +9,9 @@ import torch
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureState, in_parts, score, usable_kernels
+from quickbeam.drafters.feature import FeatureState, in_parts, score
 from quickbeam.drafters.largest import largest
+from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quickbeam.drafters.block_model import BlockNetwork
-from quickbeam.drafters.feature import Angles, NativeHead, NativeLayer, NativePacker, add_norm
+from quickbeam.drafters.native import Angles, NativeHead, NativeLayer, NativePacker, add_norm
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
 from quickbeam.models.kv import Layer, LayerShape, SequenceCache

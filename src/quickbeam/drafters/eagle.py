@@ -20,7 +20,8 @@ from quickbeam.drafters.base import (
 )
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
-from quickbeam.drafters.feature import FeatureState, in_parts, score, usable_kernels
+from quickbeam.drafters.feature import FeatureState, in_parts, score
+from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import Pool, SequenceCache

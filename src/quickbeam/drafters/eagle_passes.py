@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.feature import Angles, NativeHead, NativeLayer, NativePacker, add_norm
+from quickbeam.drafters.native import Angles, NativeHead, NativeLayer, NativePacker, add_norm
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
