@@ -77,6 +77,21 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
     assert len(drafter.calls) > 1
 
 
+def test_only_the_first_call_of_a_block_drafter_costs_anything() -> None:
+    rounds, sizes = [], []
+    for one_call in (False, True):
+        drafter = zipf_drafter()
+        drafter.one_call = one_call
+        context = context_of([0], 0.0)
+        context.marginal_cost = flat(0.02)
+        policy = DySpec(drafter, as_printed)
+        sizes.append(len(tree_of(policy, context, 64, 20, call=0.3)))
+        rounds.append(drafter.rounds)
+        assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
+        assert drafter.rounds == rounds[-1]
+    assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
+
+
 @pytest.mark.parametrize("promised", [0.0, 0.5])
 def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)

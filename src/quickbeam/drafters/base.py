@@ -299,6 +299,7 @@ class Drafter(Source):
     skips = False  # whether its states can leave tokens out (`skip`)
     folder: Path | None = None  # where it was read from
     head_size: int | None = None  # of what the target's head reads of it; None: a head of its own
+    one_call = False  # whether only a tree's first request takes time
     routes = False  # whether a router can choose what its head scores
 
     @abstractmethod

@@ -64,7 +64,7 @@ class BlockDrafter(Drafter):
     """
 
     name = "drafter"
-    needs_hidden = True
+    needs_hidden = one_call = True
     pool: Pool
 
     def __init__(

@@ -278,8 +278,9 @@ class Drafting:
             one.seconds += (answered - began) / len(asked)
             if answer is not None:
                 self._send(one, answer)
-        if cost is not None:
-            cost.observe_call(drafter, len(asked), time.perf_counter() - caught_up, unread)
+        timed = len(first) if drafter.one_call else len(asked)
+        if cost is not None and timed:
+            cost.observe_call(drafter, timed, time.perf_counter() - caught_up, unread)
 
     def _call(self, drafter: Drafter, asked: Sequence[TreeDraft]) -> list[DraftProbs | None]:
         """Return the distributions for all requests.

@@ -287,14 +287,16 @@ def best_first(
     `search.best` after each call.
 
     With marginal costs, no call is made for nodes that are expected to give fewer tokens than the
-    call costs. Then `calibration` learns from the verified tree.
+    call costs. (A block drafter's first call is the only one that costs anything.) Then
+    `calibration` learns from the verified tree.
     """
     cost, asked, due = search.cost, 0.0, [search.root]
     explore = cost is not None and cost.explore
     propose(search)
     while due:
         worths = [search.worth(one) for one in due]
-        gain = float("inf") if cost is None or explore else _gain(search, calibration, worths)
+        free = cost is None or explore or (asked > 0 and search.drafter.one_call)
+        gain = float("inf") if free else _gain(search, calibration, worths)
         if not (yield from search.ask(due, gain=gain)):
             break
         # forced tokens took no call, so exploring is still to come
