@@ -49,16 +49,22 @@ def logits(
         normed = _norm(x, layer.attention_before, parameters)
         both = []
         if layer.attention is not None:
-            both.append(_attend(normed, layer.attention, parameters, angles, positions))
+            attended = _attend(normed, layer.attention, parameters, angles, positions)
+            both.append(attended * layer.attention.factor)
         if layer.recurrent is not None:
-            both.append(_recur(normed, layer.recurrent, parameters))
-        mixed = sum(_norm(one, layer.attention_after, parameters) * layer.residual for one in both)
+            recurred = _recur(normed, layer.recurrent, parameters)
+            both.append(recurred * layer.recurrent.factor)
+        after, mixed = layer.attention_after, torch.zeros_like(x)
+        for one in both:
+            mixed = mixed + _norm(one, after, parameters) * layer.residual
         if not layer.parallel:
             x, mixed = x + mixed, torch.zeros_like(mixed)
         if not layer.parallel or layer.feed_forward_before is not None:
             normed = _norm(x, layer.feed_forward_before, parameters)
-        fed = _feed(normed, layer.feed_forward, parameters)
-        x = x + mixed + _norm(fed, layer.feed_forward_after, parameters) * layer.residual
+        x = x + mixed
+        if layer.feed_forward is not None:
+            fed = _feed(normed, layer.feed_forward, parameters)
+            x = x + _norm(fed, layer.feed_forward_after, parameters) * layer.residual
     x = _norm(x, stack.norm, parameters)
     return _cap(_linear(x, stack.head, parameters) * stack.head_scale, stack.softcap)
 
@@ -170,6 +176,10 @@ def _recur_matrices(x: torch.Tensor, of: Matrices, parameters: Parameters) -> to
     rates = of.heads if of.delta else 0
     sizes = [of.channels, values, rates, of.heads]
     mixed, gates, rate, step = _linear(x, of.into, parameters).split(sizes, -1)
+    if not of.delta:
+        parts = mixed.split([values, keys, keys], -1)
+        scaled = [part * scale for part, scale in zip(parts, of.scales, strict=True)]
+        mixed, gates, step = torch.cat(scaled, -1), gates * of.gate_scale, step * of.step_scale
     mixed = F.silu(_convolve(mixed, of, parameters))
     if of.delta:
         q, k, v = mixed.split([keys, keys, values], -1)
@@ -239,8 +249,10 @@ def _feed(x: torch.Tensor, of: FeedForward | Experts, parameters: Parameters) ->
     activation = ACTIVATIONS[of.activation]
     if of.gated:
         gate, rest = up.chunk(2, -1)
-        return _linear(activation(gate) * rest, of.down, parameters)
-    return _linear(activation(up), of.down, parameters)
+        up = activation(gate * of.gate_scale) * rest
+    else:
+        up = activation(up)
+    return _linear(up, of.down, parameters) * of.factor
 
 
 def _feed_experts(x: torch.Tensor, of: Experts, parameters: Parameters) -> torch.Tensor:

@@ -17,12 +17,14 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -34,6 +36,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -42,6 +45,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -104,6 +108,25 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+FACTORS = {
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "embedding_multiplier": 2.0,
+    "key_multiplier": 0.7,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.6, 1.4],
+    "ssm_in_multiplier": 1.3,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "ssm_out_multiplier": 0.6,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "shared_intermediate_size": 24,
+}
 HYBRID_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -123,6 +146,9 @@ LATENT = dict(kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_di
     num_key_value_heads=4, num_experts_per_tok=3, moe_intermediate_size=24
 )
 CONFIGS: dict[str, PreTrainedConfig] = {
+    "bamba": BambaConfig(
+        **SIZES | MAMBA | {"mamba_n_groups": 2}, attn_layer_indices=[1], mamba_proj_bias=True
+    ),
     "cohere": CohereConfig(**SIZES, use_qk_norm=True),
     "cohere2": Cohere2Config(**SIZES | MIXED, sliding_window=6, head_dim=8),
     "deepseek_v2": DeepseekV2Config(
@@ -162,6 +188,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "exaone4": Exaone4Config(**SIZES | MIXED, sliding_window=6),
     "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
+    "falcon_h1": FalconH1Config(**SIZES | MAMBA | FACTORS, mamba_d_ssm=64),
+    "falcon_h1-normed": FalconH1Config(
+        **SIZES | MAMBA | FACTORS | {"mamba_n_groups": 2}, mamba_d_ssm=64, mamba_rms_norm=True
+    ),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma2": Gemma2Config(
         **SIZES | MIXED,
@@ -212,6 +242,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granitemoe": GraniteMoeConfig(
         **SIZES, attention_multiplier=0.2, residual_multiplier=0.3, num_local_experts=5
     ),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **SIZES | MAMBA | GRANITE, layer_types=LINEAR, num_local_experts=0
+    ),
+    "granite_hybrid-moe": GraniteMoeHybridConfig(
+        **SIZES | MAMBA | GRANITE,
+        layer_types=LINEAR,
+        num_local_experts=4,
+        position_embedding_type="rope",
+    ),
     "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
     "lfm2": Lfm2Config(**SIZES, layer_types=CONVOLVED, conv_bias=True),
     "lfm2_moe": Lfm2MoeConfig(**SIZES | EXPERTS, layer_types=CONVOLVED, num_dense_layers=1),
@@ -223,6 +262,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=7, head_dim=16),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=7),
     "nemotron": NemotronConfig(**SIZES, head_dim=8),
+    "nemotron_h": NemotronHConfig(
+        **SIZES,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        head_dim=8,
+        mamba_num_heads=6,
+        mamba_head_dim=12,
+        ssm_state_size=8,
+        n_groups=2,
+        time_step_min=0.3,
+    ),
     "olmo2": Olmo2Config(**SIZES),
     "olmo3": Olmo3Config(**SIZES | MIXED, sliding_window=6),
     "olmoe": OlmoeConfig(**SIZES, num_experts=7, num_experts_per_tok=3),
@@ -415,6 +464,9 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "no gate of attention": ("qwen3_5", each_attention(gated=False)),
     "a gate before the norm": ("qwen3_5", each_recurrent(norm_last=True)),
     "decays held too low": ("qwen3_next", each_recurrent(most=0.1)),
+    "no value beside the state": ("bamba", each_recurrent(skip=None)),
+    "no factors of what is convolved": ("falcon_h1", each_recurrent(scales=(1.0, 1.0, 1.0))),
+    "steps that are not held": ("nemotron_h", each_recurrent(least=0.0)),
     "the wrong gate": ("lfm2", each_layer(swapped)),
     "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
     "norms before the angles": ("hunyuan", each_attention(norm_last=False)),
@@ -535,7 +587,11 @@ def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[in
 OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
 
 
-# `make test` runs each family in bfloat16 and in one of the other formats, in turns
+HYBRIDS = ("bamba", "falcon_h1", "granite_hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
+
+
+# `make test` runs each family in bfloat16 and in one of the other formats, in turns, and hybrids,
+# which `test_recurrent.py` runs too, in one format
 @pytest.mark.parametrize(
     ("name", "kind"),
     few(
@@ -543,7 +599,11 @@ OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
         [
             (name, kind)
             for i, name in enumerate(CONFIGS)
-            for kind in ("bfloat16", OTHERS[i % len(OTHERS)])
+            for kind in (
+                (FORMATS[i % len(FORMATS)],)
+                if name.startswith(HYBRIDS)
+                else ("bfloat16", OTHERS[i % len(OTHERS)])
+            )
         ],
     ),
 )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
+from transformers import FalconH1Config, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from answers import answer, request
-from cases import few
+from cases import few, spread
 from kernels import SETS, load
 from models import SIZES, VOCAB, random_tree, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -48,8 +48,17 @@ KINDS: dict[str, PreTrainedConfig] = {
         linear_key_head_dim=8,
         linear_value_head_dim=20,
     ),
+    "falcon_h1": FalconH1Config(
+        **SIZES,
+        mamba_d_ssm=40,
+        mamba_n_heads=2,
+        mamba_d_head=20,
+        mamba_d_state=8,
+        mamba_rms_norm=True,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+    ),
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5"]))
 PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -109,8 +118,7 @@ def differ(model: Model, ids: list[int], tree: TokenTree, got: torch.Tensor, bas
     return sum(not torch.equal(row, of_path(model, [*ids, *path])) for row, path in rows)
 
 
-@every_kind
-@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
 def test_nodes_have_the_bits_of_their_paths(
     kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +131,7 @@ def test_nodes_have_the_bits_of_their_paths(
     assert model.pool.used == 0
 
 
-@every_kind
-@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+@pytest.mark.parametrize(("kind", "weights"), spread(list(KINDS), ["float32", "int8", "int4"]))
 def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: str) -> None:
     wide = weights == "float32"
     model = made(
@@ -168,8 +175,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@every_kind
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(("kind", "mistake"), spread(list(KINDS), list(MISTAKES)))
 def test_a_mistake_is_seen(kind: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (name, wrong) = made(kind), MISTAKES[mistake]
     monkeypatch.setattr(States, name, wrong)
@@ -272,14 +278,10 @@ def conversation(model: Model, params: SamplingParams) -> list[tuple[list[int], 
 FORMATS = ("bfloat16", "float32", "int8", "int4")
 
 
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    few(
-        [(kind, weights) for kind in KINDS for weights in FORMATS],
-        [(kind, "bfloat16") for kind in KINDS],
-    ),
-)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["0", "0.8"])
+SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
+
+
+@pytest.mark.parametrize(("kind", "weights", "sampling"), spread(list(KINDS), FORMATS, SAMPLING))
 def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(
     kind: str, weights: str, sampling: dict[str, Any]
 ) -> None:

@@ -26,7 +26,7 @@ from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Pack
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters, embedding_of
 from quickbeam.models.recurrent import place_states
-from quickbeam.models.stack import Attention, Experts, Layer, Linear, Stack, Tensor, linears
+from quickbeam.models.stack import Attention, Experts, Linear, Stack, Tensor, linears
 from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.weight_file import WeightFile
 
@@ -145,6 +145,7 @@ class CompiledStack:
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
         widest = max((of.heads * of.head_dim for of in self.stack.attentions), default=0)
         values = max((of.heads * of.value_dim for of in self.stack.attentions), default=0)
+        fed = [layer.fed for layer in self.layers if layer.fed is not None]
         read = [layer.qkv.outputs for layer in self.layers if layer.layer.attention is not None]
         buffers = {
             "x": program.buffer(width, True),
@@ -154,10 +155,10 @@ class CompiledStack:
             "query": program.buffer(widest, wide),
             "attended": program.buffer(values, wide),
             "qkv": program.buffer(max([*read, *(of.into.outputs for of in recurrent)]), True),
-            "inner": program.buffer(max(layer.fed.inner for layer in self.layers), wide),
+            "inner": program.buffer(max((of.inner for of in fed), default=0), wide),
         }
         for name in ("scores", "routes"):  # of routers
-            columns = max(getattr(layer.fed, name) for layer in self.layers)
+            columns = max((getattr(of, name) for of in fed), default=0)
             buffers |= {name: program.buffer(columns, True)} if columns else {}
         if recurrent:
             columns = max(of.out.inputs for of in recurrent)
@@ -183,17 +184,20 @@ class CompiledStack:
         self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer, i: int
     ) -> None:
         """Add what mixes tokens, and what reads the residual stream before it is added."""
-        x, normed = buffers["x"], buffers["normed"]
+        x, normed, recurrent = buffers["x"], buffers["normed"], layer.layer.recurrent
+        if layer.layer.attention is None and recurrent is None:
+            return
         _normed(program, x, normed, layer.attention_before)
         if layer.layer.parallel and layer.fed_before is not None:
             layer.fed_before.add(program, x, buffers["beside"])
         if layer.layer.attention is not None:
             self._attend(program, buffers, layer, layer.layer.attention, i)
-        if layer.recurrent is not None:
+        if layer.recurrent is not None and recurrent is not None:
             self._linear(program, layer.recurrent.into, normed, buffers["qkv"])
             layer.recurrent.add(program, buffers["qkv"], buffers["recurred"])
             after, weight = layer.attention_after, layer.recurrent.out
-            self._add(program, buffers, weight, "recurred", after, layer.layer)
+            factor = layer.layer.residual * recurrent.factor
+            self._add(program, buffers, weight, "recurred", after, factor)
 
     def _attend(
         self,
@@ -227,23 +231,26 @@ class CompiledStack:
             attended, qkv, width = buffers["attended"], buffers["qkv"], of.heads * of.head_dim
             gates = width + 2 * of.kv_heads * of.head_dim
             program.gate(attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid")
-        self._add(program, buffers, layer.out, "attended", layer.attention_after, layer.layer)
+        factor = layer.layer.residual * of.factor
+        self._add(program, buffers, layer.out, "attended", layer.attention_after, factor)
 
     def _feed(self, program: Program, buffers: dict[str, Buffer], layer: CompiledLayer) -> None:
         """Add a layer's feed-forward."""
-        fed, source = layer.fed, "normed"
+        fed, source, factor = layer.fed, "normed", layer.layer.residual
+        if fed is None:
+            return
         if layer.layer.parallel and layer.fed_before is not None:
             source = "beside"
         elif not layer.layer.parallel:
             _normed(program, buffers["x"], buffers["normed"], layer.fed_before)
         if isinstance(fed, CompiledExperts):
             fed.add(program, buffers, buffers[source], buffers["made"])
-            self._add_made(program, buffers, layer.fed_after, layer.layer)
+            self._add_made(program, buffers, layer.fed_after, factor)
             return
         epilogue = library.GATED if fed.of.gated else library.ACTIVATE
-        inner, kind = buffers["inner"], fed.of.activation
-        self._linear(program, fed.up, buffers[source], inner, epilogue, activation=kind)
-        self._add(program, buffers, fed.down, "inner", layer.fed_after, layer.layer)
+        more = {"activation": fed.of.activation, "scaling": fed.of.gate_scale}
+        self._linear(program, fed.up, buffers[source], buffers["inner"], epilogue, **more)
+        self._add(program, buffers, fed.down, "inner", layer.fed_after, factor * fed.of.factor)
 
     def _add(
         self,
@@ -252,7 +259,7 @@ class CompiledStack:
         weight: Any,
         source: str,
         after: CompiledNorm | None,
-        layer: Layer,
+        factor: float,
     ) -> None:
         """Add a product, normed or not, to the residual stream."""
         if after is None:
@@ -262,20 +269,20 @@ class CompiledStack:
                 buffers[source],
                 buffers["x"],
                 library.ADD,
-                scaling=layer.residual,
+                scaling=factor,
             )
             return
         self._linear(program, weight, buffers[source], buffers["made"])
-        self._add_made(program, buffers, after, layer)
+        self._add_made(program, buffers, after, factor)
 
     @staticmethod
     def _add_made(
-        program: Program, buffers: dict[str, Buffer], after: CompiledNorm | None, layer: Layer
+        program: Program, buffers: dict[str, Buffer], after: CompiledNorm | None, factor: float
     ) -> None:
         if after is None:
-            program.copy(buffers["made"], buffers["x"], add=True, scale=layer.residual)
+            program.copy(buffers["made"], buffers["x"], add=True, scale=factor)
         else:
-            after.add(program, buffers["made"], buffers["x"], add=layer.residual)
+            after.add(program, buffers["made"], buffers["x"], add=factor)
 
     @property
     def _width(self) -> int:

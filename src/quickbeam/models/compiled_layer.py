@@ -145,10 +145,10 @@ class CompiledLayer:
             if layer.recurrent is None
             else compile_recurrent(layer.recurrent, place, parameter)
         )
-        self.fed: CompiledFeedForward | CompiledExperts
+        self.fed: CompiledFeedForward | CompiledExperts | None = None
         if isinstance(fed, FeedForward):
             self.fed = CompiledFeedForward(fed, place)
-        else:
+        elif fed is not None:
             assert experts is not None  # models of experts are not streamed
             self.fed = experts(fed)
 

@@ -41,6 +41,10 @@ class CompiledMatrices:
         self.of = of
         self.into, self.out = place(of.into, False), place(of.out, False)
         self._weight, self._bias, convolved = convolution(of, parameter)
+        keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
+        if not of.delta:  # the convolution is linear, so that its weight takes the scales
+            sizes = torch.tensor([values, keys, keys])
+            self._weight *= torch.tensor(of.scales).repeat_interleave(sizes)
         convolved.gate = convolved.gate_out = -1
         convolved.activated = 1
         self._slope = -parameter(of.log_slope).detach().float().exp()
@@ -81,6 +85,7 @@ class CompiledMatrices:
             skip=None if self._skip is None else self._skip.data_ptr(),
             least=of.least,
             most=of.most,
+            step_scale=of.step_scale,
         )
 
     def add(self, program: Program, source: Buffer, target: Buffer) -> None:
@@ -97,6 +102,7 @@ class CompiledMatrices:
             values // of.groups,
             of=self._columns[2],
             gates_of=of.channels,
+            scaling=of.gate_scale,
             weight=self._norm,
             epsilon=0.0 if of.norm is None else of.norm.epsilon,
             norm_last=of.norm_last,

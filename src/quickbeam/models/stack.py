@@ -111,7 +111,7 @@ class Attention:
     `turned`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of each
     head (its weight is one head's, or all heads') or with `norm_all` of all heads together; with
     `norm_last` after the angles. `gated`: behind the values, `qkv` has gates; the result is taken
-    times their sigmoid.
+    times their sigmoid. `factor`: of what is added to the residual stream.
     """
 
     qkv: Linear
@@ -130,6 +130,7 @@ class Attention:
     query_scale: QueryScale | None = None
     sinks: str | None = None
     gated: bool = False
+    factor: float = 1.0
     latent: Latent | None = None
 
     @property
@@ -152,6 +153,7 @@ class ShortConv:
     bias: str | None
     channels: int
     taps: int
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,9 @@ class Matrices:
     With `delta`, the gated delta rule: q, k and v are convolved, q and k of each head get length 1,
     q is divided by √key_dim, and u is σ(b) (v - Sᵀk). Otherwise Mamba-2: x, B and C are convolved,
     and v, k and q are these; u is Δ v, and `skip` times v is added to the result.
+
+    Before anything else, z is taken times `gate_scale`, d times `step_scale`, and v, k and q of
+    Mamba-2 times `scales`. `factor`: of what is added to the residual stream.
     """
 
     into: Linear
@@ -188,6 +193,10 @@ class Matrices:
     skip: str | None = None
     least: float = 0.0
     most: float = math.inf
+    gate_scale: float = 1.0
+    step_scale: float = 1.0
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    factor: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -204,7 +213,8 @@ class FeedForward:
 
     Of a gated one, `up` has two weights: the gate's, and the rest's. `activation`: one of the
     kernels' (`native/library.py`); `clamped` is `(u + 1) * g * sigmoid(slope * g)` with g at most
-    `limit` and u between it and its negative.
+    `limit` and u between it and its negative. The gate is taken times `gate_scale`, and what is
+    added to the residual stream times `factor`.
     """
 
     up: Linear
@@ -213,6 +223,8 @@ class FeedForward:
     gated: bool
     limit: float = 0.0
     slope: float = 1.0
+    gate_scale: float = 1.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -272,14 +284,15 @@ class Experts:
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
-    `recurrent`: what stands in the attention's place, or beside it and reads the same. Norms
-    `before` stand before them, norms `after` before they are added; None for none.
+    `recurrent`: what stands in the attention's place, or beside it and reads the same. A layer may
+    lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
+    before they are added; None for none.
     `parallel`: the feed-forward reads what the attention read, and without a norm of its own the
     attention's.
     """
 
     attention: Attention | None
-    feed_forward: FeedForward | Experts
+    feed_forward: FeedForward | Experts | None
     attention_before: Norm | None
     feed_forward_before: Norm | None
     attention_after: Norm | None = None
@@ -350,7 +363,7 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
 def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
     """Return a layer's feed-forward, or all of its experts."""
     of = layer.feed_forward
-    return of.all if isinstance(of, Experts) else (of,)
+    return of.all if isinstance(of, Experts) else (of,) if of is not None else ()
 
 
 def experts(stack: Stack) -> Iterator[Experts]:

@@ -22,6 +22,7 @@ from quickbeam.models.families.gpt_oss import gpt_oss
 from quickbeam.models.families.hunyuan import hunyuan
 from quickbeam.models.families.lfm2 import lfm2, lfm2_moe
 from quickbeam.models.families.llama import granite, granitemoe, llama, seed_oss, smollm3
+from quickbeam.models.families.mamba import bamba, falcon_h1, granite_hybrid, nemotron_h
 from quickbeam.models.families.mistral import ministral3, mistral
 from quickbeam.models.families.mixtral import mixtral
 from quickbeam.models.families.nemotron import nemotron
@@ -46,12 +47,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
+    "bamba": bamba,
     "cohere": cohere,
     "cohere2": cohere2,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
+    "falcon_h1": falcon_h1,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
@@ -63,6 +66,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "gpt_oss": gpt_oss,
     "granite": granite,
     "granitemoe": granitemoe,
+    "granitemoehybrid": granite_hybrid,
     "hunyuan_v1_dense": hunyuan,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
@@ -71,6 +75,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "mistral": mistral,
     "mixtral": mixtral,
     "nemotron": nemotron,
+    "nemotron_h": nemotron_h,
     "olmo2": olmo,
     "olmo3": olmo,
     "olmoe": olmoe,

@@ -199,6 +199,8 @@ def attention(
     """
     at, dim = f"model.layers.{i}.self_attn", changes.get("head_dim") or head_dim(c)
     kind = changes.pop("kind", None)
+    for name in ("layer_types", "sliding_window"):  # what the window follows from, if at all
+        c.get(name)
     told: dict[str, Any] = {
         "qkv": tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", bias=bias),
         "out": tensors(f"{at}.o_proj", bias=bias if out_bias is None else out_bias),
@@ -206,7 +208,7 @@ def attention(
         "kv_heads": c.get("num_key_value_heads", c.num_attention_heads),
         "head_dim": dim,
         "scaling": dim**-0.5,
-        "window": window(c, i),
+        "window": window(c, i) if "window" not in changes else None,
         "rotary": Rotary(),
         "turned": turned(c, dim, kind) if changes.get("rotary", True) else 0,
     }

@@ -20,7 +20,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 14
+VERSION = 15
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -154,8 +154,7 @@ class Recurrence(Structure):
             )
         ),
         *((name, c_void_p) for name in ("weight", "bias", "slope", "shift", "skip")),
-        ("least", c_float),
-        ("most", c_float),
+        *((name, c_float) for name in ("least", "most", "step_scale")),
     )
 
 

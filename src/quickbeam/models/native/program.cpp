@@ -299,7 +299,7 @@ class Worker {
         const int64_t to = (block + b) / 2 * 16, count = std::min<int64_t>(16, columns - to);
         Lanes gate = load(sums + b * 16), up = load(sums + b * 16 + 16);
         if (bias) gate = add(gate, load(bias + (block + b) * 16)), up = add(up, load(bias + (block + b) * 16 + 16));
-        put(op, row, to, count, mul(activate(op.activation, gate), up));
+        put(op, row, to, count, mul(activate(op.activation, op.scaling == 1.0f ? gate : mul(gate, all(op.scaling))), up));
       }
       return;
     }
@@ -586,7 +586,7 @@ class Worker {
       if (weight && !op.norm_last) norm();
       for (int64_t i = 0; i < n; i += 16) {
         const int64_t count = std::min<int64_t>(16, n - i);
-        store(&x[size_t(i)], mul(load_first(&x[size_t(i)], count), activate(op.activation, load_first(gates + i, count))));
+        store(&x[size_t(i)], mul(load_first(&x[size_t(i)], count), activate(op.activation, mul(load_first(gates + i, count), all(op.scaling)))));
       }
       if (weight && op.norm_last) norm();
       for (int64_t i = 0; i < n; i += 16) put(op, r, g * n + i, std::min<int64_t>(16, n - i), load(&x[size_t(i)]));
@@ -614,7 +614,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 14; }
+int64_t qb_version() { return 15; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -724,8 +724,10 @@ void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const in
 // The state behind `count` nodes of a path, of all recurrences.
 void qb_fold(const qb::Recurrence* recurrences, int64_t recurring, const float* state, const float* inputs, const int64_t* path, int64_t count,
              float* next) {
+  int64_t units = 0;  // few of them are folded sooner than threads meet
+  for (int64_t i = 0; i < recurring; ++i) units += recurrences[i].units();
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (units > 64)
 #endif
   for (int64_t i = 0; i < recurring; ++i) qb::fold(recurrences[i], state, inputs, path, count, next);
 }

@@ -175,9 +175,9 @@ class Program:
     ) -> None:
         """A product with a weight, and an epilogue.
 
-        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (`activation`
-        of the gate times the rest), `ACTIVATE` or `BEST` (the result is stored, and the column of
-        each row's largest number goes to `best`, int64). All but `GATED` take the result times
+        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (`activation` of the gate
+        times `scaling`, times the rest), `ACTIVATE` or `BEST` (the result is stored, and the column
+        of each row's largest number goes to `best`, int64). All but `GATED` take the result times
         `scaling`, and bent to stay below `softcap`.
         The source is float32 for float32 weights, else bfloat16. `gathered`: the source holds only
         the wanted rows, in their order. Raises `ValueError` if the weight is gated and the epilogue
@@ -430,11 +430,14 @@ class Program:
         of: int = 0,
         gates_of: int = 0,
         activation: str = "silu",
+        scaling: float = 1.0,
         weight: torch.Tensor | None = None,
         epsilon: float = 0.0,
         norm_last: bool = False,
     ) -> None:
-        """Write `activation(gates) * source` to the target, in `groups` of `width` columns.
+        """Write `activation(gates * scaling) * source` to the target.
+
+        There are `groups` of `width` columns.
 
         `weight`: of an RMS norm of each group, before the gates or with `norm_last` after them;
         `[width]`, or `[groups * width]`. `gates_of`: the first column of the gates, float32.
@@ -450,6 +453,7 @@ class Program:
             inputs=width,
             source_offset=of,
             activation=library.ACTIVATIONS.index(activation),
+            scaling=scaling,
             weight=_float32(weight),
             norm_stride=0 if weight is None or weight.numel() == width else width,
             epsilon=epsilon,

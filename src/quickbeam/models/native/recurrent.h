@@ -29,7 +29,7 @@ struct Recurrence {
   int64_t decay, rate;                  // columns of the source: of each head, what its decay and its rate (of the delta rule) are made of
   const float *weight, *bias;           // of a convolution: [taps][channels], the oldest token first; [channels] or null
   const float *slope, *shift, *skip;    // [heads]: of decays, and a factor of the value that is added to the result, or null
-  float least, most;                    // of steps
+  float least, most, step_scale;        // of steps: after the shift, and before it
   int64_t width(int64_t dim) const { return (dim + 15) / 16; }
   int64_t units() const { return heads * width(value_dim); }  // of work: 16 columns of a head's matrix
   int64_t unit_at(int64_t unit) const { return state + unit * key_dim * 16; }
@@ -118,7 +118,7 @@ inline void to_length(float* x, int64_t n, float scale) {
 // rule) or steps. With the delta rule, queries and keys get length 1, and queries are scaled as attention's are.
 inline void prepare_row(const Recurrence& of, const float* source, float* row) {
   for (int64_t h = 0; h < of.heads; ++h) {
-    const float step = std::min(std::max(softplus(source[of.decay + h] + of.shift[h]), of.least), of.most);
+    const float step = std::min(std::max(softplus(source[of.decay + h] * of.step_scale + of.shift[h]), of.least), of.most);
     row[of.factors + h] = std::exp(of.slope[h] * step);
     row[of.factors + of.heads + h] = of.kind == DELTA_RULE ? 1.0f / (1.0f + std::exp(-source[of.rate + h])) : step;
   }
