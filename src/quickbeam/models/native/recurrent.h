@@ -49,34 +49,39 @@ struct Nodes {  // those of one sequence in a pass
 // The state: the last taps - 1 tokens' z, the oldest first. `put` takes a row, a column, how many, and the results.
 template <class Put>
 void convolve(const Recurrence& of, const Batch& batch, const float* source, int64_t stride, int64_t low, int64_t high, const Put& put) {
+  struct Input {  // of a token: its numbers, and factors of them or null
+    const float *x, *gate;
+    Lanes at(int64_t c, int64_t n) const { return gate ? mul(load_first(x + c, n), load_first(gate + c, n)) : load_first(x + c, n); }
+  };
   const int64_t past = of.taps - 1, end = std::min(high * 16, of.channels);
+  std::vector<Input> last(size_t(of.taps));
   for (int64_t s = 0; s < batch.spans; ++s) {
     const Span& span = batch.span[s];
     const Nodes& nodes = *static_cast<const Nodes*>(span.nodes);
     const auto row = [&](int64_t node) { return source + (span.row + node - nodes.base) * stride; };
-    const auto input = [&](int64_t node, int64_t c, int64_t n) {
-      if (node < 0) return load_first(nodes.state + of.state + (past + node) * of.channels + c, n);
-      if (node < nodes.base) return load_first(nodes.inputs + node * of.inputs + of.input + c, n);
-      const Lanes z = load_first(row(node) + of.column + c, n);
-      return of.gate < 0 ? z : mul(z, load_first(row(node) + of.gate + c, n));
+    const auto input = [&](int64_t node) -> Input {
+      if (node < 0) return {nodes.state + of.state + (past + node) * of.channels, nullptr};
+      if (node < nodes.base) return {nodes.inputs + node * of.inputs + of.input, nullptr};
+      return {row(node) + of.column, of.gate < 0 ? nullptr : row(node) + of.gate};
     };
-    const auto back = [&](int64_t node, int64_t by) {
-      while (by--) node = nodes.above(node);
-      return node;
+    const auto find = [&](int64_t node) {  // the inputs of the last tokens up to a node
+      for (int64_t k = past; k >= 0; --k, node = nodes.above(node)) last[size_t(k)] = input(node);
     };
-    const auto keep = [&](float* state, int64_t last) {
+    const auto keep = [&](float* state, int64_t node) {
+      find(node);
       for (int64_t k = 0; k < past; ++k)
-        for (int64_t c = low * 16, node = back(last, past - 1 - k); c < end; c += 16) {
+        for (int64_t c = low * 16; c < end; c += 16) {
           const int64_t n = std::min<int64_t>(16, end - c);
-          store_first(state + of.state + k * of.channels + c, input(node, c, n), n);
+          store_first(state + of.state + k * of.channels + c, last[size_t(k + 1)].at(c, n), n);
         }
     };
-    for (int64_t node = nodes.base; node < nodes.nodes; ++node)
+    for (int64_t node = nodes.base; node < nodes.nodes; ++node) {
+      find(node);
       for (int64_t c = low * 16; c < end; c += 16) {
         const int64_t n = std::min<int64_t>(16, end - c);
         Lanes y = of.bias ? load_first(of.bias + c, n) : zero(), z = y;
         for (int64_t k = 0; k <= past; ++k) {
-          z = input(back(node, past - k), c, n);
+          z = last[size_t(k)].at(c, n);
           y = fma(load_first(of.weight + k * of.channels + c, n), z, y);
         }
         if (nodes.inputs) store_first(nodes.inputs + node * of.inputs + of.input + c, z, n);
@@ -84,6 +89,7 @@ void convolve(const Recurrence& of, const Batch& batch, const float* source, int
         if (of.gate_out >= 0) y = mul(y, load_first(row(node) + of.gate_out + c, n));
         put(span.row + node - nodes.base, c, n, y);
       }
+    }
     if (nodes.border) keep(nodes.border, nodes.border_node);
     if (nodes.next) keep(nodes.next, nodes.nodes - 1);
   }
@@ -119,7 +125,8 @@ inline void to_length(float* x, int64_t n, float scale) {
 inline void prepare_row(const Recurrence& of, const float* source, float* row) {
   for (int64_t h = 0; h < of.heads; ++h) {
     const float step = std::min(std::max(softplus(source[of.decay + h] * of.step_scale + of.shift[h]), of.least), of.most);
-    row[of.factors + h] = std::exp(of.slope[h] * step);
+    const float decay = std::exp(of.slope[h] * step);
+    row[of.factors + h] = decay < 1e-20f ? 0.0f : decay;  // less than rounding is left, and products with it would be denormal, which are slow
     row[of.factors + of.heads + h] = of.kind == DELTA_RULE ? 1.0f / (1.0f + std::exp(-source[of.rate + h])) : step;
   }
   if (of.kind != DELTA_RULE) return;
