@@ -110,6 +110,7 @@ LACKING = {
     name: {"layer_types": ["conv", "full_attention"] * 3, "num_hidden_layers": 6}
     for name in ("lfm2", "lfm2_moe")
 }
+LACKING["nemotron_h"] = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
 
 
 def families() -> str:
@@ -159,7 +160,8 @@ def words_of(layer: Any) -> tuple[str, str, str]:
     else:
         feeds = "none" if fed is None else f"{'gated ' if fed.gated else ''}{fed.activation}"
     norm = layer.attention_before or layer.attention_after or layer.feed_forward_before
-    places = ["before"] * (layer.attention_before is not None)
+    before = layer.attention_before or layer.feed_forward_before
+    places = ["before"] * (before is not None)
     places += ["after"] * (layer.attention_after is not None)
     kind = "layer norm" if norm is not None and norm.centred else "RMS"
     norms = f"{kind} {' and '.join(places)}{', parallel' if layer.parallel else ''}"
