@@ -22,7 +22,8 @@ from quickbeam.errors import InvalidInput, QuickbeamError, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
-from quickbeam.models.stack import Attention, FeedForward, Linear, Stack, names
+from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
+from quickbeam.models.stack_tensors import names
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from quickbeam.models.stack import Norm, QueryScale, Tensor
+from quickbeam.models.stack import Matrices, Norm, QueryScale, Stack, Tensor, experts, linears
+
+
+def norms(stack: Stack) -> Iterator[Norm]:
+    """Yield all norms."""
+    for layer in stack.layers:
+        of_layer = (
+            layer.attention_before,
+            layer.attention_after,
+            layer.feed_forward_before,
+            layer.feed_forward_after,
+            *((layer.attention and layer.attention.norms) or ()),
+            *([layer.recurrent.norm] if isinstance(layer.recurrent, Matrices) else []),
+        )
+        yield from (norm for norm in of_layer if norm is not None)
+        if layer.attention is not None and layer.attention.latent is not None:
+            yield from (norm for norm, _ in layer.attention.latent.parts)
+    yield stack.norm
+
+
+def names(stack: Stack) -> set[str]:
+    """Return the names of all parameters that a stack uses."""
+    found = {stack.embedding, *([stack.positions] if stack.positions else [])}
+    found |= {attention.sinks for attention in stack.attentions if attention.sinks}
+    for recurrent in stack.recurrents:
+        found |= {recurrent.weight, *([recurrent.bias] if recurrent.bias else [])}
+        if isinstance(recurrent, Matrices):
+            found |= {recurrent.log_slope, recurrent.shift}
+            found |= {recurrent.skip} if recurrent.skip else set()
+    routers = list(experts(stack))
+    found |= {of.routing.correction for of in routers if of.routing.correction}
+    for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):
+        found |= {tensor.name for tensor in (*linear.weights, *linear.biases)}
+    for norm in norms(stack):
+        found |= {*norm.weights, *([norm.bias] if norm.bias else [])}
+    return found
 
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
