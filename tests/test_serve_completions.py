@@ -289,7 +289,8 @@ def test_what_is_not_served_is_refused_by_name(runner):
 def test_a_suffix_is_filled_up_to(toy_folder, marks):
     before, between, behind = marks
     with LLM(toy_folder, "ar") as llm:
-        llm.tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+        backend = llm.tokenizer.backend_tokenizer
+        backend.add_tokens([AddedToken(mark, special=True) for mark in marks])
         # the model has no rows for them
         llm.model.check_prompt = lambda ids: None
         scripted = ScriptedRunner(ServeSettings(), llm)
@@ -299,7 +300,7 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
         shown = [llm.tokenizer.decode(job.prompt) for job in scripted.jobs]
         assert shown == [f"{before}{one}{between}\n\nf(3){behind}" for one in asked["prompt"]]
         assert found[0] == asked["prompt"][0] + "x + 1"
-        ids = llm.tokenizer.convert_tokens_to_ids(list(marks))
+        ids = [backend.token_to_id(mark) for mark in marks]
         assert [token for token in scripted.jobs[0].prompt if token in ids] == ids
         # the prompt's tokens are not those of the text in front
         refused(ask(scripted, PATH, {**asked, "logprobs": 1}), "suffix")

@@ -41,7 +41,7 @@ def scripted(toy_folder):
     with LLM(toy_folder, "ar") as llm:
         llm.tokenizer.chat_template = TEMPLATE
         # answers are scripted: their model need not know the token
-        llm.tokenizer.add_tokens(["<tool_call>"])
+        llm.tokenizer.backend_tokenizer.add_tokens(["<tool_call>"])
         yield ScriptedRunner(ServeSettings(served_name="toy"), llm)
 
 

@@ -289,7 +289,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
 def test_words_and_sizes_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quickbeam.models.opening.load_model", None)
+    monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
     with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
         LLM(method="dyspec", vocab="half")
     for options in (
