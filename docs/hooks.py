@@ -111,6 +111,7 @@ LACKING = {
     for name in ("lfm2", "lfm2_moe")
 }
 LACKING["nemotron_h"] = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+LACKING["deepseek_v2"] = {"num_experts_per_tok": 6}
 
 
 def families() -> str:
@@ -144,7 +145,7 @@ def words_of(layer: Any) -> tuple[str, str, str]:
     if one is not None:
         said = {
             "window": getattr(one, "window", None),
-            "latent": type(one).__name__ == "Latent",
+            "latent": getattr(one, "latent", None),
             "no angles": one.rotary is None,
             "QK norm": getattr(one, "norms", None),
             "softcap": getattr(one, "softcap", None),

@@ -186,11 +186,12 @@ def test_reading_is_no_part_of_a_calls_cost() -> None:
     assert cost.call("d", 1) == pytest.approx(0.65)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss-sinks"])
 def test_what_was_measured_is_kept_for_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
+    model = make_model(tiny(name, torch.bfloat16, seed=5))
     CostModel.kept(model, 16)
     assert not list(tmp_path.iterdir())  # a small model
     model.weight_bytes = 2**30
@@ -200,10 +201,14 @@ def test_what_was_measured_is_kept_for_the_next_process(
     for rows in (1, 5, 16, 40):
         assert second.alone(rows, 3) == first.alone(rows, 3)
         assert second.reading(rows, 100) == first.reading(rows, 100)
+        for one in (first, second):  # of a text whose tokens share their experts
+            one.observe(rows, 1.0, experts=2.0)
+        assert second.alone(16) == first.alone(16)
+    assert (second.experts is None) == (first.experts is None) == (name == "qwen3")
     monkeypatch.undo()
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
     (kept,) = (tmp_path / "costs").iterdir()
-    for broken in ("{", "[1]", "[{}, {}, 0]"):
+    for broken in ("{", "[1]", "[{}, {}, 0]", "[{}, {}, 0, {}]"):
         kept.write_text(broken)
         assert CostModel.kept(model, 16).alone(1) > 0
     CostModel.kept(model, 8)  # other trees

@@ -45,8 +45,8 @@ class ExpertsRead:
     COMMON = 0.5  # the share of a correction that all widths get: other texts, other experts
 
     def __init__(self, measured: dict[int, float], share: float) -> None:
-        self._measured, self._share = dict(sorted(measured.items())), share
-        self._seen = dict(self._measured)
+        self.measured, self._share = dict(sorted(measured.items())), share
+        self._seen = dict(self.measured)
 
     def at(self, rows: int) -> float:
         """Return how many experts a layer reads for `rows` rows."""
@@ -54,7 +54,7 @@ class ExpertsRead:
 
     def factor(self, rows: int) -> float:
         """Return the bytes that such a pass reads, over those of the measured ones."""
-        expected = interpolate(self._measured, rows)
+        expected = interpolate(self.measured, rows)
         return (1 + self._share * self.at(rows)) / (1 + self._share * expected)
 
     def observe(self, rows: int, read: float) -> None:
@@ -62,7 +62,7 @@ class ExpertsRead:
         ratio = read / self.at(rows)
         low, high, part = _bracket(self._seen, rows)
         own = {low: 1 - part, high: part} if part else {low: 1.0}
-        least = min(self._measured.values())  # a row's own experts
+        least = min(self.measured.values())  # a row's own experts
         for width in self._seen:
             share = self.COMMON + (1 - self.COMMON) * own.get(width, 0.0)
             changed = self._seen[width] * (1 + self.RATE * (ratio - 1) * share)
@@ -168,13 +168,15 @@ class CostModel:
         path = cache_folder() / "costs" / f"{digest}.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            passes, tokens = (
-                {int(rows): float(at) for rows, at in one.items()} for one in found[:2]
+            passes, tokens, read = (
+                {int(rows): float(at) for rows, at in found[i].items()} for i in (0, 1, 3)
             )
-            return cls(passes, tokens, float(found[2]))
+            experts = ExpertsRead(read, model.expert_share) if read else None
+            return cls(passes, tokens, float(found[2]), experts)
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
             measured = cls.measure(model, limit)
-        record = [measured._seconds, measured._per_token, measured._per_sequence]
+        record: list[object] = [measured._seconds, measured._per_token, measured._per_sequence]
+        record.append({} if measured.experts is None else measured.experts.measured)
         with suppress(OSError):  # a cache that can't be written: measured again the next time
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}.tmp")
