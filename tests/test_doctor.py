@@ -232,7 +232,7 @@ main()
         assert "can't be checked" in every["memory"]["text"]
 
 
-@pytest.mark.parametrize("gone", ["torch", "transformers", "rich"])
+@pytest.mark.parametrize("gone", ["torch", "rich"])
 def test_other_commands_name_what_is_missing_in_one_line(gone: str):
     code = (
         f"import sys; sys.modules['{gone}'] = None; from quickbeam.cli import main; sys.argv = "
