@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -26,6 +27,7 @@ from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
@@ -551,3 +553,26 @@ def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, m
     run(engine, *both)
     assert all(isinstance(one.error, RuntimeError) for one in both)
     assert here.model.pool.used == before
+
+
+@pytest.mark.long
+def test_memory_stays_flat(world):
+    """10,000 short requests: what is kept of them, and of their texts, is bounded."""
+    here, process, chance = world("llama", "native"), psutil.Process(), random.Random(0)
+    engine = Engine(here.model, pages=40, memory=AnswerMemory(1 << 20))
+    policies, before, under_way = here.policies(), 0, list[SequenceState]()
+    for number in range(10_000):
+        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        name = ("ar", "pld", "auto")[number % 3]
+        asked = request(here.model, policies[name], params, prompt, budget=None, setting=name)
+        under_way.append(engine.add(asked))
+        while len(under_way) >= 16:
+            engine.step()
+            under_way = [one for one in under_way if not one.over]
+        if number == 2_000:
+            before = process.memory_info().rss
+    run(engine, *under_way)
+    assert process.memory_info().rss - before < 20e6
+    assert here.model.pool.used <= 40
+    engine.close()
