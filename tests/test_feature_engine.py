@@ -263,7 +263,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
 ) -> None:
     # so that short texts are shared
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    monkeypatch.setattr("quickbeam.models.opening.TorchModel", partial(TorchModel, chunk=8))
+    monkeypatch.setattr("quickbeam.models.torch.TorchModel", partial(TorchModel, chunk=8))
     llm, params = (
         LLM(toy_folder, dtype="float32", drafter=str(head_folder)),
         SamplingParams(max_tokens=16, ignore_eos=True),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import reference
+from interpreter import ACTIVATIONS
 from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -50,11 +51,9 @@ def test_products_are_right_and_rows_do_not_depend_on_others(
 
 
 @every_set
-@pytest.mark.parametrize("activation", library.ACTIVATIONS[:-1])  # the last is for experts alone
+@pytest.mark.parametrize("activation", ACTIVATIONS)  # others are for experts and gates alone
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(isa: str, activation: str, gated: bool) -> None:
-    from interpreter import ACTIVATIONS
-
     kernels, program = load(isa), Program(load(isa))
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
     weights, y = weights[: 1 + gated], torch.empty(5, 40)

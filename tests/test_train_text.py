@@ -331,7 +331,7 @@ class Script:
         64,
         64,
     )
-    context_length = None
+    context_length, experts_read = None, 0.0
 
     def __init__(self) -> None:
         self.pool = Places()

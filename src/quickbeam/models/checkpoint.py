@@ -64,12 +64,17 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises `InvalidInput` where it can't be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path} can't be read: {error}") from error
     return found if isinstance(found, dict) else {}
+
+
+def _plain(value: dict[str, Any]) -> Any:
+    """Return infinity and NaN for what transformers writes in their place."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -87,7 +92,8 @@ def read_config(folder: Path) -> ModelConfig:
         from transformers import AutoConfig
 
         try:
-            found = json.loads(AutoConfig.from_pretrained(folder).to_json_string(use_diff=False))
+            text = AutoConfig.from_pretrained(folder).to_json_string(use_diff=False)
+            found = json.loads(text, object_hook=_plain)
         except (OSError, ValueError, KeyError) as error:
             raise InvalidInput(str(error).strip().splitlines()[0]) from error
         try:

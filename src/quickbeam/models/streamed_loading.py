@@ -126,7 +126,7 @@ def _described(folder: Path, model: str, trust_remote_code: bool) -> Checkpoint:
         if any(experts(found.stack)):
             raise NotDescribed("its experts can't be read from disk")
         if found.stack.recurrents:
-            raise NotDescribed("it is recurrent or hybrid, which runs with no memory bound alone")
+            raise NotDescribed("it is recurrent or hybrid, whose weights stay in memory")
         if any(not part.plain for linear, _ in linears(found.stack) for part in linear.weights):
             raise NotDescribed("its checkpoint stores weights in another order")
         if trust_remote_code and hasattr(found.config, "auto_map"):

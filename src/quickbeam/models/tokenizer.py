@@ -153,8 +153,11 @@ class Tokenizer:
         """Return the ids of a text."""
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text, add_special_tokens)}
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """Return the ids of a text as `input_ids`, or a list of them for a list of texts."""
+        if isinstance(text, str):
+            return {"input_ids": self.encode(text, add_special_tokens)}
+        return {"input_ids": [self.encode(one, add_special_tokens) for one in text]}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids."""
