@@ -14,6 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 import fake_llm
@@ -327,6 +330,7 @@ EARLY = {
     "generate hi --model ./nope": "no such model folder",
     "generate hi --method eagle3": "unknown method 'eagle3'",
     "generate hi --method dyspec --model tiny": "'dyspec' drafts with",
+    f"generate {'word' + ',word' * 600} --model tiny": "exceed the model's context of 512",
     "generate hi --model some/model": "HF_HUB_OFFLINE",
     "chat --model ./nope": "no such model folder",
     "serve --method eagle3": "unknown method 'eagle3'",
@@ -341,7 +345,10 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     """Importing torch and transformers takes seconds."""
     tiny = tmp_path / "tiny"
     tiny.mkdir()
-    (tiny / "config.json").touch()
+    (tiny / "config.json").write_text('{"max_position_embeddings": 512}')
+    tokenizer = Tokenizer(WordLevel({"word": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tiny / "tokenizer.json"))
     code = (
         "import sys; from quickbeam.cli.app import app\n"
         f"for line in {list(EARLY)!r}:\n"

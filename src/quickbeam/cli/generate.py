@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from quickbeam.cli.common import check_output, follow, save, statistics_line, strict_json, write
-from quickbeam.cli.loading import Follow, Loading
+from quickbeam.cli.loading import Follow, Loading, check_length
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
@@ -49,6 +49,7 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
     asked.check(params)
     params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
     loading.check()
+    check_length(loading.model, text, params.max_tokens)
     from quickbeam.engine.trace import Trace
 
     trace, llm = Trace() if asked.trace else None, loading.load()
