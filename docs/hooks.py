@@ -12,6 +12,7 @@ import ast
 import inspect
 import os
 import re
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -114,6 +115,7 @@ LACKING["nemotron_h"] = {"layers_block_type": ["linear_attention", "mlp", "full_
 LACKING["deepseek_v2"] = {"num_experts_per_tok": 6}
 
 
+@cache
 def families() -> str:
     """A table of the families, from the architecture of each one's default configuration."""
     import torch
@@ -226,7 +228,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     wanted: set[str] = set()
     for file in files.documentation_pages():
-        found = (outside(target, file.src_uri) for target, _ in LINK.findall(file.content_string))
+        text = file.content_string
+        text = text.replace(TABLE, families()) if TABLE in text else text
+        found = (outside(target, file.src_uri) for target, _ in LINK.findall(text))
         wanted |= {name for name in found if name is not None}
     for name in sorted(wanted):
         body = (ROOT / name).read_text(encoding="utf-8")
