@@ -28,7 +28,7 @@ GRAM = 4  # tokens of the n-grams that are looked up
 AGREED = 32  # how many tokens before a match are compared at most
 SCAN = 8  # how many occurrences of an n-gram are compared
 KNOWN = 32  # so many tokens that go on as remembered are not entered again
-FACTOR = 0x9E3779B97F4A7C15  # of the n-grams' hashes, below 2^64
+FACTOR, MASK = 0x9E3779B97F4A7C15, 2**64 - 1  # of the n-grams' hashes, below 2^64
 TOKEN_BYTES = 16  # of memory, for each remembered token
 KIND = "quickbeam answers"  # of a file that keeps them
 TENANTS = 8  # how many tenants are remembered, each with so much of the memory
@@ -127,7 +127,10 @@ class Texts:
         """Return the places after the newest occurrences of an n-gram's slot."""
         found = list[int]()
         if len(gram) == GRAM:
-            place = int(self._newest[self._slots(np.asarray(gram, np.int64))[0]])
+            total = 0  # as in `_slots`, without the arrays: every step looks up a few
+            for token in gram:
+                total = (total + token) * FACTOR & MASK
+            place = int(self._newest[total >> (64 - self._bits)])
             while place and len(found) < SCAN:
                 found.append(place - 1)
                 place = int(self._older[place - 1])
