@@ -12,7 +12,7 @@ import torch
 
 import reference
 from quickbeam.models.kv import Page
-from quickbeam.models.native import build, library
+from quickbeam.models.native import build, library, operations
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows
 from quickbeam.models.native.program import Program
@@ -55,26 +55,33 @@ def filled(
     `length` of them committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
     shape = KVShape(kv_heads, dim, value_dim)
-    store, program = PagePool([shape], kernels).new(), Program(kernels)
-    names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
-    strides = {"query_stride": kv_heads * dim, "key_stride": dim, "key_head": tokens * dim}
-    program.split(
-        *names,
-        kv_heads,
-        shape,
-        0,
-        {**strides, "value_stride": value_dim, "value_head": tokens * value_dim},
-    )
-    query = torch.zeros(tokens, kv_heads * dim, dtype=torch.bfloat16)
-    given = {
-        "query": query,
-        "key": keys.contiguous(),
-        "value": values.contiguous(),
-        "sorted": torch.zeros_like(query),
-    }
-    program.run(chain_rows(store, [0] * tokens), given)
+    store = PagePool([shape], kernels).new()
+    write(kernels, shape, keys, values, chain_rows(store, [0] * tokens))
     store.length = tokens if length is None else length
     return store
+
+
+def write(
+    kernels: Kernels, shape: KVShape, keys: torch.Tensor, values: torch.Tensor, rows: Rows
+) -> None:
+    """Write `keys` and `values`, `[kv_heads, n, dim]`, to the pages of `rows`."""
+    program, (heads, n, dim) = Program(kernels), keys.shape
+    rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
+    query, small = torch.zeros(n, heads * dim), torch.zeros(1)
+    latent = {"turned": 0, "column": 0, "angles": 0, "interleaved": False}
+    operations.latent(
+        program,
+        program.given("query", heads * dim, True),
+        program.given("rest", rest[0].numel(), True),
+        program.given("small", 0, True),
+        program.given("sorted", 0),
+        heads,
+        shape,
+        0,
+        **latent,
+    )
+    given = {"query": query, "rest": rest, "small": small}
+    program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
 
 def relocated(store: PagedStore, seed: int = 0) -> PagedStore:

@@ -122,7 +122,7 @@ def heads(
 
 
 def sort_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return queries as HEADS and SPLIT leave them for ATTEND.
+    """Return queries as HEADS leaves them for ATTEND.
 
     `[n, heads, dim]` becomes `[kv_heads, n, heads / kv_heads, dim]`.
     """
@@ -180,19 +180,3 @@ def attend(
         share = weights(row, key, scaling, window, softcap, sinks)
         rows.append(torch.einsum("ht,htd->hd", share, value.double()))
     return torch.stack(rows)
-
-
-def split(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SPLIT: what HEADS gives, for queries, keys and values that come separately.
-
-    Rotary angles are applied already. `query`: `[n, heads * dim]`, one row per token. `key`,
-    `value`: `[kv_heads, n, dim]`, as in transformers.
-    """
-    kv_heads, dim = len(key), key.shape[2]
-    return (
-        sort_queries(query.reshape(len(query), -1, dim), kv_heads),
-        key.transpose(0, 1),
-        value.transpose(0, 1),
-    )

@@ -16,7 +16,7 @@ import torch
 
 import reference
 from cases import spread
-from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated
+from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated, write
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -176,42 +176,28 @@ def chain(store: PagedStore, tokens: Tokens) -> Part:
 
 
 def forward(kernels: Kernels, parts: Sequence[Part], **variations: Any) -> list[torch.Tensor]:
-    """Keys and values to their pages, then attention, of all parts in one call; `[n, heads,
+    """Keys and values to their pages, then attention of all parts in one call; `[n, heads,
     value_dim]` of each."""
     shape, (n, heads, dim) = (
         parts[0].store.shapes[0],
         torch.cat([part.tokens.query for part in parts]).shape,
     )
     program = Program(kernels)
-    names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
-    strides = {
-        "key_stride": dim,
-        "key_head": n * dim,
-        "value_stride": shape.value_dim,
-        "value_head": n * shape.value_dim,
-    }
-    program.split(*names, heads, shape, 0, {**strides, "query_stride": heads * dim})
-    program.attend(names[3], program.given("out", 0), heads, shape, 0, dim**-0.5, **variations)
+    names = program.given("sorted", 0), program.given("out", 0)
+    program.attend(*names, heads, shape, 0, dim**-0.5, **variations)
     query, key, value = (
         torch.cat([getattr(part.tokens, name) for part in parts])
         for name in ("query", "key", "value")
     )
     out = torch.zeros(n, heads, shape.value_dim, dtype=torch.bfloat16)
-    given = {
-        "query": query,
-        "key": key.transpose(0, 1).contiguous(),
-        "value": value.transpose(0, 1).contiguous(),
-        "out": out,
-    }
     orders, prefix, paths = (
         [each for part in parts for each in getattr(part, name)]
         for name in ("orders", "prefix", "paths")
     )
     spans = [(len(part.orders), part.store.table) for part in parts]
-    program.run(
-        Rows([0] * n, [0] * n, orders, prefix, paths if any(paths) else (), spans),
-        {**given, "sorted": torch.empty_like(query)},
-    )
+    rows = Rows([0] * n, [0] * n, orders, prefix, paths if any(paths) else (), spans)
+    write(kernels, shape, key.transpose(0, 1), value.transpose(0, 1), rows)
+    program.run(rows, {"sorted": reference.sort_queries(query, shape.kv_heads), "out": out})
     return list(out.split([len(part.orders) for part in parts]))
 
 

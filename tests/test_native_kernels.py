@@ -18,7 +18,6 @@ import reference
 from cases import examples
 from kernels import (
     attend,
-    chain_rows,
     every_set,
     filled,
     load,
@@ -27,7 +26,7 @@ from kernels import (
     random_paths,
     relocated,
 )
-from quickbeam.models.native import library
+from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import BLOCK, KVShape, Packed, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.pages import PagePool
@@ -424,9 +423,8 @@ def test_chosen_blocks(
         Program(kernels),
         torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16),
     )
-    program.chosen(
-        Packed(kernels, [weight], bias), program.given("x", inputs), program.given("y", 0, float32)
-    )
+    source, target = program.given("x", inputs), program.given("y", 0, float32)
+    operations.chosen(program, Packed(kernels, [weight], bias), source, target)
     program.set(0, target_stride=y.shape[1])
     program.run(plain_rows(n), {"x": x, "y": y}, blocks=np.array(blocks, dtype=np.int64))
     allowed = (
@@ -542,46 +540,6 @@ def test_heads_are_normed_turned_and_kept(
         key[:, order], value[:, order] = 0, 0
     # nothing went elsewhere
     assert not any(tensor.any() for pair in [*kept, *other] for tensor in pair)
-
-
-@every_set
-@cases
-@given(
-    n=st.sampled_from(WIDTHS),
-    heads=st.sampled_from(HEADS),
-    dims=st.sampled_from(DIMS),
-    start=st.integers(0, 100),
-)
-def test_heads_that_come_apart_are_kept(
-    isa: str, n: int, heads: tuple[int, int], dims: tuple[int, int], start: int
-) -> None:
-    kernels, (all_heads, kv_heads), (dim, value_dim) = load(isa), heads, dims
-    store, program = PagePool([KVShape(kv_heads, dim, value_dim)], kernels).new(), Program(kernels)
-    query, key, value = (
-        number(n, all_heads * dim),
-        number(kv_heads, n, dim, seed=1),
-        number(kv_heads, n, value_dim, seed=2),
-    )
-    to = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
-    store.length = start
-    rows = chain_rows(store, [0] * n)
-    strides = {
-        "query_stride": all_heads * dim,
-        "key_stride": dim,
-        "key_head": n * dim,
-        "value_stride": value_dim,
-        "value_head": n * value_dim,
-    }
-    named = [program.given(name, 0) for name in ("query", "key", "value", "to")]
-    program.split(*named, all_heads, store.shapes[0], 0, strides)
-    program.run(rows, {"query": query, "key": key, "value": value, "to": to})
-    right = reference.split(query, key, value)
-    assert torch.equal(to.view(right[0].shape), right[0])
-    keys, values = store.read(0, start + n)
-    assert torch.equal(keys[:, start:].transpose(0, 1), right[1]) and torch.equal(
-        values[:, start:].transpose(0, 1), right[2]
-    )
-    assert not keys[:, :start].any() and not values[:, :start].any()
 
 
 @every_set

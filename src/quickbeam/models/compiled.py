@@ -19,7 +19,7 @@ from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import room_for_weights
-from quickbeam.models.native import library
+from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
@@ -168,7 +168,7 @@ class CompiledStack:
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, x)
         if self._positions is not None:
-            program.learned_positions(self._positions, x)
+            operations.learned_positions(program, self._positions, x)
         for i, layer in enumerate(self.layers):
             self._mix(program, buffers, layer, i)
             self._feed(program, buffers, layer)
@@ -230,7 +230,9 @@ class CompiledStack:
         if of.gated:
             attended, qkv, width = buffers["attended"], buffers["qkv"], of.heads * of.head_dim
             gates = width + 2 * of.kv_heads * of.head_dim
-            program.gate(attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid")
+            operations.gate(
+                program, attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid"
+            )
         factor = layer.layer.residual * of.factor
         self._add(program, buffers, layer.out, "attended", layer.attention_after, factor)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from quickbeam.models.experts import CompiledExperts
+from quickbeam.models.native import operations
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked
@@ -85,7 +86,8 @@ class CompiledLatent:
             queries = self._product(program, buffers, *query, 0, "queries")
         rest = self._product(program, buffers, self._norm, self._up, before, "rest")
         assert of.rotary is not None
-        program.latent(
+        operations.latent(
+            program,
             queries,
             rest,
             small,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.native import library
+from quickbeam.models.native import library, operations
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
@@ -81,7 +81,8 @@ class CompiledExperts:
     ) -> None:
         """Add the feed-forward to a program. `target`: float32, which it overwrites."""
         program.linear(self._router, source, buffers["scores"])
-        program.experts(
+        operations.experts(
+            program,
             self._struct,
             self._experts[0][0].format,
             source,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.native import library
+from quickbeam.models.native import library, operations
 from quickbeam.models.native.library import Recurrence
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.program import Buffer, Program
@@ -31,7 +31,7 @@ class CompiledConv:
 
     def add(self, program: Program, source: Buffer, target: Buffer) -> None:
         """Add the recurrence to a program, behind the first product."""
-        program.recur(self.recurrences[0], source, target)
+        program.add(library.RECUR, source, target, weight=self.recurrences[0])
 
 
 class CompiledMatrices:
@@ -93,8 +93,9 @@ class CompiledMatrices:
         of, values = self.of, self.of.heads * self.of.value_dim
         mixed = program.buffer(of.channels + 2 * of.heads, True)
         for recurrence in self.recurrences:
-            program.recur(recurrence, source, mixed)
-        program.gate(
+            program.add(library.RECUR, source, mixed, weight=recurrence)
+        operations.gate(
+            program,
             mixed,
             source,
             target,

@@ -20,8 +20,8 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 15
-EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(12)
+VERSION = 16
+EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(11)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 # "clamped" is for experts alone, "sigmoid" for gates
@@ -71,7 +71,6 @@ class Op(Structure):
         *(
             (name, c_int64)
             for name in (
-                "query_stride",
                 "key_stride",
                 "key_head",
                 "value_stride",

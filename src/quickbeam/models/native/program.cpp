@@ -27,7 +27,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -44,9 +44,9 @@ struct Op {
   int64_t offset, window;                   // of the layer in a page
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
-  int32_t key, value;                       // buffers of SPLIT, EXPERTS and LATENT; key: of GATE
+  int32_t key, value;                       // buffers of EXPERTS and LATENT; key: of GATE
   int32_t format;                           // of LINEAR's weight
-  int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
+  int64_t key_stride, key_head, value_stride, value_head;  // of LATENT and GATE: numbers between rows, and the first column
   int64_t norm_stride;                      // numbers between the norms of two heads
   int64_t rotary, angles;                   // of HEADS: how many dimensions turn, and where their angles begin in the table's rows
   int64_t query_scale;                      // 1 + the column of the cosines that holds a factor of the queries, 0 for none
@@ -138,7 +138,6 @@ class Worker {
         case LINEAR: linear(op); break;
         case CHOSEN: chosen(op); break;
         case HEADS: heads(op); break;
-        case SPLIT: split(op); break;
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
         case EXPERTS: experts(op); break;
@@ -521,27 +520,6 @@ class Worker {
     }
   }
 
-  // The same for heads that come apart, turned already, in bfloat16: queries (`source`), `key`, `value`, each with its own strides.
-  void split(const Op& op) {
-    const int64_t group = op.heads / op.kv_heads, all_heads = op.heads + 2 * op.kv_heads;
-    const KVShape kv = kv_of(op);
-    int64_t span = 0;
-    for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
-      const int64_t r = unit / all_heads, h = unit % all_heads;
-      const PageOf<bf16> page(span_of(r, span).pages[batch_.order[r] / PAGE], kv);
-      const int64_t slot = batch_.order[r] % PAGE;
-      if (h < op.heads) {
-        const bf16* from = at<bf16>(op.source) + r * op.query_stride + h * op.head_dim;
-        std::memcpy(at<bf16>(op.target) + ((h / group * batch_.rows + r) * group + h % group) * op.head_dim, from, size_t(op.head_dim) * 2);
-      } else if (h < op.heads + op.kv_heads) {
-        page.write_key(h - op.heads, slot, at<bf16>(op.key) + r * op.key_stride + (h - op.heads) * op.key_head);
-      } else {
-        const int64_t v = h - op.heads - op.kv_heads;
-        page.write_value(v, slot, at<bf16>(op.value) + r * op.value_stride + v * op.value_head);
-      }
-    }
-  }
-
   void recur(const Op& op) {
     const Recurrence& of = *static_cast<const Recurrence*>(op.weight);
     if (of.kind != CONVOLUTION) return recur_matrices(op, of);
@@ -614,7 +592,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 15; }
+int64_t qb_version() { return 16; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 

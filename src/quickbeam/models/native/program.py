@@ -1,13 +1,14 @@
 """Passes that are put together from the kernels' operations.
 
-`tests/reference.py` says what each operation computes, `operands.py` what it works on.
+`tests/reference.py` says what each operation computes, `operands.py` what it works on. Operations
+of some architectures only are in `operations.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,15 @@ from quickbeam.models.native.operands import KVShape, PackedPart, Rows
 from quickbeam.models.native.quantised import AnyPacked
 
 
-def _float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def in_float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the numbers as operations read them, one after the other in float32."""
     return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def place(shape: KVShape, offset: int) -> dict[str, int]:
+    """Return the fields that say where a layer's keys and values are in a page."""
+    kv_heads, head_dim, value_dim = shape
+    return {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "offset": offset}
 
 
 @dataclass(frozen=True)
@@ -66,26 +74,24 @@ class Program:
         self._names[name] = len(self._owned) - 1
         return Buffer(len(self._owned) - 1, width, float32)
 
-    def _add(
+    def add(
         self, kind: int, source: Buffer | None = None, target: Buffer | None = None, **fields: Any
     ) -> None:
+        """Append an operation. `fields`: of `Op`.
+
+        In place of a tensor or a structure its address is taken, and it is kept."""
         op = Op(kind=kind, source=-1, target=-1, best=-1, key=-1, value=-1)
         if source is not None:
-            op.source, op.source_float, op.source_stride = (
-                source.index,
-                source.float32,
-                source.width,
-            )
+            op.source, op.source_stride, op.source_float = astuple(source)
         if target is not None:
-            op.target, op.target_float, op.target_stride = (
-                target.index,
-                target.float32,
-                target.width,
-            )
+            op.target, op.target_stride, op.target_float = astuple(target)
         for name, value in fields.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor | ctypes.Structure):
                 self._keep.append(value)
+            if isinstance(value, torch.Tensor):
                 value = value.data_ptr()
+            elif isinstance(value, ctypes.Structure):
+                value = ctypes.addressof(value)
             setattr(op, name, value)
         self._ops.append(op)
         self._table = None
@@ -98,7 +104,7 @@ class Program:
         A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight`
         may be float32 where the target is.
         """
-        self._add(
+        self.add(
             library.EMBED,
             None,
             target,
@@ -107,19 +113,6 @@ class Program:
             scaling=scale,
             source_float=weight.dtype is torch.float32,
             target_offset=column,
-        )
-
-    def learned_positions(self, weight: torch.Tensor, target: Buffer) -> None:
-        """Add the positions' rows of `weight` (`[positions, d]`) to a float32 target."""
-        self._add(
-            library.EMBED,
-            None,
-            target,
-            weight=weight,
-            inputs=weight.shape[1],
-            scaling=1.0,
-            source_float=weight.dtype is torch.float32,
-            epilogue=library.ADD,
         )
 
     def norm(
@@ -142,12 +135,12 @@ class Program:
         `centred`: a layer norm. `gather`: only of the wanted rows. `add`: times this, added to a
         float32 target.
         """
-        self._add(
+        self.add(
             library.NORM,
             source,
             target,
-            weight=_float32(weight),
-            bias=_float32(bias),
+            weight=in_float32(weight),
+            bias=in_float32(bias),
             centred=centred,
             inputs=width or source.width,
             epsilon=epsilon,
@@ -183,8 +176,7 @@ class Program:
         the wanted rows, in their order. Raises `ValueError` if the weight is gated and the epilogue
         is not `GATED`, or the other way round.
         """
-        self._keep.append(packed)
-        self._add(
+        self.add(
             library.LINEAR,
             source,
             target,
@@ -204,24 +196,6 @@ class Program:
         )
         if packed.gated != (epilogue == library.GATED):
             raise ValueError("gated weights and the epilogue GATED go together")
-
-    def chosen(self, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
-        """A product with only those blocks of outputs that the call names (`blocks` of `run`).
-
-        Their results stand side by side in the target, whose `target_stride` has to be `set` first.
-        The weight's outputs are a multiple of `BLOCK`.
-        """
-        self._keep.append(packed)
-        self._add(
-            library.CHOSEN,
-            source,
-            target,
-            weight=packed.data,
-            bias=packed.bias,
-            inputs=packed.inputs,
-            outputs=packed.outputs,
-            format=packed.format,
-        )
 
     def heads(
         self,
@@ -250,17 +224,14 @@ class Program:
         dimensions 2i and 2i + 1 turn together. `query_scale`: the column of the cosines that holds
         a factor of the queries.
         """
-        query_norm, key_norm = (None, None) if norms is None else map(_float32, norms)
+        query_norm, key_norm = (None, None) if norms is None else map(in_float32, norms)
         own = query_norm is not None and query_norm.numel() > shape.key_dim
-        self._add(
+        self.add(
             library.HEADS,
             source,
             query,
             heads=heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            offset=offset,
+            **place(shape, offset),
             query_norm=query_norm,
             key_norm=key_norm,
             epsilon=epsilon,
@@ -271,76 +242,6 @@ class Program:
             angles=angles,
             interleaved=interleaved,
             query_scale=0 if query_scale is None else query_scale + 1,
-        )
-
-    def split(
-        self,
-        query: Buffer,
-        key: Buffer,
-        value: Buffer,
-        target: Buffer,
-        heads: int,
-        shape: KVShape,
-        offset: int,
-        strides: Mapping[str, int],
-    ) -> None:
-        """The same as `heads` for queries, keys and values that come separately.
-
-        They are bfloat16, with rotary angles applied already. `strides`: `query_stride`,
-        `key_stride`, `key_head`, `value_stride` and `value_head`, in numbers.
-        """
-        self._add(
-            library.SPLIT,
-            query,
-            target,
-            key=key.index,
-            value=value.index,
-            heads=heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            offset=offset,
-            **strides,
-        )
-
-    def latent(
-        self,
-        queries: Buffer,
-        rest: Buffer,
-        small: Buffer,
-        query: Buffer,
-        heads: int,
-        shape: KVShape,
-        offset: int,
-        *,
-        turned: int,
-        column: int,
-        angles: int,
-        interleaved: bool,
-    ) -> None:
-        """The same as `heads` for a latent attention, from float32 buffers.
-
-        `queries`: head by head. `rest`: of each head, what doesn't turn of its key, and its value.
-        `small`: from `column` on, what turns of all heads' keys. `turned`: how many dimensions, the
-        last of a head.
-        """
-        self._add(
-            library.LATENT,
-            queries,
-            query,
-            key=rest.index,
-            key_stride=rest.width,
-            value=small.index,
-            value_stride=small.width,
-            value_head=column,
-            heads=heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            offset=offset,
-            rotary=turned,
-            angles=angles,
-            interleaved=interleaved,
         )
 
     def attend(
@@ -357,107 +258,21 @@ class Program:
     ) -> None:
         """Attention of every row over what it sees.
 
-        It follows `heads` or `split` of the same layer. `window`: how many of the last tokens
+        It follows `heads` or `latent` of the same layer. `window`: how many of the last tokens
         count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
         """
         if sinks is not None:
-            sinks = _float32(sinks)
-        self._add(
+            sinks = in_float32(sinks)
+        self.add(
             library.ATTEND,
             query,
             target,
             heads=heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            offset=offset,
+            **place(shape, offset),
             scaling=scaling,
             window=window or 0,
             softcap=softcap or 0.0,
             sinks=sinks,
-        )
-
-    def experts(
-        self,
-        experts: library.Experts,
-        format: int,
-        source: Buffer,
-        scores: Buffer,
-        routes: Buffer,
-        inner: Buffer,
-        target: Buffer,
-        *,
-        activation: str,
-        limit: float = 0.0,
-        slope: float = 1.0,
-    ) -> None:
-        """A feed-forward of experts, to a float32 target.
-
-        `format`: of their weights. `scores`: the router's float32 results. `routes`: float32, two
-        numbers for each of a row's experts. `inner`: like the source, what a row's experts have
-        inside, one beside the other.
-        """
-        self._keep.append(experts)
-        self._add(
-            library.EXPERTS,
-            source,
-            target,
-            inputs=source.width,
-            outputs=target.width,
-            format=format,
-            key=scores.index,
-            value=routes.index,
-            best=inner.index,
-            experts=ctypes.addressof(experts),
-            activation=library.ACTIVATIONS.index(activation),
-            softcap=limit,
-            scaling=slope,
-        )
-
-    def recur(self, recurrence: library.Recurrence, source: Buffer, target: Buffer) -> None:
-        """Add a recurrence along the paths of each sequence's rows. The source is float32."""
-        self._keep.append(recurrence)
-        self._add(library.RECUR, source, target, weight=ctypes.addressof(recurrence))
-
-    def gate(
-        self,
-        source: Buffer,
-        gates: Buffer,
-        target: Buffer,
-        groups: int,
-        width: int,
-        *,
-        of: int = 0,
-        gates_of: int = 0,
-        activation: str = "silu",
-        scaling: float = 1.0,
-        weight: torch.Tensor | None = None,
-        epsilon: float = 0.0,
-        norm_last: bool = False,
-    ) -> None:
-        """Write `activation(gates * scaling) * source` to the target.
-
-        There are `groups` of `width` columns.
-
-        `weight`: of an RMS norm of each group, before the gates or with `norm_last` after them;
-        `[width]`, or `[groups * width]`. `gates_of`: the first column of the gates, float32.
-        """
-        self._add(
-            library.GATE,
-            source,
-            target,
-            key=gates.index,
-            key_stride=gates.width,
-            key_head=gates_of,
-            heads=groups,
-            inputs=width,
-            source_offset=of,
-            activation=library.ACTIVATIONS.index(activation),
-            scaling=scaling,
-            weight=_float32(weight),
-            norm_stride=0 if weight is None or weight.numel() == width else width,
-            epsilon=epsilon,
-            norm_last=norm_last,
         )
 
     def copy(
@@ -475,7 +290,7 @@ class Program:
 
         `add`: add them to what the target holds.
         """
-        self._add(
+        self.add(
             library.COPY,
             source,
             target,
