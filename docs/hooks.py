@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- commands -->"  # in reference/cli.md: where the commands go
 TABLE = "<!-- families -->"  # in models.md: where the families go
+PARTS = "<!-- composites -->"  # in models.md: where models of which a part runs go
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#([\w.-]+))?\)")
 FENCES = {
     ".py": "python",
@@ -112,6 +113,7 @@ LACKING = {
     for name in ("lfm2", "lfm2_moe")
 }
 LACKING["nemotron_h"] = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+LACKING["qwen3_vl_moe_text"] = {"num_experts": 128, "num_experts_per_tok": 8}
 LACKING["deepseek_v2"] = {"num_experts_per_tok": 6}
 
 
@@ -129,7 +131,8 @@ def families() -> str:
     rows.append("| --- | --- | --- | --- | --- |")
     for kind, family in sorted(FAMILIES.items()):
         stack = family(Config(CONFIG_MAPPING[kind](**LACKING.get(kind, {})), torch.bfloat16))
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].removesuffix("ForCausalLM")
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, CONFIG_MAPPING[kind].__name__)
+        name = name.removesuffix("ForCausalLM").removesuffix("TextConfig")
         file = Path(inspect.getfile(family)).relative_to(ROOT)
         linked = f"[{name.removesuffix('LMHeadModel')}](../{file}#{family.__name__})"
         columns = zip(*map(words_of, stack.layers), strict=True)
@@ -252,6 +255,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, families())
+    if PARTS in markdown:
+        from quickbeam.models.stored import COMPOSITES
+
+        markdown = markdown.replace(PARTS, ", ".join(f"`{one}`" for one in sorted(COMPOSITES)))
     text = rewritten(markdown, page.file.src_uri)
     return text.replace(MARK, commands()) if MARK in text else text
 

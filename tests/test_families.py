@@ -66,6 +66,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import interpreter
 from answers import answer, request
@@ -347,7 +348,8 @@ def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
 
 
 def test_every_family_is_here() -> None:
-    assert {config.model_type for config in CONFIGS.values()} == FAMILIES.keys()
+    here = {kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert {config.model_type for config in CONFIGS.values()} == here
 
 
 @pytest.mark.parametrize("name", CONFIGS)

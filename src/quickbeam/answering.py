@@ -24,6 +24,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import preset
+from quickbeam.models.chat_template import for_template
 from quickbeam.models.memory import free_memory
 from quickbeam.models.opening import Opened
 from quickbeam.options import Calls, Chats, Options, check_options, temperature_class
@@ -294,8 +295,8 @@ class Answering:
 
         With `continue_final_message` the ids end with the last message, and the answer continues
         it. `tools` and further `arguments` (such as `enable_thinking` of some models) go to the
-        chat template, as in transformers. Raises `InvalidInput` for a model without a chat template
-        and for messages that the template refuses.
+        chat template, as in transformers. Raises `InvalidInput` for a model without a chat
+        template, for messages that hold more than text, and for those that the template refuses.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidInput(
@@ -303,8 +304,10 @@ class Answering:
                 "command line, `generate` in Python)"
             )
         try:
+            chosen = arguments.get("chat_template")
+            template = self.tokenizer.get_chat_template(chosen, tools=tools)
             ids = self.tokenizer.apply_chat_template(
-                list(messages),
+                for_template(template, messages),
                 tools=None if tools is None else list(tools),
                 add_generation_prompt=not continue_final_message,
                 continue_final_message=continue_final_message,
@@ -312,6 +315,8 @@ class Answering:
                 return_dict=False,
                 **arguments,
             )
+        except InvalidInput:
+            raise
         except Exception as error:  # a template may raise anything, often a jinja2 error
             raise InvalidInput(
                 f"the model's chat template refuses these messages: {error}"

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+# what to do with a prompt that holds more than text
+TEXT_ALONE = (
+    "only text is read: leave it out, or use transformers, vLLM or llama.cpp for this prompt"
+)
+
 
 class QuickbeamError(Exception):
     """Something failed that is not the caller's input, such as a broken download or NaN logits.

@@ -16,7 +16,10 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from quickbeam.errors import TEXT_ALONE, InvalidInput
+
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+PROBE = "What is said"  # a message that shows how a template takes content
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers, in case a template looks for it
 
 
@@ -165,3 +168,38 @@ def render(
     end = text.rindex(TAG.strip())
     # spaces behind the message were taken away where the tag's own are gone
     return text[:end] if text[end : end + len(TAG)] == TAG else text[:end].rstrip()
+
+
+def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
+    """Return messages with their content as the template takes it: as a text, or as parts.
+
+    Templates of models that read images as well may take parts alone, and leave texts out. Raises
+    `InvalidInput` for a part that is no text.
+    """
+    found = []
+    for number, message in enumerate(conversation):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else []
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                kind = part["type"]
+                raise InvalidInput(f"message {number} has a part of type {kind!r}: {TEXT_ALONE}")
+        if isinstance(content, str) and _takes(template, True) and not _takes(template, False):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        elif parts and not _takes(template, True) and _takes(template, False):
+            texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
+            message = {**message, "content": "\n".join(texts)}
+        found.append(message)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _takes(template: str, parts: bool) -> bool:
+    """Whether a template writes what a message says, given as parts or as a text."""
+    content = [{"type": "text", "text": PROBE}] if parts else PROBE
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+    try:
+        text = render(template, [{"role": "user", "content": content}], None, True, False, tokens)
+    except Exception:  # a template may raise anything
+        return False
+    return PROBE in text and "'text'" not in text

@@ -10,29 +10,36 @@ import hashlib
 import json
 import logging
 import os
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quickbeam.cache import cache_folder
-from quickbeam.errors import InvalidInput, QuickbeamError, refuse_incomplete
+from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
 from quickbeam.models.stack_tensors import names
+from quickbeam.models.stored import (
+    TURNED,
+    Stored,
+    Whole,
+    language_part,
+    one_by_one,
+    own_names,
+    stacked,
+)
+from quickbeam.models.tensor_files import TensorFiles
 
 logger = logging.getLogger(__name__)
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms of the same
+NUMBERS = {"BF16", "F16", "F32"}
 WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
-# buffers that older checkpoints hold beside their parameters
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
 
 
 class ModelConfig:
@@ -57,6 +64,11 @@ class ModelConfig:
     def get_text_config(self) -> ModelConfig:
         return self
 
+    @property
+    def whole_type(self) -> str:
+        """The `model_type` of the whole that this is the language part of, or its own."""
+        return str(self.__dict__.get("_whole") or self.__dict__.get("model_type", ""))
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return what a file of the folder says; nothing where there is none.
@@ -80,12 +92,14 @@ def _plain(value: dict[str, Any]) -> Any:
 def read_config(folder: Path) -> ModelConfig:
     """Return a folder's configuration, with all that transformers fills in.
 
+    Of a model that reads more than text, it is that of the language part (`language_part`).
+
     Configurations of other versions are read by transformers once, and kept in the cache folder.
     Raises `InvalidInput` where that fails.
     """
     fields = read_json(folder / "config.json")
     if str(fields.get("transformers_version")).startswith(WHOLE):
-        return ModelConfig(fields)
+        return ModelConfig(language_part(fields))
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
     kept = cache_folder() / "configs" / f"{digest}.json"
     if not (found := read_json(kept)):
@@ -103,7 +117,7 @@ def read_config(folder: Path) -> ModelConfig:
             os.replace(part, kept)
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(found)
+    return ModelConfig(language_part(found))
 
 
 def local_folder(model: str, revision: str | None) -> Path:
@@ -120,49 +134,19 @@ def local_folder(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(WANTED)))
+        found = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
+        return Path(found)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
             f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
             "folder or a .gguf file)"
         ) from error
-
-
-class _Shard:
-    """A safetensors file, whose tensors are read past PyTorch's memory maps.
-
-    Mapped pages would count as memory of the process, and are slow to come.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open the file. Raises `OSError` and `ValueError` where it can't be read."""
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd)
-        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-        if not 0 < size < os.fstat(self._fd).st_size:
-            raise ValueError("it is no safetensors file")
-        self.tensors: dict[str, dict[str, Any]] = json.loads(os.pread(self._fd, size, 8))
-        self.tensors.pop("__metadata__", None)
-        self._begin = 8 + size
-
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
-        about = self.tensors[name]
-        dtype, shape = DTYPES[about["dtype"]], about["shape"]
-        row = dtype.itemsize
-        for size in shape[1:]:
-            row *= size
-        data = torch.empty((last - first) * row, dtype=torch.uint8)
-        room: Any = data.numpy()
-        left, at = memoryview(room), self._begin + about["data_offsets"][0] + first * row
-        while left:
-            count = os.preadv(self._fd, [left], at)
-            if not count:
-                raise OSError("the file ends too early")
-            left, at = left[count:], at + count
-        return data.view(dtype).view(last - first, *shape[1:])
 
 
 class Checkpoint:
@@ -190,62 +174,39 @@ class Checkpoint:
         self.dtype = dtype
         hold(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
-        self._shards = self._open(folder)
-        self._places = {name: one for one in self._shards for name in one.tensors}
-        self._stored = self._named(self.stack)
+        self._files = TensorFiles(folder)
+        self._stored = self._places(self.stack)
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
 
-    @staticmethod
-    def _open(folder: Path) -> list[_Shard]:
-        files: Iterable[str] = [SINGLE] if (folder / SINGLE).is_file() else []
-        try:
-            if (folder / INDEX).is_file():
-                index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-                files = sorted(set(index["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidInput(
-                f"the weights in {folder} can't be read ({error}): download them again"
-            ) from error
-        if not files:
-            raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
-        shards = []
-        for file in files:
-            try:
-                shards.append(_Shard(folder / file))
-            except (OSError, ValueError) as error:
-                raise InvalidInput(
-                    f"{folder / file} can't be read ({error}): download it again"
-                ) from error
-        return shards
-
-    def _named(self, stack: Stack) -> dict[str, str]:
-        """Return the stored name of each parameter of the stack."""
-        base = f"{stack.inside.partition('.')[0]}."
-        wanted, stored = names(stack), {name: name for name in self._places}
-        if not any(name.startswith(base) for name in stored):  # saved without its head
-            stored = {
-                name if name.startswith("lm_head.") else f"{base}{name}": name for name in stored
-            }
-        (head,) = {one.name for one in stack.head.weights}
-        if self.config.tie_word_embeddings and head not in stored:
-            stored[head] = stored.get(stack.embedding, stack.embedding)
-        odd = sorted(name for name in stored.keys() - wanted if not name.endswith(BUFFERS))
-        if odd:
+    def _places(self, stack: Stack) -> dict[str, Stored]:
+        """Return where each parameter of the stack is stored."""
+        (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
+        config, parts = self.config, self.config.whole_type != self.config.model_type
+        named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
+        if config.tie_word_embeddings and head not in named and stack.embedding in named:
+            named[head] = named[stack.embedding]
+        found: dict[str, Stored] = {name: Whole(named[name]) for name in wanted & named.keys()}
+        for name in wanted if config.model_type in TURNED else ():
+            if name in named:
+                found[name] = stacked(name, named[name], self._files, config.hidden_size)
+        for name in wanted - named.keys():
+            if (apart := one_by_one(name, named)) is not None:
+                found[name] = apart
+        read = {name for one in found.values() for name in one.names}
+        if odd := sorted(name for name, one in named.items() if one not in read):
             raise NotDescribed(f"its files hold {odd[0]}")
-        refuse_incomplete(wanted - stored.keys(), [])
-        kinds = {self._places[one].tensors[one]["dtype"] for one in stored.values()} - DTYPES.keys()
-        if kinds:
+        refuse_incomplete(wanted - found.keys(), [])
+        if kinds := {self._files.kind(name) for name in read} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
-        return stored
+        return found
 
     def __call__(self, name: str) -> torch.Tensor:
         return self.rows(name)
 
     def shape(self, name: str) -> list[int]:
-        stored = self._stored[name]
-        return list(self._places[stored].tensors[stored]["shape"])
+        return self._stored[name].shape(self._files)
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
@@ -253,15 +214,8 @@ class Checkpoint:
         The numbers are those that loading the model gives. Raises `QuickbeamError` naming the file
         where it can't be read.
         """
-        stored = self._stored[name]
-        shard = self._places[stored]
-        try:
-            found = shard.rows(stored, first, self.shape(name)[0] if last is None else last)
-        except OSError as error:
-            raise QuickbeamError(
-                f"{shard.path}: {name} can't be read ({error}): download it again"
-            ) from error
-        return found.to(self.dtype)
+        last = self.shape(name)[0] if last is None else last
+        return self._stored[name].rows(self._files, first, last).to(self.dtype)
 
     def release(self, layers: str, layer: int | None) -> None:
         """Do nothing: what was read is nowhere kept."""
@@ -284,7 +238,7 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
             sizes = [of.heads, of.kv_heads, of.kv_heads]
             if len(of.qkv.weights) == 3 and all(one.parts == 1 for one in of.qkv.weights):
                 put(of.qkv, [size * of.head_dim for size in sizes], width)
-            put(of.out, [width], of.heads * of.head_dim)
+            put(of.out, [width], of.heads * of.value_dim)
         if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
             put(fed.up, [inner, inner], width)
             put(fed.down, [width], inner)

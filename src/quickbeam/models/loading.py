@@ -32,6 +32,7 @@ from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
+from quickbeam.models.stored import COMPOSITES
 
 MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
 
@@ -67,9 +68,15 @@ def causal_class(config: PreTrainedConfig) -> type:
         raise InvalidInput(
             f"{name} doesn't continue a text from left to right: take a causal language model"
         )
+    alone = f"take a checkpoint of its language model alone ({inner.model_type})"
+    if config.model_type in COMPOSITES and inner.model_type in FAMILIES:
+        alone = (
+            "its language part runs in the native kernels, on a CPU in bfloat16 or float32, from "
+            f"weights that are not quantised: do that, or {alone}"
+        )
     raise InvalidInput(
-        f"{name} reads more than text ({', '.join(sorted(config.sub_configs))}): take a checkpoint "
-        f"of its language model alone ({inner.model_type}), or another model for text"
+        f"{name} reads more than text ({', '.join(sorted(config.sub_configs))}): {alone}, or "
+        "another model for text"
     )
 
 

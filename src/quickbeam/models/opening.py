@@ -116,13 +116,20 @@ def open_model(
         if (streamed := open_streamed(name, memory, weights, progress, **told)) is not None:
             return _opened(streamed.checkpoint, weights, source=streamed.source)
         memory = None
+    reason = ""
     if memory is None and device_map is None and device.type == "cpu":
-        checkpoint = open_checkpoint(name, dtype, **told)
-        if checkpoint is not None:
-            refuse_place(weights, device, checkpoint.dtype)
-            kept = _kept(str(checkpoint.folder), None, weights, progress)
-            return _opened(checkpoint, weights, kept=kept)
-    return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
+        found = open_checkpoint(name, dtype, **told)
+        if isinstance(found, Checkpoint):
+            refuse_place(weights, device, found.dtype)
+            kept = _kept(str(found.folder), None, weights, progress)
+            return _opened(found, weights, kept=kept)
+        reason = found
+    try:
+        return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
+    except InvalidInput as error:
+        if not reason or reason in str(error):
+            raise
+        raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
 
 
 def open_packed(
@@ -144,18 +151,18 @@ def reads_disk(device: torch.device) -> bool:
 
 def open_checkpoint(
     name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
-) -> Checkpoint | None:
+) -> Checkpoint | str:
     """Return a model's parameters where it is described, and the native kernels can run it.
 
-    None for models that transformers has to load. Raises `InvalidInput` for checkpoints that are
-    not whole.
+    For models that transformers has to load: why, or an empty word. Raises `InvalidInput` for
+    checkpoints that are not whole.
     """
     if dtype not in (None, *DTYPES) or library.kernels() is None:
-        return None
+        return ""
     hub.check_source(name)
     path = Path(name).expanduser()
     if revision is not None and path.exists():
-        return None
+        return ""
     folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
     try:
         if (folder / "adapter_config.json").exists():
@@ -165,7 +172,7 @@ def open_checkpoint(
         return Checkpoint(folder, dtype)
     except NotDescribed as error:
         logger.info("%s is loaded by transformers: %s", name, error)
-        return None
+        return str(error)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {name!r}: {error}") from error
 

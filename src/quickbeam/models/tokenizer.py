@@ -25,6 +25,11 @@ OWN: dict[str, tuple[Any, dict[str, str]]] = {
         {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
     ),
 }
+# classes that transformers takes for models of these types, whatever their files name
+OTHERS = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "Qwen3_5Tokenizer"),
+    **dict.fromkeys(("glm4v", "got_ocr2", "llava", "llava_next", "smolvlm", "vipllava"), "Its own"),
+}
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # fields of tokenizer_config.json that change more than is known here
 ODD = (
@@ -43,9 +48,11 @@ def load_tokenizer(folder: Path, config: Any) -> Any:
     """
     fields = read_json(folder / "tokenizer_config.json")
     kind = str(fields.get("tokenizer_class") or "").removesuffix("Fast")
-    model_type = getattr(config, "model_type", "")
+    model_type = str(getattr(config, "whole_type", None) or getattr(config, "model_type", ""))
     if model_type == "qwen2":  # whatever its files name
         kind = "Qwen2Tokenizer"
+    elif model_type in OTHERS:
+        kind = OTHERS[model_type]
     # transformers mends the tokenizers of Mistral's models
     if "stral" not in model_type and kind in PLAIN | OWN.keys() and _is_plain(folder, fields):
         normalizer, defaults = OWN.get(kind, (None, {}))
@@ -55,7 +62,9 @@ def load_tokenizer(folder: Path, config: Any) -> Any:
         return found
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    read: Any = AutoTokenizer.from_pretrained(folder)
+    read.chat_template = read.chat_template or _templates(folder, None)
+    return read
 
 
 def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
@@ -210,12 +219,16 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _templates(folder: Path, field: Any) -> str | dict[str, str] | None:
-    """Return the chat template, or several by name. Files come before the configuration's field."""
+    """Return the chat template, or several by name. Files come before the configuration's field.
+
+    That of models which read images as well may be in a file of its own.
+    """
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     found = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     if not found:
+        field = field or read_json(folder / "chat_template.json").get("chat_template")
         known = field if isinstance(field, str | dict) else None
         return {one["name"]: one["template"] for one in field} if isinstance(field, list) else known
     return found["default"] if found.keys() == {"default"} else found

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from quickbeam.engine.budget import MAX_NODES_SLOW
+from quickbeam.errors import TEXT_ALONE
 
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -55,8 +56,7 @@ def text_part(*kinds: str) -> BeforeValidator:
         if isinstance(kind, str) and kind not in kinds:
             known = " or ".join(repr(one) for one in kinds)
             raise refuse(
-                f"content part of type {kind!r}: this server reads text only and fetches "
-                f"nothing; give parts of type {known}"
+                f"content part of type {kind!r}: give parts of type {known}, as {TEXT_ALONE}"
             )
         return value
 

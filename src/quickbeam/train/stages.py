@@ -21,6 +21,7 @@ from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
+from quickbeam.models.chat_template import for_template
 from quickbeam.models.formats import pick_device
 from quickbeam.models.generation import model_eos_ids
 from quickbeam.models.loading import load_model
@@ -127,8 +128,12 @@ class TextStage:
         if not getattr(self._tokenizer, "chat_template", None):
             words = "\n".join(m["content"] for m in messages)
             return [int(token) for token in self._tokenizer(words)["input_ids"]]
+        template = self._tokenizer.get_chat_template()
         ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            for_template(template, messages),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
         return [int(token) for token in ids]
 

@@ -17,6 +17,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
+from quickbeam.models.chat_template import for_template
 from quickbeam.train.openers import documents, questions
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Talk
@@ -114,6 +115,7 @@ class Template:
             {"role": role, "content": mark}
             for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
         ]
+        turns = for_template(tokenizer.get_chat_template(), turns)
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         pieces = []
         for mark in marks:

@@ -36,6 +36,7 @@ from quickbeam.models.families.qwen import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe,
 )
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "gemma3_text": gemma3,
     "glm": glm,
     "glm4": glm4,
+    "glm4v_text": glm4,
     "glm4_moe": glm4_moe,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
@@ -83,12 +85,16 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "phi3": phi3,
     "phimoe": phimoe,
     "qwen2": qwen2,
+    "qwen2_5_vl_text": qwen2,
     "qwen2_moe": qwen2_moe,
+    "qwen2_vl_text": qwen2,
     "qwen3": qwen3,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_vl_moe_text": qwen3_vl_moe,
+    "qwen3_vl_text": qwen3,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "stablelm": stablelm,

@@ -28,7 +28,8 @@ def glm(c: Config, after: bool = False) -> Stack:
             activation(c.hidden_act),
             True,
         )
-        mixer = attention(c, i, c.attention_bias, out_bias=False, rotary=rotary)
+        biased = c.get("attention_bias", c.model_type == "glm4v_text")
+        mixer = attention(c, i, biased, out_bias=False, rotary=rotary)
         more = {
             "attention_after": rms(c, f"{at}.post_self_attn_layernorm"),
             "feed_forward_after": rms(c, f"{at}.post_mlp_layernorm"),

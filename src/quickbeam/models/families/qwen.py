@@ -46,11 +46,11 @@ def qwen3(c: Config) -> Stack:
     return decoder(c, layer)
 
 
-def _sparse(c: Config, i: int, shared: bool) -> FeedForward | Experts:
+def _sparse(c: Config, i: int, shared: bool, renormalised: bool) -> FeedForward | Experts:
     """Return the feed-forward of layer `i`: of experts in every so many layers."""
     if i in c.mlp_only_layers or not c.num_experts or (i + 1) % c.decoder_sparse_step:
         return gated(c, i)
-    return _experts(c, i, shared, bool(c.norm_topk_prob))
+    return _experts(c, i, shared, renormalised)
 
 
 def _experts(c: Config, i: int, shared: bool, renormalised: bool) -> Experts:
@@ -69,7 +69,10 @@ def qwen2_moe(c: Config) -> Stack:
     return decoder(
         c,
         lambda i: before(
-            c, i, attention(c, i, c.qkv_bias, out_bias=False), _sparse(c, i, shared=True)
+            c,
+            i,
+            attention(c, i, c.qkv_bias, out_bias=False),
+            _sparse(c, i, True, bool(c.norm_topk_prob)),
         ),
     )
 
@@ -151,15 +154,23 @@ def qwen3_5_moe(c: Config) -> Stack:
 
 def qwen3_next(c: Config) -> Stack:
     c.get("full_attention_interval")
-    return _hybrid(c, lambda i: _sparse(c, i, shared=True), apart=False)
+    return _hybrid(c, lambda i: _sparse(c, i, True, bool(c.norm_topk_prob)), apart=False)
 
 
 def qwen3_moe(c: Config) -> Stack:
+    return _qwen3_moe(c, bool(c.norm_topk_prob))
+
+
+def qwen3_vl_moe(c: Config) -> Stack:
+    return _qwen3_moe(c, renormalised=True)
+
+
+def _qwen3_moe(c: Config, renormalised: bool) -> Stack:
     c.get("use_sliding_window")  # `sliding_window` follows from it
 
     def layer(i: int):  # type: ignore[no-untyped-def]
         norms = head_norms(c, i, ("q_norm", "k_norm"))
         mixer = attention(c, i, c.attention_bias, norms=norms, window=c.get("sliding_window"))
-        return before(c, i, mixer, _sparse(c, i, shared=False))
+        return before(c, i, mixer, _sparse(c, i, False, renormalised))
 
     return decoder(c, layer)

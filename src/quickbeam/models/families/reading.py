@@ -93,6 +93,7 @@ ATTRIBUTES = {
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
+    "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
 }
 
 

@@ -1,0 +1,226 @@
+"""Where a checkpoint's files hold a model's parameters.
+
+Names and layouts of published checkpoints differ from those of transformers' causal language
+models: a language model may be a part of a larger one, or saved without its head; experts may be
+stored one by one, or transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# Checkpoints of several modalities whose language part alone answers a prompt without images and
+# sounds, as the whole does.
+COMPOSITES = {
+    "exaone4_5",
+    "gemma3",
+    "glm4v",
+    "got_ocr2",
+    "idefics3",
+    "internvl",
+    "lfm2_vl",
+    "lighton_ocr",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "ovis2",
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+    "video_llava",
+    "vipllava",
+    "voxtral",
+}
+# what the whole may say in its language part's place
+SHARED = (
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "torch_dtype",
+)
+# what stands before the names of a language model, the longest first
+PREFIXES = (
+    "model.language_model.model.",
+    "language_model.model.model.",
+    "model.language_model.",
+    "language_model.model.",
+    "model.text_model.",
+    "language_model.",
+    "text_model.",
+)
+# what stands before the head's name
+HEADS = ("", "language_model.", "model.")
+# what no pass reads: buffers of older checkpoints, and layers that predict further tokens
+BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
+FURTHER = ("mtp.", "model.mtp.")
+# other names of published checkpoints, by `model_type`
+MIXTRAL = ((".block_sparse_moe.", ".mlp."),)
+GRANITE = (
+    (".input_linear.weight", ".experts.gate_up_proj"),
+    (".output_linear.weight", ".experts.down_proj"),
+    (".router.layer.weight", ".router.weight"),
+)
+RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
+    "ernie4_5_moe": ((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    "gpt_neox": (("embed_out.", "lm_head."),),
+    "granitemoe": GRANITE,
+    "granitemoehybrid": GRANITE,
+    "mixtral": MIXTRAL,
+    "nemotron_h": (("backbone.", "model."),),
+    "phimoe": (*MIXTRAL, (".mlp.gate.weight", ".mlp.router.weight")),
+}
+# whose experts may be stored `[experts, inputs, outputs]`
+TURNED = ("qwen3_vl_moe_text",)
+# names of one expert's gate, what it lets through, and what comes last
+EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def language_part(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language part, or `fields` where there are no parts.
+
+    `_whole` is the `model_type` of the whole.
+    """
+    part = fields.get("text_config")
+    if fields.get("model_type") not in COMPOSITES or not isinstance(part, dict):
+        return fields
+    shared = {name: fields[name] for name in SHARED if fields.get(name) is not None}
+    tied = fields.get("tie_word_embeddings", part.get("tie_word_embeddings", False))
+    own = {name: value for name, value in part.items() if value is not None}
+    return part | shared | own | {"tie_word_embeddings": tied, "_whole": fields["model_type"]}
+
+
+def own_names(
+    stored: Iterable[str], kind: str, embedding: str, head: str, parts: bool
+) -> dict[str, str]:
+    """Return the stored name of each parameter, by the causal language model's name.
+
+    `kind`: the language model's `model_type`. `embedding`, `head`: the names of two parameters.
+    `parts`: the files may hold more than a language model, which is left out.
+    """
+    renamed = {_renamed(kind, name): name for name in stored if not name.startswith(FURTHER)}
+    base, _, tail = embedding.partition(".")
+    base, head = f"{base}.", head.rpartition(".")[0] + "."
+    known = (*PREFIXES, base, "") if parts else (base, "")
+    first = next((one for one in known if f"{one}{tail}" in renamed), base)
+    heads = tuple(f"{one}{head}" for one in HEADS)
+    found = dict[str, str]()
+    for name, as_stored in renamed.items():
+        if name.startswith(heads):
+            found[f"{head}{name.rpartition(head)[2]}"] = as_stored
+        elif name.startswith(first):
+            found[f"{base}{name.removeprefix(first)}"] = as_stored
+        elif not parts:
+            found[name] = as_stored
+    return {name: one for name, one in found.items() if not name.endswith(BUFFERS)}
+
+
+def _renamed(kind: str, name: str) -> str:
+    for old, new in RENAMED.get(kind, ()):
+        name = name.replace(old, new)
+    return name
+
+
+class Files(Protocol):
+    """Tensors as they are stored."""
+
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one."""
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Return rows `first` to `last` (excluded) of one."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter that is stored as it is."""
+
+    name: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self.name,)
+
+    def shape(self, files: Files) -> list[int]:
+        return files.shape(self.name)
+
+    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+        return files.rows(self.name, first, last)
+
+
+@dataclass(frozen=True)
+class Turned(Whole):
+    """Matrices `[experts, rows, columns]` that are stored as `[experts, columns, rows]`."""
+
+    def shape(self, files: Files) -> list[int]:
+        count, columns, rows = files.shape(self.name)
+        return [count, rows, columns]
+
+    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+        return files.rows(self.name, first, last).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """Matrices `[experts, rows, columns]`, of which each has tensors of its own.
+
+    `experts`: the names of each one's, one below the other.
+    """
+
+    experts: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [name for one in self.experts for name in one]
+
+    def shape(self, files: Files) -> list[int]:
+        shapes = [files.shape(name) for name in self.experts[0]]
+        return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
+
+    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+        def whole(name: str) -> torch.Tensor:
+            return files.rows(name, 0, files.shape(name)[0])
+
+        return torch.stack([torch.cat([*map(whole, one)]) for one in self.experts[first:last]])
+
+
+Stored = Whole | OneByOne
+
+
+def stacked(name: str, as_stored: str, files: Files, width: int) -> Whole:
+    """Return where the matrices of a parameter of stacked experts are, of a kind in `TURNED`.
+
+    `width`: how many numbers an expert reads and gives.
+    """
+    shape, at = files.shape(as_stored), {"gate_up_proj": 2, "down_proj": 1}
+    column = at.get(name.rpartition(".")[2], 0)
+    turned = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
+    return Turned(as_stored) if turned else Whole(as_stored)
+
+
+def one_by_one(name: str, stored: Mapping[str, str]) -> OneByOne | None:
+    """Return where the matrices of a parameter of stacked experts are, or None.
+
+    `stored`: the stored name of each parameter.
+    """
+    at, _, what = name.rpartition(".")
+    if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
+        return None
+    for gate, up, down in EXPERT:
+        parts, found = (gate, up) if what == "gate_up_proj" else (down,), list[tuple[str, ...]]()
+        while all(f"{at}.{len(found)}.{one}.weight" in stored for one in parts):
+            found.append(tuple(stored[f"{at}.{len(found)}.{one}.weight"] for one in parts))
+        if found:
+            return OneByOne(tuple(found))
+    return None

@@ -1,0 +1,111 @@
+"""The safetensors files of a model's folder: tensors by name and row, as they are stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.families.reading import NotDescribed
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+}
+
+
+class _Shard:
+    """A safetensors file, whose tensors are read past PyTorch's memory maps.
+
+    Mapped pages would count as memory of the process, and are slow to come.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises `OSError` and `ValueError` where it can't be read."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if not 0 < size < os.fstat(self._fd).st_size:
+            raise ValueError("it is no safetensors file")
+        self.tensors: dict[str, dict[str, Any]] = json.loads(os.pread(self._fd, size, 8))
+        self.tensors.pop("__metadata__", None)
+        self._begin = 8 + size
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
+        about = self.tensors[name]
+        dtype, shape = DTYPES[about["dtype"]], about["shape"]
+        row = dtype.itemsize
+        for size in shape[1:]:
+            row *= size
+        data = torch.empty((last - first) * row, dtype=torch.uint8)
+        room: Any = data.numpy()
+        left, at = memoryview(room), self._begin + about["data_offsets"][0] + first * row
+        while left:
+            count = os.preadv(self._fd, [left], at)
+            if not count:
+                raise OSError("the file ends too early")
+            left, at = left[count:], at + count
+        return data.view(dtype).view(last - first, *shape[1:])
+
+
+class TensorFiles:
+    """All tensors of a folder. `names`: of all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files. Raises `NotDescribed` without any, `InvalidInput` for broken ones."""
+        self._places = {name: one for one in _shards(folder) for name in one.tensors}
+        self.names = self._places.keys()
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._places[name].tensors[name]["shape"])
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor's numbers, as the format writes it (`BF16`)."""
+        return str(self._places[name].tensors[name]["dtype"])
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Return rows `first` to `last` (excluded) of a tensor.
+
+        Raises `QuickbeamError` naming the file where it can't be read.
+        """
+        shard = self._places[name]
+        try:
+            return shard.rows(name, first, last)
+        except OSError as error:
+            raise QuickbeamError(
+                f"{shard.path}: {name} can't be read ({error}): download it again"
+            ) from error
+
+
+def _shards(folder: Path) -> list[_Shard]:
+    files: Iterable[str] = [SINGLE] if (folder / SINGLE).is_file() else []
+    try:
+        if (folder / INDEX).is_file():
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            files = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InvalidInput(
+            f"the weights in {folder} can't be read ({error}): download them again"
+        ) from error
+    if not files:
+        raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
+    shards = []
+    for file in files:
+        try:
+            shards.append(_Shard(folder / file))
+        except (OSError, ValueError) as error:
+            raise InvalidInput(
+                f"{folder / file} can't be read ({error}): download it again"
+            ) from error
+    return shards

@@ -1,0 +1,228 @@
+"""Models that read more than text: their language part on tiny random models of transformers, and
+prompts that hold more than text.
+
+pytest tests/test_language_parts.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cases import few
+from models import SIZES
+from quickbeam.errors import InvalidInput
+from quickbeam.llm import LLM
+from quickbeam.models.base import Batch, Chain
+from quickbeam.models.chat_template import for_template
+from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.families import FAMILIES
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native import library
+from quickbeam.models.native_model import NativeModel
+from quickbeam.models.stored import COMPOSITES
+from quickbeam.models.tokenizer import load_tokenizer
+from quickbeam.params import SamplingParams
+from test_families import CONVOLVED, DELTA, EXPERTS, HYBRID_EXPERTS, IDS, LINEAR, MIXED, off
+
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+# small parts that read images and sound, by all the names that their configurations have
+OTHER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "d_model", "embed_dim"), 16),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 1),
+    **{"deepstack_visual_indexes": [], "fullatt_block_indexes": []},
+    **{"image_size": 16, "patch_size": 8, "num_position_embeddings": 16, "head_dim": 8},
+    **{"encoder_ffn_dim": 16, "out_hidden_size": 32, "output_dim": 16},
+}
+
+
+def axes(*sections: int, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+    return {"rope_parameters": rope | more}
+
+
+TEXT: dict[str, dict[str, Any]] = {
+    "gemma3": MIXED | {"head_dim": 8, "sliding_window": 6},
+    "glm4v": axes(1, 0, 1, partial_rotary_factor=0.5),
+    "lfm2_vl": {"layer_types": CONVOLVED},
+    "qwen2_5_vl": axes(1, 1, 2),
+    "qwen2_vl": axes(1, 1, 2),
+    "qwen3_5": DELTA | {"layer_types": LINEAR},
+    "qwen3_5_moe": DELTA | HYBRID_EXPERTS | {"layer_types": LINEAR},
+    "qwen3_vl": axes(4, 2, 2, mrope_interleaved=True) | {"head_dim": 16},
+    "qwen3_vl_moe": EXPERTS,
+}
+
+
+def made(kind: str) -> PreTrainedModel:
+    """A random model whose norms and biases matter."""
+    torch.manual_seed(0)
+    own: Any = CONFIG_MAPPING[kind]()
+    parts: dict[str, Any] = {}
+    for name in ("vision_config", "audio_config"):
+        if (fields := own.to_dict().get(name)) is not None:
+            small = {one: value for one, value in OTHER.items() if one in fields}
+            parts[name] = small | {"model_type": fields["model_type"]}
+    text = SIZES | TEXT.get(kind, {}) | {"model_type": own.get_text_config().model_type}
+    config = CONFIG_MAPPING[kind](text_config=text, **parts)
+    face = AutoModelForMultimodalLM if "audio_config" in parts else AutoModelForImageTextToText
+    model = face.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    checkpoint = Checkpoint(folder, torch.float32)
+    model = NativeModel(checkpoint, checkpoint.stack)
+    chain = Chain(model.pool.new(), IDS.tolist(), len(IDS))
+    return model.forward(Batch([chain]))[0].logits
+
+
+# `make test` leaves out those whose text and names are as another's
+ALIKE = {
+    *("exaone4_5", "got_ocr2", "idefics3", "lighton_ocr", "llava_next", "llava_onevision"),
+    *("ovis2", "qwen2_audio", "qwen2_vl", "video_llava", "vipllava", "voxtral"),
+}
+
+
+@pytest.mark.parametrize("kind", few(sorted(COMPOSITES), sorted(COMPOSITES - ALIKE)))
+@torch.inference_mode()
+def test_text_alone_is_answered_as_by_the_whole(kind: str, tmp_path: Path) -> None:
+    model = made(kind)
+    right = model(input_ids=IDS[None], use_cache=False).logits[0]
+    model.save_pretrained(tmp_path)
+    assert off(logits_of(tmp_path), right) < 2e-5
+
+
+def test_every_language_part_is_described() -> None:
+    kinds = {CONFIG_MAPPING[kind]().get_text_config().model_type for kind in COMPOSITES}
+    assert kinds <= FAMILIES.keys()
+    assert {kind for kind in FAMILIES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= kinds
+
+
+# how published checkpoints name the language part and its head
+NAMES = {
+    "as transformers has it": ("model.language_model.", "lm_head."),
+    "within a language model": ("language_model.model.", "language_model.lm_head."),
+    "as of a text model": ("model.", "lm_head."),
+    "as of another class": ("model.text_model.", "lm_head."),
+    "twice a model": ("model.language_model.model.", "lm_head."),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_names_of_published_checkpoints(names: str, tmp_path: Path) -> None:
+    made("qwen2_5_vl").save_pretrained(tmp_path)
+    right = logits_of(tmp_path)
+    layers, head = NAMES[names]
+    renamed = {"visual.blocks.0.norm1.weight": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if name.startswith("model."):
+            renamed[layers + name.removeprefix("model.")] = tensor
+        elif name.startswith("lm_head."):
+            renamed[head + name.removeprefix("lm_head.")] = tensor
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(tmp_path), right)
+    odd = {f"{layers}layers.0.self_attn.extra": torch.ones(3)}
+    save_file(renamed | odd, tmp_path / "model.safetensors")
+    with pytest.raises(NotDescribed, match="extra"):
+        Checkpoint(tmp_path, torch.float32)
+
+
+def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path: Path) -> None:
+    made("qwen2_5_vl").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInput, match=r"lm_head\.weight"):
+        Checkpoint(tmp_path, torch.float32)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    found = Checkpoint(tmp_path, torch.float32)
+    assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
+
+
+def test_flat_and_old_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen2.5-VL's, which names the text's fields beside its parts."""
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    made("qwen2_5_vl").save_pretrained(tmp_path)
+    right = logits_of(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    text = fields.pop("text_config")
+    rope = text.pop("rope_parameters")
+    fields |= {name: value for name, value in text.items() if name != "model_type"}
+    fields["rope_theta"] = rope["rope_theta"]
+    fields["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    fields["transformers_version"] = "4.41.2"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert torch.equal(logits_of(tmp_path), right)
+
+
+# --- prompts ---
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+TEXT_PART = {"type": "text", "text": "abc"}
+PARTS_ALONE = """{% for message in messages %}[{{ message.role }}]
+{%- for part in message.content %}{% if part.type == 'text' %} {{ part.text }}{% endif %}
+{%- endfor %}{% endfor %}[reply]"""
+TEXTS_ALONE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
+
+
+def test_content_is_given_as_the_template_takes_it() -> None:
+    asked = [{"role": "user", "content": "abc"}]
+    parts = [{"role": "user", "content": [TEXT_PART, TEXT_PART]}]
+    assert for_template(PARTS_ALONE, asked) == [{"role": "user", "content": [TEXT_PART]}]
+    assert for_template(PARTS_ALONE, parts) == parts
+    assert for_template(TEXTS_ALONE, asked) == asked
+    assert for_template(TEXTS_ALONE, parts) == [{"role": "user", "content": "abc\nabc"}]
+    odd = [{"role": "user", "content": None}, {"role": "assistant", "tool_calls": []}]
+    assert for_template(PARTS_ALONE, odd) == odd
+
+
+@pytest.fixture
+def folder(toy_folder: str, tmp_path: Path) -> Path:
+    """A tiny model of images and text, with a template that takes parts alone."""
+    for path in Path(toy_folder).glob("tokenizer*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    fields.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PARTS_ALONE}))
+    model = made("qwen2_5_vl")
+    vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
+    model.resize_token_embeddings(vocab)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_chat_of_text_is_answered_and_an_image_refused(folder: Path) -> None:
+    llm = LLM(str(folder), "ar", dtype="float32")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert llm.model.exact
+    said = llm.chat([{"role": "user", "content": "abc"}], params)
+    ids = load_tokenizer(folder, llm.model.config).encode("[user] abc[reply]", False)
+    assert said.token_ids == llm.generate(ids, params).token_ids
+    parts = [{"role": "user", "content": [TEXT_PART]}]
+    assert llm.chat(parts, params).token_ids == said.token_ids
+    with pytest.raises(InvalidInput, match=r"message 0 .*'image_url'.* transformers, vLLM"):
+        llm.chat([{"role": "user", "content": [TEXT_PART, IMAGE]}], params)
