@@ -52,6 +52,7 @@ def linux(monkeypatch, *sets: str, compiler: bool = True) -> None:
     """A machine that runs these sets."""
     monkeypatch.setattr(build, "has_kernels", lambda: bool(sets))
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
+    monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
     monkeypatch.setattr(build, "compiler", lambda: ["g++"] if compiler else None)
 
 

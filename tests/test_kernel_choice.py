@@ -31,6 +31,7 @@ def plain_environment(monkeypatch, tmp_path):
 
 def machine(monkeypatch, *sets: str) -> None:
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
+    monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
 
 
 def compiled(name: str) -> Path:
@@ -132,7 +133,7 @@ def test_version_says_which_kernels(monkeypatch):
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.stdout) == (
         0,
-        f"{__version__}\nkernels: PyTorch's (none for this platform (Linux on x86-64 has them))\n",
+        f"{__version__}\nkernels: PyTorch's ({build.NO_SETS})\n",
     )
 
 
@@ -173,7 +174,7 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
         "compiling kernels for avx512",
         "compiling kernels for plain",
     ]
-    monkeypatch.setattr(build, "runs", lambda name: name == "plain")
+    machine(monkeypatch, "plain")
     library.prepare(told.append)
     assert len(told) == 2
 
@@ -213,7 +214,7 @@ def test_building_says_what_is_where(tmp_path):
     assert run("plan")[::2] == (
         2,
         "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, "
-        "plain, amx-emulated, or --all\n",
+        "neon-bf16, neon-dot, neon, plain, amx-emulated, or --all\n",
     )
 
 

@@ -129,11 +129,11 @@ def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         library.kernels()
     monkeypatch.setenv("QUICKBEAM_KERNELS", "auto")
-    monkeypatch.setenv("QUICKBEAM_ISA", "neon")
+    monkeypatch.setenv("QUICKBEAM_ISA", "sse")
     with pytest.raises(
         InvalidInput,
-        match="QUICKBEAM_ISA='neon': must be one of amx, avx512bf16, avx512vnni, "
-        "avx512, avx2, plain, amx-emulated",
+        match="QUICKBEAM_ISA='sse': must be one of amx, avx512bf16, avx512vnni, avx512, avx2, "
+        "neon-bf16, neon-dot, neon, plain, amx-emulated",
     ):
         library.kernels()
 

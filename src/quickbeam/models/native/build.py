@@ -2,11 +2,12 @@
 
 A library is named after a hash of everything that went into it.
 `python -m quickbeam.models.native.build` compiles what this machine runs, `… build avx2` what is
-named, `… build --all` every set. The libraries are kept in the cache folder. A wheel may bring its
-own.
+named, `… build --all` every set of the platform. The libraries are kept in the cache folder. A
+wheel may bring its own.
 
 The libraries have a C interface, so they depend neither on PyTorch's headers nor on its version.
-Their OpenMP symbols are found in the runtime that PyTorch has loaded, so they share its threads.
+On Linux their OpenMP symbols are found in the runtime that PyTorch has loaded, so they share its
+threads. Elsewhere a call has threads of its own.
 
 Importing this file imports the standard library alone, because the build of a wheel loads it by
 itself (`hatch_build.py`).
@@ -14,6 +15,7 @@ itself (`hatch_build.py`).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -30,8 +32,6 @@ SHIPPED = HERE / "lib"  # libraries that a wheel brings
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-fPIC",
-    "-fopenmp",
     "-fvisibility=hidden",  # what libraries of several sets have in a process is their own
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -40,48 +40,100 @@ FLAGS = (
 )
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = ("-DQB_VNNI", "-mavx512vnni")  # products of bytes
-SETS: dict[str, tuple[str, ...]] = {  # flags to compile each set with, the best set first
+SETS: dict[str, tuple[str, ...]] = {  # flags to compile each set with, a platform's best set first
     "amx": ("-DQB_AMX", *_ZMM, *_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": ("-DQB_AVX512BF16", *_ZMM, *_VNNI, "-mavx512bf16"),
     "avx512vnni": ("-DQB_AVX512", *_ZMM, *_VNNI),
     "avx512": ("-DQB_AVX512", *_ZMM),
     "avx2": ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c"),
+    "neon-bf16": ("-DQB_NEON", "-DQB_SDOT", "-DQB_BFDOT", "-march=armv8.2-a+dotprod+bf16"),
+    "neon-dot": ("-DQB_NEON", "-DQB_SDOT", "-march=armv8.2-a+dotprod"),
+    "neon": ("-DQB_NEON",),
     "plain": (),
 }
 # the AMX kernels with AMX's instructions in plain C++, for tests on machines without AMX
 EMULATED = "amx-emulated"
+_NEON = ("neon-bf16", "neon-dot", "neon", "plain")
+PLATFORMS = {  # the sets of each, by operating system and processor
+    ("linux", "x86_64"): ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "plain"),
+    ("linux", "aarch64"): _NEON,
+    ("darwin", "arm64"): _NEON,
+    ("win32", "amd64"): ("avx512", "avx2", "plain"),
+}
+NO_SETS = (
+    "none for this platform (Linux on x86-64 and ARM64, macOS on ARM64 and Windows on x86-64 have "
+    "them)"
+)
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-NEEDS = {  # flags in /proc/cpuinfo that each set needs
+NEEDS = {  # what each set needs of a processor, in the words of /proc/cpuinfo
     "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512bf16": {"avx512_bf16", "avx512_vnni", *_AVX512},
     EMULATED: {"avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512vnni": {"avx512_vnni", *_AVX512},
     "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
+    "neon-bf16": {"asimd", "asimddp", "bf16"},
+    "neon-dot": {"asimd", "asimddp"},
+    "neon": {"asimd"},
     "plain": set(),
 }
+# what other systems are asked for the same
+_SYSCTL = {"asimddp": "hw.optional.arm.FEAT_DotProd", "bf16": "hw.optional.arm.FEAT_BF16"}
+_WINDOWS = {"avx2": 40, "fma": 40, "f16c": 40, **dict.fromkeys(_AVX512, 41)}
 
 
 class CannotBuild(Exception):
     """There is no library. The message says why."""
 
 
+def target() -> tuple[str, str]:
+    """Return the operating system and the processor that libraries are made for.
+
+    They are this machine's, unless `_PYTHON_HOST_PLATFORM` names others (`linux-aarch64`), as it
+    does where a wheel is cross-compiled.
+    """
+    if named := os.environ.get("_PYTHON_HOST_PLATFORM"):
+        system, *_, machine = named.split("-")
+        return {"macosx": "darwin", "win": "win32"}.get(system, system), machine.lower()
+    return sys.platform, platform.machine().lower()
+
+
+def platform_sets() -> tuple[str, ...]:
+    """Return the instruction sets of this platform, the best first. Some platforms have none."""
+    return PLATFORMS.get(target(), ())
+
+
 def has_kernels() -> bool:
-    """Whether kernels are built for this platform (Linux on x86-64)."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    """Whether kernels are built for this platform."""
+    return bool(platform_sets())
+
+
+def features() -> set[str]:
+    """Return what this machine's processor can do, in the words of /proc/cpuinfo."""
+    if sys.platform == "darwin":
+        system = ctypes.CDLL(None)
+
+        def has(name: str) -> bool:
+            value, size = ctypes.c_int(0), ctypes.c_size_t(4)
+            at = ctypes.byref(value), ctypes.byref(size)
+            return system.sysctlbyname(name.encode(), *at, None, 0) == 0 and value.value != 0
+
+        return {"asimd", *(word for word, name in _SYSCTL.items() if has(name))}
+    if sys.platform == "win32":
+        present = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        return {word for word, number in _WINDOWS.items() if present(number)}
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return set(next(found, "").split())
 
 
 def runs(name: str) -> bool:
     """Whether this machine has the instructions of a set. False on a platform without kernels."""
-    if not has_kernels():
-        return False
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return NEEDS[name] <= set(
-        next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split()
-    )
+    of = "amx" if name == EMULATED else name
+    return of in platform_sets() and NEEDS[name] <= features()
 
 
 def machine_sets() -> list[str]:
@@ -89,7 +141,7 @@ def machine_sets() -> list[str]:
 
     There are none on a platform without kernels.
     """
-    return [name for name in SETS if runs(name)]
+    return [name for name in platform_sets() if runs(name)]
 
 
 def sources() -> list[Path]:
@@ -117,7 +169,8 @@ def file_name(name: str) -> str:
 
     It contains the digest, so that a library is never used with newer sources.
     """
-    return f"{name}-{digest(name)}.so"
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(target()[0], "so")
+    return f"{name}-{digest(name)}.{suffix}"
 
 
 def cached(name: str) -> Path:
@@ -135,17 +188,39 @@ def compiler() -> list[str] | None:
     """Return the C++ compiler's command, or None if there is none.
 
     It is the command in the variable CXX. Without CXX it is the first of g++, c++ and clang++ that
-    is there.
+    is there, on Windows of clang-cl and cl before them.
     """
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
-    return next(([found] for found in ("g++", "c++", "clang++") if shutil.which(found)), None)
+    names = (*(("clang-cl", "cl") if sys.platform == "win32" else ()), "g++", "c++", "clang++")
+    return next(([found] for found in names if shutil.which(found)), None)
 
 
 def no_compiler() -> CannotBuild:
     if chosen := os.environ.get("CXX"):
         return CannotBuild(f"the C++ compiler CXX={chosen} is not there")
-    return CannotBuild("no C++ compiler is there (g++ or clang++, or name one in CXX)")
+    known = "clang-cl or cl" if sys.platform == "win32" else "g++ or clang++"
+    return CannotBuild(f"no C++ compiler is there ({known}, or name one in CXX)")
+
+
+def commands(
+    compiler: list[str], name: str, extra: Sequence[str], part: Path, result: Path
+) -> list[list[str]]:
+    """Return what makes the library `result`: `part` first, and then the library from it."""
+    system, source = target()[0], str(HERE / "program.cpp")
+    if Path(compiler[0]).stem.lower() in ("cl", "clang-cl"):
+        flags = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/LD", "/wd4068", *extra)
+        wide = [f"/arch:{name.upper()}"] if name != "plain" else []
+        named = [f"/D{flag[2:]}" for flag in flags_of(name) if flag.startswith("-D")]
+        return [[*compiler, *flags, *wide, *named, source, f"/Fo{part}", f"/Fe{result}"]]
+    # Linked without -fopenmp: a second OpenMP runtime would bring its own threads.
+    places = {"linux": ("-fPIC", "-fopenmp"), "darwin": ("-fPIC",)}.get(system, ())
+    flags = (*FLAGS, *places, *flags_of(name), *extra)
+    link = (*extra, "-static") if system == "win32" else extra
+    return [
+        [*compiler, *flags, "-c", source, "-o", str(part)],
+        [*compiler, "-shared", str(part), *link, "-o", str(result)],
+    ]
 
 
 def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
@@ -160,30 +235,15 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
-        # Linked without -fopenmp: a second OpenMP runtime would bring its own threads.
-        for step in (
-            [
-                *command,
-                *FLAGS,
-                *flags_of(name),
-                *extra,
-                "-c",
-                str(HERE / "program.cpp"),
-                "-o",
-                str(part),
-            ],
-            [*command, "-shared", *extra, str(part), "-o", str(result)],
-        ):
+        for step in commands(command, name, extra, part, result):
             try:
                 done = subprocess.run(step, capture_output=True, text=True)
             except OSError as error:
                 raise CannotBuild(f"{command[0]} can't be run: {error.strerror}") from error
             if done.returncode:
-                reason = next(
-                    (line for line in done.stderr.splitlines() if "error" in line),
-                    done.stderr.strip()[:200],
-                )
-                raise CannotBuild(f"{command[0]} failed: {reason}")
+                said = done.stderr or done.stdout  # cl writes its errors there
+                reason = next((line for line in said.splitlines() if "error" in line), "")
+                raise CannotBuild(f"{command[0]} failed: {reason or said.strip()[:200]}")
         os.replace(result, path)
 
 
@@ -235,11 +295,10 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     if not has_kernels():
-        print(
-            "kernels: none for this platform (Linux on x86-64 has them); quickbeam uses PyTorch's"
-        )
+        print(f"kernels: {NO_SETS}; quickbeam uses PyTorch's")
         return int(bool(arguments))
-    names = list(SETS) if "--all" in arguments else list(dict.fromkeys(arguments)) or machine_sets()
+    every = list(platform_sets()) if "--all" in arguments else []
+    names = every or list(dict.fromkeys(arguments)) or machine_sets()
     missing = [name for name in names if not cached(name).is_file()]
     if missing and compiler() is not None:
         print(f"kernels: compiling {', '.join(missing)}", flush=True)

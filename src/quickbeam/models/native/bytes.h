@@ -80,7 +80,9 @@ inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
 }
 // One sum after the other: added up as a tree, as compilers like it, they need more registers than there are.
 inline __m256i keep(__m256i sum) {
+#ifdef __GNUC__
   asm("" : "+x"(sum));
+#endif
   return sum;
 }
 inline __m256i plus_whole(__m256i s, __m256i w, __m256i x) { return keep(_mm256_add_epi32(s, _mm256_madd_epi16(w, x))); }
@@ -104,6 +106,55 @@ inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
 inline Lanes to_lanes(HalfSums s) {
   const __m256i one = _mm256_set1_epi16(1);
   return to_lanes(_mm256_madd_epi16(s.a, one), _mm256_madd_epi16(s.b, one));
+}
+
+#elif defined(QB_NEON)
+
+// Signed bytes with signed ones: the weights lose what they stand above their value, and sums begin at zero.
+struct WholeSums {
+  int32x4_t v[4];
+};
+using HalfSums = WholeSums;
+struct WholeBytes {
+  int8x16_t v[4];
+};
+using HalfBytes = WholeBytes;
+using WholeValue = int8_t;
+inline void arrange_whole(const float* from, int8_t* to) {
+  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+}
+inline HalfSums halves_from_zero() {
+  const int32x4_t zeros = vdupq_n_s32(0);
+  return {{zeros, zeros, zeros, zeros}};
+}
+inline WholeSums whole_from(int32_t) { return halves_from_zero(); }
+inline WholeBytes load_whole(const uint8_t* p) {
+  WholeBytes w;
+  for (int i = 0; i < 4; ++i) w.v[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(128)));
+  return w;
+}
+inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
+  for (int i = 0; i < 4; ++i) {
+    const uint8x16_t v = vld1q_u8(p + 16 * i);
+    low.v[i] = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))), high.v[i] = vreinterpretq_s8_u8(vshrq_n_u8(v, 4));
+  }
+}
+inline int32x4_t dot_four(int32x4_t s, int8x16_t w, int8x16_t x) {
+#ifdef QB_SDOT
+  return vdotq_s32(s, w, x);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
+  return vaddq_s32(s, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int8_t* x) {
+  const int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(word(x)));
+  for (int i = 0; i < 4; ++i) s.v[i] = dot_four(s.v[i], w.v[i], v);
+  return s;
+}
+inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) { return dot_whole(s, w, x); }
+inline Lanes to_lanes(const WholeSums& s) {
+  return fours([&](int i) { return vcvtq_f32_s32(s.v[i]); });
 }
 
 #else
@@ -153,6 +204,10 @@ inline Lanes load_half_floats(const uint16_t* p) { return {_mm512_cvtph_ps(_mm25
 inline Lanes load_half_floats(const uint16_t* p) {
   auto half = [](const uint16_t* q) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q))); };
   return {half(p), half(p + 8)};
+}
+#elif defined(QB_NEON)
+inline Lanes load_half_floats(const uint16_t* p) {
+  return fours([p](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
 #else
 inline float half_float(uint16_t h) {

@@ -53,7 +53,7 @@ def candidates(request: KernelRequest) -> tuple[list[str], str]:
         return [], "QUICKBEAM_KERNELS=eager"
     sets = build.machine_sets()
     if not request.isa:
-        return sets, "none for this platform (Linux on x86-64 has them)"
+        return sets, build.NO_SETS
     if not build.runs(request.isa):
         raise InvalidInput(
             f"QUICKBEAM_ISA={request.isa}: this machine runs {', '.join(sets) or 'none of them'}"

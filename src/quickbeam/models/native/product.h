@@ -84,7 +84,7 @@ template <class W>
 using Tile = void (*)(const typename Reads<W>::X*, int64_t, const W*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
-#ifdef QB_DOT
+#if defined(QB_DOT) && defined(QB_ZMM)
 constexpr int MOST_ROWS = 8, MOST_BLOCKS = 8;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 2, 2};
 #elif defined(QB_ZMM)

@@ -3,10 +3,8 @@
 // to a plain reference (`reference.py`).
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "activation.h"
@@ -16,10 +14,8 @@
 #include "quantised.h"
 #include "ranking.h"
 #include "recurrent.h"
+#include "threads.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #if defined(QB_AMX) && !defined(QB_AMX_EMULATED)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -62,52 +58,6 @@ struct Call {
   void* const* buffer;
   const int64_t* block;  // CHOSEN: which blocks of 16 outputs, in the order of the results
   int64_t blocks;
-};
-
-using Clock = std::chrono::steady_clock;
-
-// Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
-// long waits, as for a thread whose core does other work.
-// Bytes that a thread will soon read.
-struct Ahead {
-  const char *next = nullptr, *end = nullptr;
-};
-
-class Meeting {
- public:
-  explicit Meeting(int threads) : threads_(threads) {}
-  // Who has to wait fetches from `ahead` meanwhile.
-  void wait(Ahead& ahead) {
-    if (threads_ == 1) return;
-    const uint32_t turn = turn_.load(std::memory_order_acquire);
-    if (count_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      count_.store(0, std::memory_order_relaxed);
-      turn_.store(turn + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; spins < 4000; ++spins) {
-      if (turn_.load(std::memory_order_acquire) != turn) return;
-      if (ahead.next < ahead.end) {
-        QB_PREFETCH(ahead.next);
-        ahead.next += 64;
-        continue;
-      }
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
-    const Clock::time_point began = Clock::now();
-    while (turn_.load(std::memory_order_acquire) == turn) std::this_thread::yield();
-    const Clock::duration waited = Clock::now() - began;
-    if (waited > std::chrono::milliseconds(1)) lost_.fetch_add(waited.count(), std::memory_order_relaxed);
-  }
-  Clock::duration lost() const { return Clock::duration(lost_.load()); }
-
- private:
-  std::atomic<Clock::rep> lost_{0};
-  const int threads_;
-  alignas(64) std::atomic<int> count_{0};
-  alignas(64) std::atomic<uint32_t> turn_{0};
 };
 
 struct Scratch {  // grows with use, kept by the thread that calls
@@ -171,7 +121,7 @@ class Worker {
   int64_t low(int64_t n) const { return n * thread_ / threads_; }
   int64_t high(int64_t n) const { return n * (thread_ + 1) / threads_; }
 
-  void meet() { meeting_.wait(ahead_); }
+  void meet() { meeting_.wait(threads_, ahead_); }
 
   // The blocks of a product that this thread makes; those of gates go in twos.
   struct Blocks {
@@ -588,16 +538,19 @@ class Worker {
 
 }  // namespace qb
 
-#pragma GCC visibility push(default)
-extern "C" {
+#ifdef _WIN32
+#define QB_API extern "C" __declspec(dllexport)
+#else
+#define QB_API extern "C" __attribute__((visibility("default")))
+#endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 16; }
-int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
-int64_t qb_page() { return qb::PAGE; }
+QB_API int64_t qb_version() { return 16; }
+QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
+QB_API int64_t qb_page() { return qb::PAGE; }
 
 // Whether this process may use the instruction set that this library was made for, as far as it has to be asked for.
-int64_t qb_allowed() {
+QB_API int64_t qb_allowed() {
 #if defined(QB_AMX) && !defined(QB_AMX_EMULATED)
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, tile data
 #else
@@ -605,40 +558,27 @@ int64_t qb_allowed() {
 #endif
 }
 
-void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t threads) {
+QB_API void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t threads) {
   static thread_local qb::Scratch scratch;
   qb::Scratch& mine = scratch;
-#ifdef _OPENMP
   // Where other work holds a core, threads that meet after every operation wait more than they work: then the next calls go alone, two at
   // first, as a moment's work is soon over, and ever more where it is not.
   static thread_local int64_t alone_for = 0, longer = 2;
-  if (threads > 1 && !omp_in_parallel() && --alone_for < 0) {
-    const int wished = int(std::min<int64_t>(threads, omp_get_max_threads()));
-    const qb::Clock::time_point began = qb::Clock::now();
-    std::unique_ptr<qb::Meeting> meeting;
-#pragma omp parallel num_threads(wished)
-    {
-#pragma omp single
-      meeting = std::make_unique<qb::Meeting>(omp_get_num_threads());
-      qb::Worker(*call, mine, *meeting, omp_get_thread_num(), omp_get_num_threads()).run(ops, count);
-    }
-    const bool busy = meeting->lost() * 2 > qb::Clock::now() - began;
-    if (busy) alone_for = longer;
-    longer = busy ? std::min<int64_t>(2 * longer, 512) : 2;
-    return;
-  }
-#endif
-  qb::Meeting alone(1);
-  qb::Worker(*call, mine, alone, 0, 1).run(ops, count);
+  threads = std::min(threads, qb::most_threads());
+  if (threads > 1 && --alone_for >= 0) threads = 1;
+  const qb::Clock::time_point began = qb::Clock::now();
+  qb::Meeting meeting;
+  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, meeting, thread, all).run(ops, count); });
+  if (threads < 2) return;
+  const bool busy = meeting.lost() * 2 > qb::Clock::now() - began;
+  if (busy) alone_for = longer;
+  longer = busy ? std::min<int64_t>(2 * longer, 512) : 2;
 }
 
 // [outputs, inputs] bfloat16 to [ceil(outputs / 16)][inputs / 2][16][2], zeros where the weight ends; blocks `stride` apart.
-void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint16_t* packed, int64_t stride) {
+QB_API void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint16_t* packed, int64_t stride) {
   constexpr int64_t PART = 256;  // pairs at a time, so that what is written stays in the cache
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-  for (int64_t block = 0; block < (outputs + 15) / 16; ++block)
+  qb::share_out((outputs + 15) / 16, [=](int64_t block) {
     for (int64_t part = 0; part < inputs / 2; part += PART)
       for (int64_t lane = 0; lane < 16; ++lane) {
         const int64_t o = block * 16 + lane, end = std::min(inputs / 2, part + PART);
@@ -648,30 +588,28 @@ void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t ro
           else std::memset(to + k * 32, 0, 4);
         }
       }
+  });
 }
 
 // Bytes of a block of 16 outputs in a format of quantised.h.
-int64_t qb_block_bytes(int32_t format, int64_t inputs) { return qb::block_bytes(format, inputs); }
+QB_API int64_t qb_block_bytes(int32_t format, int64_t inputs) { return qb::block_bytes(format, inputs); }
 
 // [outputs, inputs] bfloat16 to blocks of that format, `stride` bytes apart. Gives whether all weights are finite.
-int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint8_t* blocks,
+QB_API int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint8_t* blocks,
                     int64_t stride) {
-  int64_t fine = 1;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) reduction(&& : fine)
-#endif
-  for (int64_t block = 0; block < (outputs + 15) / 16; ++block) {
+  std::atomic<int64_t> fine{1};
+  qb::share_out((outputs + 15) / 16, [&](int64_t block) {
     uint8_t* to = blocks + block * stride;
     std::memset(to, 0, size_t(qb::block_bytes(format, inputs)));
-    fine = fine && qb::finite(weight, row_stride, block, outputs, inputs);
+    if (!qb::finite(weight, row_stride, block, outputs, inputs)) fine = 0;
     if (format == qb::INT8) qb::quantise_whole(weight, row_stride, block, outputs, inputs, to);
     else qb::quantise_halves(weight, row_stride, block, outputs, inputs, to);
-  }
+  });
   return fine;
 }
 
 // Rows `token` [count] of `weight` into places `first` on of a packed weight, of bfloat16 or INT8.
-void qb_put(int32_t format, const uint16_t* weight, int64_t inputs, const int64_t* token, int64_t count, int64_t first, void* packed) {
+QB_API void qb_put(int32_t format, const uint16_t* weight, int64_t inputs, const int64_t* token, int64_t count, int64_t first, void* packed) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t block = (first + i) / 16, lane = (first + i) % 16;
     if (format == qb::INT8) {
@@ -684,13 +622,13 @@ void qb_put(int32_t format, const uint16_t* weight, int64_t inputs, const int64_
 }
 
 // Back from it: `weight` [outputs, inputs].
-void qb_unpack(const uint16_t* packed, int64_t outputs, int64_t inputs, int64_t stride, uint16_t* weight) {
+QB_API void qb_unpack(const uint16_t* packed, int64_t outputs, int64_t inputs, int64_t stride, uint16_t* weight) {
   for (int64_t o = 0; o < outputs; ++o)
     for (int64_t i = 0; i < inputs; ++i) weight[o * inputs + i] = packed[o / 16 * stride + i / 2 * 32 + o % 16 * 2 + i % 2];
 }
 
 // Tokens from one order to another, in all of `layers` layers: shapes [layers] of kv_heads, key_dim, value_dim, offset. `wide`: of float32.
-void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const int64_t* from, const int64_t* to, int64_t count, int64_t wide) {
+QB_API void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const int64_t* from, const int64_t* to, int64_t count, int64_t wide) {
   for (int64_t l = 0; l < layers; ++l) {
     const qb::KVShape kv{shapes[4 * l], shapes[4 * l + 1], shapes[4 * l + 2], shapes[4 * l + 3]};
     for (int64_t i = 0; i < count; ++i)
@@ -700,39 +638,35 @@ void qb_move(void* const* pages, const int64_t* shapes, int64_t layers, const in
 }
 
 // The state behind `count` nodes of a path, of all recurrences.
-void qb_fold(const qb::Recurrence* recurrences, int64_t recurring, const float* state, const float* inputs, const int64_t* path, int64_t count,
+QB_API void qb_fold(const qb::Recurrence* recurrences, int64_t recurring, const float* state, const float* inputs, const int64_t* path, int64_t count,
              float* next) {
   int64_t units = 0;  // few of them are folded sooner than threads meet
   for (int64_t i = 0; i < recurring; ++i) units += recurrences[i].units();
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) if (units > 64)
-#endif
-  for (int64_t i = 0; i < recurring; ++i) qb::fold(recurrences[i], state, inputs, path, count, next);
+  const auto fold = [&](int64_t i) { qb::fold(recurrences[i], state, inputs, path, count, next); };
+  if (units > 64) return qb::share_out(recurring, fold);
+  for (int64_t i = 0; i < recurring; ++i) fold(i);
 }
 
 // Keys [kv_heads][count][key_dim] and values of the first `count` orders of one layer, as plain rows.
-void qb_read(void* const* pages, const int64_t* shape, int64_t count, void* keys, void* values, int64_t wide) {
+QB_API void qb_read(void* const* pages, const int64_t* shape, int64_t count, void* keys, void* values, int64_t wide) {
   const qb::KVShape kv{shape[0], shape[1], shape[2], shape[3]};
   if (wide) qb::read_tokens(pages, kv, count, static_cast<float*>(keys), static_cast<float*>(values));
   else qb::read_tokens(pages, kv, count, static_cast<qb::bf16*>(keys), static_cast<qb::bf16*>(values));
 }
 
-void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1, uint64_t* words) {
+QB_API void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1, uint64_t* words) {
   qb::philox(counter, n, key0, key1, words);
 }
 
-void qb_find(const qb::Luck* luck) { luck->find(); }
+QB_API void qb_find(const qb::Luck* luck) { luck->find(); }
 
-int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
+QB_API int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
 
-int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, const qb::Luck* luck, double lowest, double floor, double temperature,
+QB_API int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, const qb::Luck* luck, double lowest, double floor, double temperature,
                    double cut, int64_t wanted, int64_t* name, double* chance) {
   return qb::perturb(row, columns, token, *luck, lowest, floor, temperature, cut, wanted, name, chance);
 }
 
-int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t most, float floor, int64_t* name, float* number) {
+QB_API int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t most, float floor, int64_t* name, float* number) {
   return qb::ranked(row, count, token, most, floor, name, number);
 }
-
-}  // extern "C"
-#pragma GCC visibility pop

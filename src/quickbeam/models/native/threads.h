@@ -1,0 +1,92 @@
+// Threads of a call: OpenMP's where the compiler uses it, which PyTorch's own are then, else threads that last as long as the call.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "simd.h"
+
+namespace qb {
+
+using Clock = std::chrono::steady_clock;
+
+// How many threads a call may have.
+inline int64_t most_threads() {
+#ifdef _OPENMP
+  return omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+  return std::max<int64_t>(1, std::thread::hardware_concurrency());
+#endif
+}
+
+// work(thread, threads) by `threads` threads, or fewer where there are fewer.
+template <class Work>
+static void together(int64_t threads, const Work& work) {
+  if (threads < 2) return work(int64_t(0), int64_t(1));
+#ifdef _OPENMP
+#pragma omp parallel num_threads(int(threads))
+  work(int64_t(omp_get_thread_num()), int64_t(omp_get_num_threads()));
+#else
+  std::vector<std::thread> others;
+  for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back([&work, thread, threads] { work(thread, threads); });
+  work(int64_t(0), threads);
+  for (std::thread& other : others) other.join();
+#endif
+}
+
+// work(i) for all i below n, by all threads.
+template <class Work>
+static void share_out(int64_t n, const Work& work) {
+  together(std::min(n, most_threads()), [&](int64_t thread, int64_t threads) {
+    for (int64_t i = n * thread / threads; i < n * (thread + 1) / threads; ++i) work(i);
+  });
+}
+
+// Bytes that a thread will soon read.
+struct Ahead {
+  const char *next = nullptr, *end = nullptr;
+};
+
+// Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
+// long waits, as for a thread whose core does other work.
+class Meeting {
+ public:
+  // Who has to wait fetches from `ahead` meanwhile.
+  void wait(int64_t threads, Ahead& ahead) {
+    if (threads == 1) return;
+    const uint32_t turn = turn_.load(std::memory_order_acquire);
+    if (count_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      count_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; spins < 4000; ++spins) {
+      if (turn_.load(std::memory_order_acquire) != turn) return;
+      if (ahead.next < ahead.end) {
+        QB_PREFETCH(ahead.next);
+        ahead.next += 64;
+        continue;
+      }
+      QB_PAUSE();
+    }
+    const Clock::time_point began = Clock::now();
+    while (turn_.load(std::memory_order_acquire) == turn) std::this_thread::yield();
+    const Clock::duration waited = Clock::now() - began;
+    if (waited > std::chrono::milliseconds(1)) lost_.fetch_add(waited.count(), std::memory_order_relaxed);
+  }
+  Clock::duration lost() const { return Clock::duration(lost_.load()); }
+
+ private:
+  std::atomic<Clock::rep> lost_{0};
+  alignas(64) std::atomic<int64_t> count_{0};
+  alignas(64) std::atomic<uint32_t> turn_{0};
+};
+
+}  // namespace qb
