@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,61 +44,52 @@ class Journal:
             raise InvalidInput(f"{path}: must be a file")
         if not path.parent.is_dir():
             raise InvalidInput(f"{path}: there is no such folder; make it first")
-        self._lock = FileLock(path.parent / f".{path.name}.lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise InvalidInput(
-                f"{path}: another program is writing it; wait for its end, or give another file"
-            ) from None
-        except OSError as error:
-            raise self._broken(error) from error
-        with ExitStack() as undo:
-            undo.callback(self._lock.release)
+        with ExitStack() as held, self._written():
             try:
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-                undo.callback(os.close, self._file)
-                self._end = self._load()
-                os.ftruncate(self._file, self._end)
-            except OSError as error:
-                raise self._broken(error) from error
-            undo.pop_all()
+                held.enter_context(FileLock(path.parent / f".{path.name}.lock", timeout=0))
+            except Timeout:
+                raise InvalidInput(
+                    f"{path}: another program is writing it; wait for its end, or give another file"
+                ) from None
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            held.callback(os.close, self._file)
+            self._end = self._load()
+            os.ftruncate(self._file, self._end)
+            self._held = held.pop_all()
         self._synced = time.monotonic()
 
     def _load(self) -> int:
         """Read the records that are there, and return where the last whole one ends, in bytes."""
-        end, torn = 0, 0
+        end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if torn:
-                    raise self._foreign(torn)
                 try:
-                    if not line.endswith(b"\n"):
+                    if not line.startswith(START) or not line.endswith(b"\n"):
                         raise ValueError
                     record = json.loads(line)
-                    name, known, good, model = (
-                        record["custom_id"],
-                        record["id"],
-                        not _failed(record),
-                        _fingerprint(record),
-                    )
-                    if not line.startswith(START):
-                        raise ValueError
+                    twice = record["custom_id"] in self.done
+                    self._count(record)
                 except (ValueError, KeyError, TypeError):
-                    whole = line.rstrip(b"\0")
-                    if whole[: len(START)] != START[: len(whole)]:
-                        raise self._foreign(number) from None
-                    torn = number
-                    continue
-                if name in self.done:
+                    whole = line.rstrip(b"\0")  # what a crash may leave where it was to be written
+                    if whole[: len(START)] != START[: len(whole)] or file.read(1):
+                        raise InvalidInput(
+                            f"{self.path}, line {number}: not an answer of quickbeam batch; give "
+                            "another output"
+                        ) from None
+                    break
+                if twice:
                     raise InvalidInput(
                         f"{self.path}, line {number}: a second answer to custom_id "
-                        f"{name!r}; give another output"
+                        f"{record['custom_id']!r}; give another output"
                     )
-                self.done[name], end = known, end + len(line)
-                self.failed += not good
-                self.fingerprint = self.fingerprint or model
+                end += len(line)
         return end
+
+    def _count(self, record: dict[str, Any]) -> None:
+        failed, model = _failed(record), _fingerprint(record)
+        self.done[record["custom_id"]] = record["id"]
+        self.failed += failed
+        self.fingerprint = self.fingerprint or model
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record.
@@ -109,60 +101,42 @@ class Journal:
         if model is not None and self.fingerprint not in (None, model):
             raise InvalidInput(
                 f"{self.path}: its answers are of another model, number format or version "
-                f"({self.fingerprint}, this is {model}); "
-                "go on with that one, or give another output"
+                f"({self.fingerprint}, this is {model}); go on with that one, or give another "
+                "output"
             )
-        self.fingerprint = self.fingerprint or model
         line = json.dumps(record).encode() + b"\n"
         left = memoryview(line)
-        try:
-            while left:
-                left = left[os.write(self._file, left) :]
-        except BaseException as error:
-            os.ftruncate(self._file, self._end)
-            if isinstance(error, OSError):
-                raise self._broken(error) from error
-            raise
-        self._end += len(line)
-        self.done[record["custom_id"]] = record["id"]
-        self.failed += _failed(record)
-        if time.monotonic() - self._synced >= GROUP:
-            self.sync()
-
-    def sync(self) -> None:
-        """Sync what was written to the disk."""
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise self._broken(error) from error
-        self._synced = time.monotonic()
-
-    def close(self) -> None:
-        """Sync the file and release it."""
-        try:
-            self.sync()
-        finally:
-            os.close(self._file)
-            self._lock.release()
+        with self._written():
+            try:
+                while left:
+                    left = left[os.write(self._file, left) :]
+            except BaseException:
+                os.ftruncate(self._file, self._end)
+                raise
+            self._end += len(line)
+            self._count(record)
+            if time.monotonic() - self._synced >= GROUP:
+                os.fsync(self._file)
+                self._synced = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with self._held, self._written():
+            os.fsync(self._file)
 
-    def _foreign(self, line: int) -> InvalidInput:
-        return InvalidInput(
-            f"{self.path}, line {line}: not an answer of quickbeam batch; give another output"
-        )
-
-    def _broken(self, error: OSError) -> QuickbeamError:
-        kept = (
-            f"; the {len(self.done)} answers before stay in it, and the same command goes on"
-            if self.done
-            else ""
-        )
-        return QuickbeamError(f"{self.path}: not written ({error.strerror}){kept}")
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Raise errors of the disk as `QuickbeamError`."""
+        try:
+            yield
+        except OSError as error:
+            count = len(self.done)
+            kept = f"; the {count} answers before stay in it, and the same command goes on"
+            raise QuickbeamError(
+                f"{self.path}: not written ({error.strerror}){kept if count else ''}"
+            ) from error
 
 
 def _failed(record: dict[str, Any]) -> bool:

@@ -69,29 +69,28 @@ def parse(number: int, line: bytes) -> Request:
         if not isinstance(given, str) or not given:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
         name = given
-        url, body = _envelope(fields) if fields.keys() & ENVELOPE else _short(fields)
-        if body.get("stream"):
-            raise ValueError("stream: a batch gives whole answers; leave it out")
+        url, body = _asked(fields)
     except (ValueError, RecursionError) as error:
-        return Request(
-            number,
-            name,
-            _digest(name, hashlib.sha256(line.strip()).hexdigest()),
-            "",
-            {},
-            f"line {number}: {error}",
-        )
+        digest = _digest(name, hashlib.sha256(line.strip()).hexdigest())
+        return Request(number, name, digest, "", {}, f"line {number}: {error}")
     digest = _digest(name, url, body)
     if body.get("seed") is None and body.get("seeds") is None:
         body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
     return Request(number, name, digest, url, body)
 
 
-def _envelope(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if unknown := fields.keys() - ENVELOPE:
-        raise ValueError(
-            f"unknown field {sorted(unknown)[0]!r} beside custom_id, method, url and body"
-        )
+def _asked(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the endpoint and the body that a line names. Raises `ValueError` if it is wrong."""
+    if not fields.keys() & ENVELOPE:
+        kinds = [kind for kind in SHORT if kind in fields]
+        if len(kinds) != 1:
+            raise ValueError(
+                "neither a request (custom_id, method, url, body) nor a short one, which has "
+                "either messages or prompt"
+            )
+        fields = {"url": SHORT[kinds[0]], "body": fields}
+    if unknown := sorted(fields.keys() - ENVELOPE):
+        raise ValueError(f"unknown field {unknown[0]!r} beside custom_id, method, url and body")
     if fields.get("method", "POST") != "POST":
         raise ValueError(f"method {json.dumps(fields['method'])}: must be POST")
     url, body = fields.get("url"), fields.get("body")
@@ -99,17 +98,9 @@ def _envelope(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"url {json.dumps(url)}: must be one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise ValueError("body: must be a JSON object")
+    if body.get("stream"):
+        raise ValueError("stream: a batch gives whole answers; leave it out")
     return url, body
-
-
-def _short(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    kinds = [kind for kind in SHORT if kind in fields]
-    if len(kinds) != 1:
-        raise ValueError(
-            "neither a request (custom_id, method, url, body) nor a short one, which "
-            "has either messages or prompt"
-        )
-    return SHORT[kinds[0]], fields
 
 
 def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
@@ -121,9 +112,8 @@ def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
 
 
 def _digest(*parts: Any) -> str:
-    return (
-        f"batch_req_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]}"
-    )
+    asked = json.dumps(parts, sort_keys=True).encode()
+    return f"batch_req_{hashlib.sha256(asked).hexdigest()[:32]}"
 
 
 def _refuse_constant(name: str) -> None:

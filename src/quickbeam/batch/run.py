@@ -105,18 +105,11 @@ def _record(request: Request, reply: Reply | None) -> dict[str, Any]:
 
     `reply` is None for a line that is not a valid request.
     """
-    record: dict[str, Any] = {
-        "id": request.id,
-        "custom_id": request.custom_id,
-        "response": None,
-        "error": None,
-    }
+    error = response = None
     if reply is None:
-        record["error"] = {"code": "invalid_request", "message": request.fault}
+        error = {"code": "invalid_request", "message": request.fault}
     else:
-        record["response"] = {
-            "status_code": reply.status,
-            "request_id": f"req_{uuid.uuid4().hex}",
-            "body": reply.body,
-        }
-    return record
+        number = f"req_{uuid.uuid4().hex}"
+        response = {"status_code": reply.status, "request_id": number, "body": reply.body}
+    own = {"id": request.id, "custom_id": request.custom_id}
+    return {**own, "response": response, "error": error}
