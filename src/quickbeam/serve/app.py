@@ -17,10 +17,9 @@ from quickbeam.serve import errors
 from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
 from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import TokenizeChat
+from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
 from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import Detokenize, TokenizeText
 from quickbeam.serve.security import Guard
 from quickbeam.serve.tool_formats import tool_format
 
@@ -122,7 +121,7 @@ async def tokenize(http: Request) -> Response:
     except Refused:
         raise
     except InvalidInput as error:
-        raise Refused(str(error), field_of(str(error), type(request).model_fields)) from error
+        raise Refused(str(error), field_of(str(error), request)) from error
     texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
     return JSONResponse(

@@ -8,53 +8,36 @@ from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.serve import convert, tools
 from quickbeam.serve.answers import Answers, Choices, Json
-from quickbeam.serve.convert import Wanted, encode_conversation, size_of
+from quickbeam.serve.convert import Prompts, encode_conversation, size_of
+from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
-from quickbeam.serve.messages import ChatRequest, Conversation, NamedTool, ToolMode
+from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import Request
 from quickbeam.serve.tools import Call, Calling, split
 
 
 async def begin(runner: Runner, request: ChatRequest) -> Chat:
     """Have the engine begin with a request, and return its reply."""
-    lengths = {
-        "max_completion_tokens": request.max_completion_tokens,
-        "max_tokens": request.max_tokens,
-    }
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    answers, calling = await begin_conversation(
-        runner, request, request, request.tool_choice, lengths, logprobs, bool(request.trace)
-    )
-    return Chat(runner, request, answers, calling)
+    return Chat(runner, request, *await begin_conversation(runner, request))
 
 
 async def begin_conversation(
-    runner: Runner,
-    request: Request,
-    conversation: Conversation,
-    choice: ToolMode | NamedTool | None,
-    lengths: dict[str, int | None],
-    logprobs: int | None,
-    trace: bool = False,
+    runner: Runner, request: ChatRequest | ResponsesRequest
 ) -> tuple[Answers, Calling]:
     """Have the engine begin to answer a conversation, and return what is asked in tool calls, too.
 
-    `lengths`, `logprobs` and `trace` are those of `Wanted`. Raises as `convert.begin` does.
+    Raises as `convert.begin` does.
     """
-    llm = runner.llm
-    several = getattr(request, "parallel_tool_calls", None)
-    calling = tools.calling(conversation.tools, choice, several, llm.tokenizer)
-    wanted = Wanted(
-        lambda: [encode_conversation(llm, conversation, calling.tools)],
-        size_of(conversation.messages),
-        lengths,
-        logprobs=logprobs,
+    llm, asked = runner.llm, request.conversation
+    several = request.parallel_tool_calls
+    calling = tools.calling(asked.tools, request.choice, several, llm.tokenizer)
+    prompts = Prompts(
+        lambda: [encode_conversation(llm, asked, calling.tools)],
+        size_of(asked.messages),
         grammar=calling.grammar,
         keep_special=calling.keeps_special,
-        trace=trace,
     )
-    return await convert.begin(runner, request, wanted), calling
+    return await convert.begin(runner, request, prompts), calling
 
 
 class Chat(Choices):

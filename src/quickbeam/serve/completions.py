@@ -11,42 +11,25 @@ from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
 from quickbeam.serve import convert
 from quickbeam.serve.answers import Answers, Choices, Json, Part
-from quickbeam.serve.convert import Wanted, encode_infill
+from quickbeam.serve.convert import Prompts, encode_infill
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
-
-LENGTH = 16  # default length of an answer in tokens, as in OpenAI's API
 
 
 async def begin(runner: Runner, request: CompletionRequest) -> Texts:
     """Have the engine begin with a request, and return its reply."""
     llm, prompts = runner.llm, request.prompts
     ids = [one for one in prompts if not isinstance(one, str)]
-    wanted = Wanted(
+    given = Prompts(
         lambda: [_encode(llm, one, request.suffix) for one in prompts],
         sum(len(one) + len(request.suffix or "") for one in prompts),
-        {"max_tokens": request.max_tokens},
         tokens=sum(map(len, ids)) if ids else None,
-        prompts=len(prompts),
-        length=LENGTH,
-        logprobs=request.logprobs,
-        prompt_logprobs=_prompt_logprobs(request),
-        trace=bool(request.trace),
+        number=len(prompts),
     )
-    answers = await convert.begin(runner, request, wanted)
+    answers = await convert.begin(runner, request, given)
     echoes = [_text(llm, one) if request.echo else "" for one in prompts]
     return Texts(runner, request, answers, echoes)
-
-
-def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return `SamplingParams.prompt_logprobs`.
-
-    An echo gets as many as `logprobs` says, and without an answer at least 0.
-    """
-    if not request.echo or request.prompt_logprobs is not None:
-        return request.prompt_logprobs
-    return 0 if request.logprobs is None and request.max_tokens == 0 else request.logprobs
 
 
 def _encode(llm: LLM, prompt: str | list[int], suffix: str | None) -> list[int]:

@@ -10,7 +10,7 @@ import inspect
 import json
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,15 +21,7 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import (
-    AssistantMessage,
-    CalledFunction,
-    Content,
-    Conversation,
-    Message,
-    Tool,
-    ToolMessage,
-)
+from quickbeam.serve.messages import Content, Conversation, Message, TokenizeText, Tool, ToolMessage
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import Request, Speculation
 
@@ -47,36 +39,25 @@ MOST_LOGPROBS = 2**20  # of one response that is no stream; more would take a se
 SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
 
-class Wanted(NamedTuple):
-    """What the fields of one API ask for, beside the fields that all APIs share.
+class Prompts(NamedTuple):
+    """The prompts of a request, before they are encoded, and what their tools ask of its answers.
 
     - `encode`: returns the prompts' token ids; it runs in a thread.
-    - `size`: the prompts' length in characters, from which their place in the queue is estimated,
-      unless `tokens`, their number of tokens, is known.
-    - `prompts`: how many there are.
-    - `lengths`: the fields that may limit the answer's length, each with its value; the first that
-      is given counts. `length` is the limit if none is given; None means as many tokens as there is
-      room for.
-    - `logprobs`, `prompt_logprobs`: as in `SamplingParams`.
-    - `grammar`: takes precedence over the shared fields that give one.
+    - `size`: their length in characters, from which their place in the queue is estimated, unless
+      `tokens`, their number of tokens, is known. `number` is how many there are.
+    - `grammar`: takes precedence over the request's own.
     - `keep_special`: special tokens stay in the text.
-    - `trace`: deltas carry steps.
     """
 
     encode: Callable[[], list[list[int]]]
     size: int
-    lengths: dict[str, int | None]
     tokens: int | None = None
-    prompts: int = 1
-    length: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    number: int = 1
     grammar: Grammar | None = None
     keep_special: bool = False
-    trace: bool = False
 
 
-async def begin(runner: Runner, request: Request, wanted: Wanted) -> Answers:
+async def begin(runner: Runner, request: Request, given: Prompts) -> Answers:
     """Have the engine begin with a request, and return its answers.
 
     The request first takes a place in the queue; then its prompts are encoded. Raises
@@ -84,27 +65,27 @@ async def begin(runner: Runner, request: Request, wanted: Wanted) -> Answers:
     """
     try:
         check_model(runner, request.model)
-        return await _begun(runner, request, wanted)
+        return await _begun(runner, request, given)
     except Refused:
         raise
     except InvalidInput as error:  # named by the request's field that it is about
-        message = str(error).replace("max_tokens", _length(wanted)[0])
-        param = field_of(message, type(request).model_fields)
+        message = str(error).replace("max_tokens", request.asked_length[0])
+        param = field_of(message, request)
         if message.startswith(("json_schema", "regex", "lark", "grammar")):
             param = request.grammars[0].param if request.grammars else "tools"
         raise Refused(message, param) from error
 
 
-async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
+async def _begun(runner: Runner, request: Request, given: Prompts) -> Answers:
     asked = request.speculation or Speculation()
     if asked.method not in (None, *(methods := runner.llm.methods)):
         raise Refused(
             f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
             "speculation.method",
         )
-    params = sampling(request, wanted, runner.defaults)
-    with runner.enter(wanted.size, wanted.prompts * params.n, wanted.tokens) as ticket:
-        prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, wanted)
+    params = sampling(request, given, runner.defaults)
+    with runner.enter(given.size, given.number * params.n, given.tokens) as ticket:
+        prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, given)
         if params.grammar is not None:
             await runner.compile_grammar(params.grammar)
         _check_logprobs(request, params, len(prompts), max(lengths))
@@ -115,23 +96,13 @@ async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
             seeds = [secrets.randbits(SEED_BITS) if seed is None else seed for seed in seeds]
         # of a prompt that is only scored, all answers are the same
         choices = range(params.n if params.max_tokens else 1)
-        jobs = [
-            Job(
-                ids,
-                replace(
-                    params,
-                    max_tokens=most,
-                    seed=seed,
-                    prompt_logprobs=None if choice else params.prompt_logprobs,
-                ),
-                choice,
-                asked.method,
-                asked.budget,
-                wanted.trace,
-            )
-            for ids, most, seed in zip(prompts, lengths, seeds, strict=True)
-            for choice in choices
-        ]
+        how = (asked.method, asked.budget, bool(getattr(request, "trace", False)))
+        jobs = []
+        for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
+            own = replace(params, max_tokens=most, seed=seed)
+            for choice in choices:  # the first scores the prompt
+                asks = replace(own, prompt_logprobs=None) if choice else own
+                jobs.append(Job(ids, asks, choice, *how))
         streams = await runner.begin(jobs, ticket)
         each = params.n // len(choices)
         return Answers([one for one in streams for _ in range(each)], prompts, seeds)
@@ -144,19 +115,18 @@ def _check_logprobs(request: Request, params: SamplingParams, prompts: int, leng
         raise Refused(
             f"{each} log-probabilities for each of up to {prompts * params.n * length} tokens: "
             "ask for a stream, fewer answers, or shorter ones",
-            "top_logprobs" if "top_logprobs" in type(request).model_fields else "logprobs",
+            "top_logprobs" if hasattr(request, "top_logprobs") else "logprobs",
         )
 
 
-def field_of(message: str, names: Collection[str]) -> str:
+def field_of(message: str, request: Request | Conversation | TokenizeText) -> str:
     """Return which of a request's fields an error is about.
 
     Messages begin with its name; the others are about the prompt.
     """
     word = message[: len(message) - len(message.lstrip(string.ascii_letters + "_"))]
     within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
-    prompts = (name for name in ("messages", "input", "prompt") if name in names)
-    return word if word in names else within.get(word) or next(prompts)
+    return word if word in type(request).model_fields else within.get(word, request.prompt_field)
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -170,7 +140,7 @@ def check_model(runner: Runner, model: str | None) -> None:
         )
 
 
-def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the request's sampling parameters, without the final length of the answer.
 
     `defaults` holds parameters for requests that don't give them. Raises `InvalidInput` for values
@@ -182,38 +152,31 @@ def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> S
         given["top_k"] = 0
     if request.logit_bias:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
-    if wanted.keep_special:
+    if prompts.keep_special:
         given["skip_special_tokens"] = False
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
-    length = _length(wanted)[1]
+    length = request.asked_length[1]
     return SamplingParams(
         max_tokens=2**31 if length is None else length,
-        logprobs=wanted.logprobs,
-        prompt_logprobs=wanted.prompt_logprobs,
-        grammar=wanted.grammar or _grammar(request),
+        logprobs=request.scores,
+        prompt_logprobs=request.prompt_scores,
+        grammar=prompts.grammar or _grammar(request),
         **given,
     )
 
 
-def _length(wanted: Wanted) -> tuple[str, int | None]:
-    """Return the name of the field that limits the answer's length, and the limit in tokens."""
-    given = ((name, value) for name, value in wanted.lengths.items() if value is not None)
-    return next(given, (next(iter(wanted.lengths)), wanted.length))
-
-
-def _measured(llm: LLM, request: Request, wanted: Wanted) -> tuple[list[list[int]], list[int]]:
+def _measured(llm: LLM, request: Request, given: Prompts) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids, and the number of tokens that its answer may have.
 
     Raises `Refused` for an empty prompt, before any other is answered, and for one that leaves too
     little room in the context.
     """
-    name, asked = _length(wanted)
+    (name, asked), param = request.asked_length, request.prompt_field
     method = request.speculation.method if request.speculation else None
-    param = field_of("", type(request).model_fields)
-    if wanted.tokens is None:
-        check_size(llm, wanted.size, param, wanted.prompts)
-    prompts, lengths = wanted.encode(), list[int]()
+    if given.tokens is None:
+        check_size(llm, given.size, param, given.number)
+    prompts, lengths = given.encode(), list[int]()
     for ids in prompts:
         if not ids:
             raise Refused("an empty prompt: give at least one token", param)
@@ -333,25 +296,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
-        role = "system" if message.role == "developer" else message.role
-        one: dict[str, Any] = {"role": role, "content": text_of(message.content)}
-        if message.name is not None:
-            one["name"] = message.name
-        if isinstance(message, AssistantMessage):
-            if message.reasoning_content is not None:
-                one["reasoning_content"] = message.reasoning_content
-            calls = message.tool_calls or []
-            names |= {call.id: call.function.name for call in calls}
-            where = f"messages[{number}].tool_calls[{{}}].function.arguments"
-            if calls:
-                one["tool_calls"] = [
-                    {**call.model_dump(), "function": _called(call.function, where.format(i))}
-                    for i, call in enumerate(calls)
-                ]
-        if isinstance(message, ToolMessage):
-            one["tool_call_id"] = message.tool_call_id
-            if message.tool_call_id in names:
-                one.setdefault("name", names[message.tool_call_id])
+        one = {**message.model_dump(exclude_none=True), "content": text_of(message.content)}
+        if message.role == "developer":
+            one["role"] = "system"
+        for i, call in enumerate(one.get("tool_calls", ())):
+            names[call["id"]] = call["function"]["name"]
+            where = f"messages[{number}].tool_calls[{i}].function.arguments"
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
+        if isinstance(message, ToolMessage) and message.tool_call_id in names:
+            one.setdefault("name", names[message.tool_call_id])
         shown.append(one)
     return shown
 
@@ -366,11 +319,11 @@ def size_of(messages: Sequence[Message]) -> int:
     return sum(len(text_of(message.content)) for message in messages)
 
 
-def _called(function: CalledFunction, where: str) -> dict[str, Any]:
+def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(function.arguments or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise Refused(f"{where}: not a JSON object", where)
-    return {"name": function.name, "arguments": arguments}
+    return arguments

@@ -5,38 +5,30 @@ Knows nothing of models.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.messages import (
-    AssistantMessage,
-    CalledFunction,
     Conversation,
     Function,
     FunctionName,
-    Message,
     NamedTool,
-    SystemMessage,
     Tool,
-    ToolCall,
-    ToolMessage,
     ToolMode,
-    UserMessage,
     check_tools,
 )
 from quickbeam.serve.schemas import (
     AskedGrammar,
     Body,
     Few,
-    JsonObject,
     Object,
+    PlainFormat,
     Request,
     Returned,
     Schema,
     Some,
-    TextFormat,
     format_grammars,
     refuse,
     text_part,
@@ -131,9 +123,7 @@ class JsonSchemaFormat(Schema):
 
 
 class TextConfig(Body):
-    format: (
-        Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None
-    ) = None
+    format: Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -151,6 +141,9 @@ class ResponseStreamOptions(Body):
 
 class ResponsesRequest(Request):
     """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
+
+    prompt_field: ClassVar[str] = "input"
+    length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
     input: str | Some[AnyItem]
     instructions: str | None = None
@@ -181,6 +174,11 @@ class ResponsesRequest(Request):
         return [*format_grammars("text", form), *super().grammars]
 
     @property
+    def scores(self) -> int | None:
+        scored = self.top_logprobs is not None or LOGPROBS in (self.include or [])
+        return (self.top_logprobs or 0) if scored else None
+
+    @property
     def chat_tools(self) -> list[Tool]:
         """The tools in the form of chats."""
         return [Tool(type="function", function=tool) for tool in self.tools or []]
@@ -193,44 +191,37 @@ class ResponsesRequest(Request):
             return chosen
         return NamedTool(type="function", function=FunctionName(name=chosen.name))
 
-    def to_conversation(self) -> Conversation:
-        """Return the input as a conversation.
+    @property
+    def conversation(self) -> Conversation:
+        """The input as a conversation.
 
         Tool calls become part of the assistant's message directly before them, or else a message of
         their own.
         """
-        messages = list[Message]()
+        messages = list[dict[str, Any]]()
         if self.instructions is not None:
-            messages.append(SystemMessage(role="system", content=self.instructions))
-        items = self.input
-        if isinstance(items, str):
-            items = [MessageItem(role="user", content=items)]
-        for item in items:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        for item in self.input if not isinstance(self.input, str) else ():
             if isinstance(item, CallItem):
-                called = CalledFunction(name=item.name, arguments=item.arguments)
-                call = ToolCall(id=item.call_id, type="function", function=called)
-                if messages and isinstance(last := messages[-1], AssistantMessage):
-                    last.tool_calls = [*(last.tool_calls or []), call]
-                else:
-                    messages.append(AssistantMessage(role="assistant", tool_calls=[call]))
-                continue
-            about: Message
-            text = _text(item.output if isinstance(item, OutputItem) else item.content)
-            if isinstance(item, OutputItem):
-                call_id = item.call_id
-                about = ToolMessage(role="tool", content=text, tool_call_id=call_id, name=item.name)
-            elif isinstance(item, AnswerItem):
-                about = AssistantMessage(role="assistant", content=text)
-            elif item.role == "user":
-                about = UserMessage(role="user", content=text)
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif isinstance(item, OutputItem):
+                about = {"role": "tool", "tool_call_id": item.call_id, "name": item.name}
+                messages.append({**about, "content": _text(item.output)})
             else:
-                about = SystemMessage(role=item.role, content=text)
-            messages.append(about)
-        return Conversation(
-            messages=messages,
-            tools=self.chat_tools,
-            reasoning_effort=self.reasoning.effort if self.reasoning else None,
-            chat_template_kwargs=self.chat_template_kwargs,
+                messages.append({"role": item.role, "content": _text(item.content)})
+        return Conversation.model_validate(
+            {
+                "messages": messages,
+                "tools": self.chat_tools,
+                "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+                "chat_template_kwargs": self.chat_template_kwargs,
+            }
         )
 
 

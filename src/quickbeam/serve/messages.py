@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 from typing_extensions import Self
@@ -13,6 +13,7 @@ from quickbeam.serve.schemas import (
     Body,
     Few,
     GenerationRequest,
+    Ids,
     Object,
     Returned,
     Root,
@@ -84,14 +85,8 @@ class ToolCall(Returned):
     function: CalledFunction
 
 
-class SystemMessage(Body):
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
 class UserMessage(Body):
-    role: Literal["user"]
+    role: Literal["user", "system", "developer"]
     content: Content
     name: str | None = None
 
@@ -125,13 +120,13 @@ class ToolMessage(Body):
     name: str | None = None
 
 
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
+Message = Annotated[UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class Conversation(Body):
     """What a chat template makes a prompt from."""
+
+    prompt_field: ClassVar[str] = "messages"
 
     messages: Some[Message]
     tools: Few[Tool] | None = None
@@ -158,7 +153,9 @@ class Prediction(Body):
     content: Content
 
 
-class ChatRequest(GenerationRequest, Conversation):
+class ChatRequest(Conversation, GenerationRequest):
+    length_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
@@ -178,6 +175,30 @@ class ChatRequest(GenerationRequest, Conversation):
         check_tools(self.tools, self.tool_choice, self.grammars)
         return self
 
+    @property
+    def conversation(self) -> Conversation:
+        return self
+
+    @property
+    def choice(self) -> ToolMode | NamedTool | None:
+        return self.tool_choice
+
+    @property
+    def scores(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class TokenizeChat(Root, Conversation):
     return_token_strs: bool | None = None
+
+
+class TokenizeText(Root):
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Detokenize(Root):
+    tokens: Ids

@@ -16,7 +16,7 @@ from quickbeam.engine.result import Completion, Logprob
 from quickbeam.serve.answers import Answers, Json, Reply
 from quickbeam.serve.chat import begin_conversation
 from quickbeam.serve.errors import problem
-from quickbeam.serve.items import LOGPROBS, ResponsesRequest
+from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
@@ -45,34 +45,18 @@ async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, s
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     """Have the engine begin with a request, and return its reply."""
-    scored = request.top_logprobs is not None or LOGPROBS in (request.include or [])
-    answers, calling = await begin_conversation(
-        runner,
-        request,
-        request.to_conversation(),
-        request.choice,
-        {"max_output_tokens": request.max_output_tokens},
-        (request.top_logprobs or 0) if scored else None,
-    )
-    return Responses(runner, request, answers, calling, scored)
+    return Responses(runner, request, *await begin_conversation(runner, request))
 
 
 class Responses(Reply):
-    """A request to the Responses API while it is answered.
-
-    `scored`: its texts have log-probabilities.
-    """
+    """A request to the Responses API while it is answered."""
 
     def __init__(
-        self,
-        runner: Runner,
-        request: ResponsesRequest,
-        answers: Answers,
-        calling: Calling,
-        scored: bool,
+        self, runner: Runner, request: ResponsesRequest, answers: Answers, calling: Calling
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
         self._reader = calling.reader()
+        scored = request.scores is not None
         self._items = Items(TokenTexts(runner.llm.tokenizer) if scored else None)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
 

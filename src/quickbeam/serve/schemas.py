@@ -12,7 +12,7 @@ megabytes may hold a million of them.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -198,6 +198,12 @@ class StreamOptions(Body):
 class Request(Root):
     """The fields that all requests for text share."""
 
+    prompt_field: ClassVar[str] = "prompt"
+    # fields that may limit the answer's length (the first that is given counts), and the limit if
+    # none does (None: as long as there is room)
+    length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    length: ClassVar[int | None] = None
+
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -250,13 +256,26 @@ class Request(Root):
             given.append(AskedGrammar(f"structured_outputs.{name}", kind, vllm.get(name) or None))
         return [one for one in given if one.value is not None]
 
+    @property
+    def asked_length(self) -> tuple[str, int | None]:
+        """The name of the field that limits the answer's length, and the limit in tokens."""
+        given = ((name, getattr(self, name)) for name in self.length_fields)
+        found = next((one for one in given if one[1] is not None), None)
+        return found or (self.length_fields[0], self.length)
 
-class TextFormat(Body):
-    type: Literal["text"]
+    @property
+    def scores(self) -> int | None:
+        """`SamplingParams.logprobs`."""
+        raise NotImplementedError
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """`SamplingParams.prompt_logprobs`."""
+        return None
 
 
-class JsonObject(Body):
-    type: Literal["json_object"]
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
 
 
 class Schema(Body):
@@ -272,16 +291,16 @@ class JsonSchema(Body):
 
 
 def format_grammars(
-    param: str, asked: TextFormat | JsonObject | JsonSchema | Schema | None
+    param: str, asked: PlainFormat | JsonSchema | Schema | None
 ) -> list[AskedGrammar]:
     """Return the grammar of a response format; none if any text will do."""
-    schema = asked.json_schema if isinstance(asked, JsonSchema) else asked
-    if isinstance(schema, Schema):
-        return [AskedGrammar(param, "json_schema", schema.schema_)]
-    return [AskedGrammar(param, "json_object", True)] if isinstance(asked, JsonObject) else []
+    form = asked.json_schema if isinstance(asked, JsonSchema) else asked
+    if isinstance(form, Schema):
+        return [AskedGrammar(param, "json_schema", form.schema_)]
+    return [AskedGrammar(param, "json_object", True)] if form and form.type != "text" else []
 
 
-ResponseFormat = Annotated[TextFormat | JsonObject | JsonSchema, Field(discriminator="type")]
+ResponseFormat = Annotated[PlainFormat | JsonSchema, Field(discriminator="type")]
 
 
 class GenerationRequest(Request):
@@ -311,6 +330,8 @@ MOST_OF_PROMPTS = 20
 
 
 class CompletionRequest(GenerationRequest):
+    length: ClassVar[int | None] = 16  # as in OpenAI's API
+
     prompt: str | Some[str] | Annotated[Ids, Field(min_length=1)] | Some[Ids]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
@@ -326,6 +347,17 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+    @property
+    def scores(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """An echo gets as many as `logprobs` says, and without an answer at least 0."""
+        if not self.echo or self.prompt_logprobs is not None:
+            return self.prompt_logprobs
+        return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -361,13 +393,3 @@ class CompletionRequest(GenerationRequest):
             if broken:
                 raise refuse(what, param)
         return self
-
-
-class TokenizeText(Root):
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class Detokenize(Root):
-    tokens: Ids
