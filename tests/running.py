@@ -91,7 +91,7 @@ async def begun(runner: Runner, *jobs: Job) -> list[Any]:
 
 def begun_answers(runner: Runner) -> int:
     """How many answers have been begun and are not over."""
-    return sum(len(one.answers) for one in runner._engine._mailboxes.values())
+    return sum(len(one.answers) for one in runner.loaded._mailboxes.values())
 
 
 def idle(runner: Runner) -> bool:

@@ -205,7 +205,7 @@ def under_load(
             asyncio.run(until(lambda: tasks(loop) <= before))
             port = int(base.rsplit(":", 1)[1])
             asyncio.run(until(lambda: not connections(port)))
-            assert runner.healthy and llm.engine.used == llm.engine.nodes == 0.0
+            assert not runner.unhealthy_reason and llm.engine.used == llm.engine.nodes == 0.0
             llm.reset()
             assert llm.model.pool.used == 0 and (
                 llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0

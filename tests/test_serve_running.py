@@ -67,7 +67,7 @@ async def listening(
     serving = asyncio.create_task(
         serve(server, listener, lambda: (load() if load else llm, "fp_tiny"))
     )
-    await until(lambda: server.started and (load is not None or runner.healthy))
+    await until(lambda: server.started and (load is not None or not runner.unhealthy_reason))
     one = Listening(runner, server, address, serving)
     try:
         async with httpx.AsyncClient(base_url=address, timeout=60) as client:
@@ -110,7 +110,7 @@ async def test_it_listens_while_it_loads(llm):
         # the request for an answer, and not the question what models there are
         assert refused(one.runner) == 1
         go.set()
-        await until(lambda: one.runner.healthy)
+        await until(lambda: not one.runner.unhealthy_reason)
         assert (await client.get("/health")).json() == {"status": "ok"}
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
@@ -247,7 +247,7 @@ async def test_health_fails_when_the_engine_is_silent(llm):
         with braked(llm.engine) as brake:
             task = asyncio.create_task(begun(runner, job(llm)))
             await until(brake.waits.is_set)
-            await until(lambda: not runner.healthy)
+            await until(lambda: bool(runner.unhealthy_reason))
             response = await client.get("/health")
             assert response.status_code == 503 and re.search(
                 r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"]
@@ -255,7 +255,7 @@ async def test_health_fails_when_the_engine_is_silent(llm):
             brake.release()
             for stream in await task:
                 stream.close()
-            await until(lambda: runner.healthy)
+            await until(lambda: not runner.unhealthy_reason)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

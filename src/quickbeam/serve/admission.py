@@ -49,48 +49,19 @@ class Phase(str, Enum):
     draining = "draining"
 
 
-class Place:
-    """The place of one answer: it first waits, then runs, and then is over."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-        self._waits = self._inside = True
-
-    def begin(self) -> None:
-        """Record that the engine has started the answer."""
-        if self._waits:
-            self._ticket.gate.starts.append(time.perf_counter())
-            self._ticket.weigh(0)
-            self._stop_waiting()
-
-    def end(self) -> None:
-        """Record that the answer is over, or that it will never be started."""
-        if self._inside:
-            self._inside = False
-            self._stop_waiting()
-            self._ticket.leave()
-
-    def _stop_waiting(self) -> None:
-        self._ticket.gate.waiting -= self._waits
-        self._waits = False
-
-
 class Ticket:
     """The admission of one request, for `choices` answers to prompts of about `tokens` tokens.
 
     The prompts' tokens count as waiting until the engine starts the first answer. Leaving the
-    `with` block ends the places that were not taken with `place`.
+    `with` block ends the answers that were not `taken`. Of each that was, `begin` and then `end`
+    must be called.
     """
 
     def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable) -> None:
         self.gate, self.tokens, self.tenant = gate, tokens, tenant
         self.entered = time.perf_counter()
-        self._free = [Place(self) for _ in range(choices)]
-        self._inside = choices  # number of places that are not over
-
-    def place(self) -> Place:
-        """Take one of the ticket's places. Whoever takes it must end it."""
-        return self._free.pop()
+        self.taken = 0
+        self._choices = self._inside = choices
 
     def weigh(self, tokens: int) -> None:
         """Count the prompts with so many tokens while they wait; 0: they wait no longer."""
@@ -98,8 +69,14 @@ class Ticket:
             self.gate.waiting_tokens += tokens - self.tokens
             self.tokens = tokens
 
-    def leave(self) -> None:
-        """Record that one of the answers is over."""
+    def begin(self) -> None:
+        """Record that the engine has started an answer, or that it is over before that."""
+        self.gate.starts.append(time.perf_counter())
+        self.gate.waiting -= 1
+        self.weigh(0)
+
+    def end(self) -> None:
+        """Record that an answer is over."""
         self._inside -= 1
         if not self._inside:
             self.weigh(0)
@@ -108,9 +85,10 @@ class Ticket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        while self._free:
-            self._free.pop().end()
+    def __exit__(self, *error: object) -> None:
+        for _ in range(self._choices - self.taken):
+            self.gate.waiting -= 1
+            self.end()
 
 
 class Gate:
@@ -118,10 +96,10 @@ class Gate:
 
     No tenant may take the whole queue: an eighth of it is left to others.
 
-    `phase` says whether any request may enter. `places` is the number of answers that the engine
-    computes at the same time. `inside` counts the answers that are not over, `waiting` those of
-    them that the engine has not started, and `waiting_tokens` the tokens of their prompts.
-    `starts` are the times of the latest starts (`time.perf_counter`).
+    `places` is the number of answers that the engine computes at the same time. `inside` counts the
+    answers that are not over, `waiting` those of them that the engine has not started, and
+    `waiting_tokens` the tokens of their prompts. `starts` are the times of the latest starts
+    (`time.perf_counter`).
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -129,17 +107,16 @@ class Gate:
         self.inside = self.waiting = self.waiting_tokens = 0
         self.starts = deque[float](maxlen=SEEN)
         self._inside_of = Counter[Hashable]()  # by tenant
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.empty = asyncio.Event()
+        self.empty.set()
 
     def enter(self, tokens: int, choices: int = 1, tenant: Hashable = None) -> Ticket:
         """Let a request in, and return its ticket.
 
-        `tokens` is the estimated number of its prompt tokens, `choices` the number of its answers,
-        `tenant` whose it is. Raises `Unavailable` if the server is not ready, `InvalidInput` for
-        more answers than can ever be let in, and `Busy` if too many answers or prompt tokens wait
-        already, of all tenants or of this one. A prompt of more than `max_waiting_tokens` is let in
-        if no prompt is waiting, because its turn would never come otherwise.
+        Raises `Unavailable` if the server is not ready, `InvalidInput` for more answers than can
+        ever be let in, and `Busy` if too many answers or prompt tokens wait already, of all tenants
+        or of this one. A prompt of more than `max_waiting_tokens` is let in if no prompt is
+        waiting, because its turn would never come otherwise.
         """
         self.check()
         settings, own = self.settings, self._inside_of[tenant]
@@ -171,7 +148,7 @@ class Gate:
         self.waiting += choices
         self._inside_of[tenant] += choices
         self.waiting_tokens += tokens
-        self._empty.clear()
+        self.empty.clear()
         return Ticket(self, tokens, choices, tenant)
 
     def check(self) -> None:
@@ -204,8 +181,4 @@ class Gate:
         if not self._inside_of[tenant]:
             del self._inside_of[tenant]
         if not self.inside:
-            self._empty.set()
-
-    async def emptied(self) -> None:
-        """Wait until all answers are over."""
-        await self._empty.wait()
+            self.empty.set()

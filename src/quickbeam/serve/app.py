@@ -99,7 +99,7 @@ def _model(runner: Runner, name: str) -> dict[str, Any]:
 
     It also has vLLM's `root` and `max_model_len`, and the methods that `speculation` may name.
     """
-    llm = runner.loaded
+    llm = runner.loaded.llm
     return {
         "id": name,
         "object": "model",

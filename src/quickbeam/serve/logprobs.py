@@ -61,17 +61,12 @@ def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, An
     """
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": texts.text_of(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(texts.bytes_of(token)),
-        }
+        spelled = {"token": texts.text_of(token), "bytes": list(texts.bytes_of(token))}
+        return {**spelled, "logprob": max(logprob, LOWEST)}
 
     content = [
-        {
-            **one(entry.token, entry.logprob),
-            "top_logprobs": [one(*pair) for pair in entry.top.items()],
-        }
+        one(entry.token, entry.logprob)
+        | {"top_logprobs": [one(*pair) for pair in entry.top.items()]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}

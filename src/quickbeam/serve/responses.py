@@ -34,13 +34,9 @@ async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, s
             number += 1
     except Exception as error:
         about = problem(error)
-        event = {
-            "type": "error",
-            "code": about.code or about.type,
-            "message": about.message,
-            "param": about.param,
-        }
-        yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
+        told = {"code": about.code or about.type, "message": about.message, "param": about.param}
+        event = {"type": "error", **told, "sequence_number": number}
+        yield {"event": "error", "data": json.dumps(event)}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
@@ -182,20 +178,14 @@ class Items:
         yield self._event("output_text.delta", delta=text, logprobs=logprobs)
 
     def _begin(self) -> Iterator[Json]:
-        item: Json = {
-            "type": "message",
-            "id": f"msg_{secrets.token_hex(12)}",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
+        own = {"id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
+        item: Json = {"type": "message", **own, "status": "in_progress", "content": []}
         self.output.append(item)
         yield self._about_item("added")
-        item["content"].append(
-            {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        )
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item["content"].append(part)
         self._open = item
-        yield self._event("content_part.added", part={**item["content"][0], "logprobs": []})
+        yield self._event("content_part.added", part={**part, "logprobs": []})
 
     def _close(self, status: str = "completed") -> Iterator[Json]:
         if (item := self._open) is None:
@@ -211,14 +201,8 @@ class Items:
     def _call(self, call: Call) -> Iterator[Json]:
         self._take()  # drops the log-probabilities of the call's tokens
         yield from self._close()
-        item = {
-            "type": "function_call",
-            "id": f"fc_{secrets.token_hex(12)}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
+        own = {"id": f"fc_{secrets.token_hex(12)}", "call_id": call.id, "name": call.name}
+        item = {"type": "function_call", **own, "arguments": "", "status": "in_progress"}
         self.output.append(item)
         yield self._about_item("added")
         where = {"item_id": item["id"], "output_index": len(self.output) - 1}
@@ -230,22 +214,16 @@ class Items:
 
     def _about_item(self, what: str) -> Json:
         """Return an event with a copy of the last item, as the item itself grows further."""
-        item = {
-            name: list(value) if isinstance(value, list) else value
-            for name, value in self.output[-1].items()
-        }
+        last = self.output[-1].items()
+        item = {name: [*value] if isinstance(value, list) else value for name, value in last}
         where = {"output_index": len(self.output) - 1}
         return {"type": f"response.output_item.{what}", **where, "item": item}
 
     def _event(self, kind: str, **more: Any) -> Json:
         """Return an event about the open message's text."""
         assert self._open is not None
-        where = {
-            "item_id": self._open["id"],
-            "output_index": len(self.output) - 1,
-            "content_index": 0,
-        }
-        return {"type": f"response.{kind}", **where, **more}
+        where = {"item_id": self._open["id"], "output_index": len(self.output) - 1}
+        return {"type": f"response.{kind}", **where, "content_index": 0, **more}
 
     def _take(self, size: int | None = None) -> list[Json]:
         """Take the log-probabilities of the first tokens, which have `size` bytes, or all."""

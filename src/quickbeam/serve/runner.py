@@ -90,18 +90,14 @@ class Runner:
         Raises `Unavailable` if none is loaded yet, and counts the request as refused.
         """
         try:
-            return self.loaded
+            return self.loaded.llm
         except Unavailable as error:
             self.metrics.refused(error)
             raise
 
     @property
-    def loaded(self) -> LLM:
+    def loaded(self) -> AsyncLLM:
         """The model. Raises `Unavailable` if none is loaded yet, without counting that."""
-        return self._engine.llm
-
-    @property
-    def _engine(self) -> AsyncLLM:
         if self._aio is None:
             self.gate.check()
         assert self._aio is not None
@@ -164,32 +160,22 @@ class Runner:
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
         prompt = len(job.prompt)
         counting = RequestMetrics(self.metrics, job.params, prompt, ticket.entered)
-        place = ticket.place()
+        how: dict[str, Any] = {"method": job.method, "budget": job.budget, "choice": job.choice}
+        watch = {"observer": counting.step, "trace": job.trace, "tenant": ticket.tenant}
         try:
-            stream = await self._engine.stream(
-                job.prompt,
-                job.params,
-                method=job.method,
-                budget=job.budget,
-                choice=job.choice,
-                observer=counting.step,
-                trace=job.trace,
-                tenant=ticket.tenant,
-            )
-        except BaseException as error:
-            place.end()
-            if isinstance(error, Closed):
-                why = self.unhealthy_reason or error
-                gone = Unavailable(f"the server can't answer: {why}", LONGEST_WAIT)
-                self.metrics.refused(gone)
-                raise gone from error
-            raise
+            stream = await self.loaded.stream(job.prompt, job.params, **how, **watch)
+        except Closed as error:
+            why = self.unhealthy_reason or error
+            gone = Unavailable(f"the server can't answer: {why}", LONGEST_WAIT)
+            self.metrics.refused(gone)
+            raise gone from error
 
         def over(answer: Stream) -> None:
-            place.end()
+            ticket.end()
             counting.over(answer.completion, answer.times)
 
-        stream.watch(place.begin, over)
+        ticket.taken += 1
+        stream.watch(ticket.begin, over)
         return stream
 
     @property
@@ -201,11 +187,6 @@ class Runner:
     def heartbeat(self) -> float:
         """Seconds since the engine's thread began its latest step; 0 while it is idle."""
         return 0.0 if self._aio is None else self._aio.silence
-
-    @property
-    def healthy(self) -> bool:
-        """Whether requests are answered."""
-        return self.unhealthy_reason is None
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -225,12 +206,9 @@ class Runner:
         Returns whether all of them finished.
         """
         self.gate.phase = Phase.draining
-        try:
-            with anyio.fail_after(self.settings.drain_timeout):
-                await self.gate.emptied()
-        except TimeoutError:
-            return False
-        return True
+        with anyio.move_on_after(self.settings.drain_timeout):
+            await self.gate.empty.wait()
+        return self.gate.empty.is_set()
 
     async def close(self) -> None:
         """End all answers under way, and the engine's thread."""

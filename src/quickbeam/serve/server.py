@@ -6,9 +6,8 @@ import asyncio
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -94,24 +93,16 @@ class Server(uvicorn.Server):
         # otherwise sse-starlette cancels open streams as soon as the server begins to end
         AppStatus.enable_automatic_graceful_drain = False
         super().__init__(config(runner))
-        self._ending = False  # whether a signal has come
-        self._draining: asyncio.Task[None] | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        self._draining: Future[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._ending:
+        if self._draining is not None:
             os._exit(128 + sig)
-        self._ending = True
-        self._loop.call_soon_threadsafe(self._begin_to_drain)
+        loop = asyncio.get_running_loop()  # this thread's, which the signal interrupts
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), loop)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self.runner.alive
-
-    def _begin_to_drain(self) -> None:
-        self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         if not await self.runner.drain():
@@ -153,7 +144,9 @@ async def serve(
     """
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
-    loading = asyncio.wrap_future(_in_thread(load))
+    # an executor that asyncio does not wait for
+    threads = ThreadPoolExecutor(1, "quickbeam-load")
+    loading = asyncio.get_running_loop().run_in_executor(threads, load)
     tasks: list[asyncio.Future[Any]] = [serving, loading]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -161,7 +154,7 @@ async def serve(
         return False
     if loading.exception() is None and not serving.done():
         runner.attach(*loading.result())
-        if runner.healthy:
+        if runner.unhealthy_reason is None:
             ready(address)
     else:
         server.should_exit = True
@@ -205,17 +198,3 @@ def url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
-
-
-def _in_thread(work: Callable[[], tuple[LLM, str]]) -> Future[tuple[LLM, str]]:
-    """Run `work` in a thread that doesn't keep the process alive, and return its future."""
-    future = Future[tuple[LLM, str]]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="quickbeam-load", daemon=True).start()
-    return future
