@@ -28,30 +28,6 @@ class Part(NamedTuple):
     delta: Delta | None  # None: the answer is complete
 
 
-class Counts(NamedTuple):
-    """Tokens of all answers. `prompt` counts each prompt once.
-
-    `cached` are those of the prompts that were not computed anew. `accepted` and `rejected` count
-    drafted tokens, `steps` passes over a draft tree.
-    """
-
-    prompt: int
-    new: int
-    cached: int
-    accepted: int
-    rejected: int
-    steps: int
-
-    @property
-    def details(self) -> dict[str, int]:
-        """OpenAI's details of the new tokens."""
-        return {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": self.accepted,
-            "rejected_prediction_tokens": self.rejected,
-        }
-
-
 class Answers:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
@@ -115,19 +91,30 @@ class Answers:
         """The answers, as far as they have come."""
         return [stream.completion for stream in self.streams]
 
-    def counts(self) -> Counts:
-        """Return the counts so far, over all answers."""
+    def usage(self, given: str, made: str) -> Json:
+        """Return the counts so far, over all answers, in OpenAI's form.
+
+        `given` and `made` are what an API calls prompts and answers. Each prompt is counted once,
+        `cached_tokens` are those that were not computed anew, `steps` passes over a draft tree.
+        """
         every = [one.statistics for one in self.completions]
         sources = [source for one in every for source in one.sources.values()]
         accepted = sum(source.accepted for source in sources)
-        return Counts(
-            prompt=sum(map(len, self.prompts)),
-            new=sum(one.new_tokens for one in every),
-            cached=sum(one.cached_tokens for one in every[:: self.n]),
-            accepted=accepted,
-            rejected=sum(source.drafted for source in sources) - accepted,
-            steps=sum(one.steps for one in every),
-        )
+        read, new = sum(map(len, self.prompts)), sum(one.new_tokens for one in every)
+        return {
+            f"{given}_tokens": read,
+            f"{made}_tokens": new,
+            "total_tokens": read + new,
+            f"{given}_tokens_details": {
+                "cached_tokens": sum(one.cached_tokens for one in every[:: self.n])
+            },
+            f"{made}_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(one.drafted for one in sources) - accepted,
+            },
+            "steps": sum(one.steps for one in every),
+        }
 
 
 class Reply:
@@ -204,15 +191,7 @@ class Choices(Reply):
         raise NotImplementedError
 
     def _usage(self) -> Json:
-        counts = self.answers.counts()
-        return {
-            "prompt_tokens": counts.prompt,
-            "completion_tokens": counts.new,
-            "total_tokens": counts.prompt + counts.new,
-            "prompt_tokens_details": {"cached_tokens": counts.cached},
-            "completion_tokens_details": counts.details,
-            "steps": counts.steps,
-        }
+        return self.answers.usage("prompt", "completion")
 
     def shows(self, delta: Delta) -> bool:
         """Whether there is anything to send of a part, beside its text."""

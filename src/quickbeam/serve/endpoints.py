@@ -54,8 +54,7 @@ async def answer(runner: Runner, path: str, body: Any) -> dict[str, Any]:
 
     Raises what `Endpoint.begin` does, and the error that ended an answer.
     """
-    endpoint = ENDPOINTS[path]
-    return await _whole(runner, endpoint, check(body, endpoint.kind))
+    return await _whole(runner, ENDPOINTS[path], check(body, ENDPOINTS[path].kind))
 
 
 async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, Any]:
@@ -146,13 +145,11 @@ class Gone(QuickbeamError):
 
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, unless the client leaves first.
+    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`.
 
-    If the client leaves, `work` is cancelled and `Gone` is raised. The request's body must have
-    been read before.
+    The request's body must have been read before.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
-    tasks: list[asyncio.Future[Any]] = [working, leaving]
+    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():

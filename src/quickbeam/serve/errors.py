@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -114,12 +114,8 @@ def response(error: BaseException) -> JSONResponse:
 
 def install(app: FastAPI) -> None:
     """Have all errors reported in this form, also those of no route (an unknown path)."""
-
-    async def handle(_: Request, error: Exception) -> JSONResponse:
-        return response(error)
-
     for kind in (QuickbeamError, HTTPException, Exception):
-        app.add_exception_handler(kind, handle)
+        app.add_exception_handler(kind, lambda _, error: response(error))
 
 
 def invalid(error: ValidationError, body: Any) -> Refused:

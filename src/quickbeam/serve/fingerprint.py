@@ -29,9 +29,7 @@ def fingerprint_of(llm: LLM) -> str:
     Reads the model's files unless their digests are known already.
     """
     model = llm.model
-    parts = (
-        __version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels
-    )  # fmt: skip
+    parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -49,17 +47,22 @@ def digest_of(model: str) -> str:
     files = [path]
     if not path.is_file():
         files = sorted(one for one in path.iterdir() if one.suffix in DECIDES)
-    known = _known()
-    digests = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
-    if not digests.keys() <= known.keys():
-        _keep(known | digests)
-    named = [text for file in files for text in (file.name, digests[_key(file)])]
+    cache, named, known = cache_folder() / KNOWN, list[str](), dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):
+        known = dict(json.loads(cache.read_text(encoding="utf-8")))
+    digests = dict(known)
+    for file in files:
+        state = file.stat()
+        key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+        digests[key] = str(digests.get(key) or _digest(file))
+        named += [file.name, digests[key]]
+    if digests != known:
+        work = cache.with_suffix(f".{os.getpid()}.tmp")
+        with suppress(OSError):  # or the files are read again next time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            work.write_text(json.dumps(digests), encoding="utf-8")
+            work.replace(cache)
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
-
-
-def _key(file: Path) -> str:
-    state = file.stat()
-    return f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
 
 
 def _digest(file: Path) -> str:
@@ -68,21 +71,3 @@ def _digest(file: Path) -> str:
         while block := handle.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _known() -> dict[str, str]:
-    try:
-        known = json.loads((cache_folder() / KNOWN).read_text(encoding="utf-8"))
-        return {str(key): str(value) for key, value in known.items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
-
-
-def _keep(known: dict[str, str]) -> None:
-    """Write the cache file in one rename. If that fails, files are read again next time."""
-    cache = cache_folder() / KNOWN
-    work = cache.with_suffix(f".{os.getpid()}.tmp")
-    with suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        work.write_text(json.dumps(known), encoding="utf-8")
-        work.replace(cache)

@@ -121,15 +121,9 @@ class Responses(Reply):
         }
 
     def _usage(self) -> Json:
-        counts = self.answers.counts()
-        return {
-            "input_tokens": counts.prompt,
-            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
-            "output_tokens": counts.new,
-            "output_tokens_details": counts.details,
-            "total_tokens": counts.prompt + counts.new,
-            "steps": counts.steps,
-        }
+        usage = self.answers.usage("input", "output")
+        usage["input_tokens_details"]["cache_write_tokens"] = 0
+        return usage
 
 
 class Items:
