@@ -1,52 +1,48 @@
 """Files of requests, answered by what stands in for a model. Imported by programs that are killed,
 so nothing heavy is in here."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import random
 import signal
-from pathlib import Path
-from typing import Any
 
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.requests import read
 from quickbeam.batch.run import Reply, check, run
 
 
-async def echo(url: str, body: dict[str, Any]) -> Reply:
+async def echo(url, body):
     """An answer that is the request's own, after a moment of any length."""
     await asyncio.sleep(random.random() / 500)
     return Reply(200, {"url": url, "echo": body})
 
 
-def lines(path: Path, requests: list[Any]) -> Path:
+def lines(path, requests):
     path.write_text(
         "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in requests)
     )
     return path
 
 
-def records(path: Path) -> list[dict[str, Any]]:
+def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def go(source: Path, output: Path, answer: Any = echo, window: int = 4) -> tuple[int, int]:
+def go(source, output, answer=echo, window=4):
     """Requests in the file, and those answered now."""
-    told: list[None] = []
+    told = []
     with Journal(output) as journal:
         total = check(source, journal)
         asyncio.run(run(read(source), answer, journal, window, lambda: told.append(None)))
     return total, len(told)
 
 
-def killed(source: Path, output: Path, writes: int, part: int) -> None:
+def killed(source, output, writes, part):
     """As `go`, but this process is killed after so many writes and a part of another, in bytes."""
     write, left = os.write, writes
 
-    def counted(file: int, data: Any) -> int:
+    def counted(file, data):
         nonlocal left
         if not left:
             write(file, data[:part])

@@ -5,11 +5,9 @@ loaded.
 program, this file is the `quickbeam` command with the stand-in behind it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from quickbeam.engine.result import Completion, Logprob, SourceCount, Statistics
@@ -18,11 +16,11 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
-CALLS: list[tuple[str, object, SamplingParams]] = []
+CALLS = []
 Observer = Callable[[StepRecord], None]
 
 
-def step() -> StepRecord:
+def step():
     """A root, an accepted token, a rejected one beside it."""
     tree = TokenTree(1)
     tree.add(0, 2, "ngram", 0.5)
@@ -31,19 +29,17 @@ def step() -> StepRecord:
 
 
 class Stream:
-    def __init__(
-        self, pieces: Iterator[str], method: str, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, pieces, method, observer=None):
         self.pieces = pieces
         self.text = ""
         self.reason = ""
         self.method = method
         self.observer = observer
 
-    def __iter__(self) -> Stream:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> str:
+    def __next__(self):
         try:
             piece = next(self.pieces)
         except StopIteration:
@@ -58,16 +54,16 @@ class Stream:
             self.observer(step())
         return piece
 
-    def result(self) -> Completion:
+    def result(self):
         for _ in self:
             pass
         return self.completion
 
-    def close(self) -> None:
+    def close(self):
         self.reason = self.reason or "interrupted"
 
     @property
-    def completion(self) -> Completion:
+    def completion(self):
         n = len(self.text.split())
         statistics = Statistics(
             n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources={"ngram": SourceCount(8, 3)}
@@ -83,7 +79,7 @@ class Stream:
         )
 
 
-def script(prompt: str) -> Iterator[str]:
+def script(prompt):
     if prompt == "fail":
         raise QuickbeamError("the logits\nare not finite")
     if prompt == "crash":
@@ -104,7 +100,7 @@ def script(prompt: str) -> Iterator[str]:
 
 
 class LLM:
-    def __init__(self, model: str | None, method: str, **options: object) -> None:
+    def __init__(self, model, method, **options):
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.name, self.method, self.kernels = model or "the default", method, "scripted"
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
@@ -112,23 +108,14 @@ class LLM:
             decode=lambda ids, **options: "".join(f"<{i}>" for i in ids)
         )
 
-    def describe(self) -> str:
+    def describe(self):
         return self.kernels
 
-    def stream(
-        self, prompt: str, params: SamplingParams, *, observer: Observer | None = None
-    ) -> Stream:
+    def stream(self, prompt, params, *, observer=None):
         CALLS.append(("raw", prompt, params))
         return Stream(script(prompt), self.method, observer)
 
-    def chat_stream(
-        self,
-        messages: Sequence[dict[str, str]],
-        params: SamplingParams,
-        *,
-        method: str | None = None,
-        observer: Observer | None = None,
-    ) -> Stream:
+    def chat_stream(self, messages, params, *, method=None, observer=None):
         CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
         return Stream(script(messages[-1]["content"]), method or self.method, observer)
 

@@ -4,22 +4,18 @@ the format of the real ones.
 `python tests/page_server.py PORT` runs it for a look by hand.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
@@ -42,13 +38,11 @@ DEFAULT = TEXT.split(" ")
 SOURCES = ("drafter", "ngram", "last_logits", "grammar")
 
 
-def words(prompt: str) -> list[str]:
+def words(prompt):
     return ANSWERS.get(prompt.split()[0], [DEFAULT[0], *(f" {word}" for word in DEFAULT[1:])])
 
 
-def steps_of(
-    tokens: list[str], method: str, sources: tuple[str, ...] = SOURCES
-) -> list[dict[str, Any]]:
+def steps_of(tokens, method, sources=SOURCES):
     """Steps that emit these tokens after the first: 1, 3, 2, 1, … at a time, with rejected ones
     beside them; one at a time for `ar`."""
     steps, at = [], 1
@@ -68,13 +62,11 @@ def steps_of(
     return steps
 
 
-def token(text: str) -> dict[str, Any]:
+def token(text):
     return {"token": sum(text.encode()) + 1000 * len(text), "text": text}
 
 
-def node(
-    text: str, parent: int, depth: int, source: str, value: float, accepted: bool
-) -> dict[str, Any]:
+def node(text, parent, depth, source, value, accepted):
     own = dict(parent=parent, depth=depth, source=source, value=value, accepted=accepted)
     return token(text) | own
 
@@ -82,7 +74,7 @@ def node(
 class Stand:
     """The application, what it was asked, and how many streams are open."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.open = 0
@@ -94,17 +86,17 @@ class Stand:
         ]
         self.app = Starlette(routes=[Mount("/some/prefix", routes=routes), *routes])
 
-    async def page(self, request: Request) -> Response:
+    async def page(self, request):
         html, policy = page()
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": policy})
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request):
         self.paths.append(request.url.path)
         methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
         model = {"id": "rowan-135m", "object": "model", "quickbeam": methods}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request):
         self.paths.append(request.url.path)
         body = await request.json()
         self.asked.append(body | {"authorization": request.headers.get("authorization")})
@@ -118,7 +110,7 @@ class Stand:
             return refuse(429, "64 requests wait already", {"Retry-After": "7"})
         return StreamingResponse(self.events(prompt, body), media_type="text/event-stream")
 
-    async def events(self, prompt: str, body: dict[str, Any]) -> AsyncIterator[str]:
+    async def events(self, prompt, body):
         method = body.get("speculation", {}).get("method", "auto")
         tokens = words(prompt)
         if prompt.startswith("differs") and method == "ar":
@@ -134,7 +126,7 @@ class Stand:
             self.open -= 1
 
 
-async def script(prompt: str, tokens: list[str], method: str) -> AsyncIterator[str]:
+async def script(prompt, tokens, method):
     yield ": keep-alive\r\n\r\n"
     yield event(delta={"role": "assistant"})
     text = TEXTS.get(prompt.split()[0], "".join(tokens))
@@ -159,23 +151,23 @@ async def script(prompt: str, tokens: list[str], method: str) -> AsyncIterator[s
     yield "data: [DONE]\r\n\r\n"
 
 
-def sent(value: dict[str, Any]) -> str:
+def sent(value):
     return f"data: {json.dumps(value)}\r\n\r\n"
 
 
-def event(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> str:
+def event(delta, finish_reason=None, **more):
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
     return sent({"object": "chat.completion.chunk", "choices": [choice]} | more)
 
 
-def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def refuse(status, message, headers=None):
     return JSONResponse(
         {"error": {"message": message, "type": "invalid_request_error"}}, status, headers
     )
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app):
     """The application on a free port of this machine, from a thread; gives its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -196,7 +188,7 @@ def serving(app: Any) -> Iterator[str]:
             thread.join(10)
 
 
-def chromium(playwright: Any) -> Any:
+def chromium(playwright):
     """A headless browser that asks nobody for anything."""
     return playwright.chromium.launch(
         executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES]

@@ -1,19 +1,14 @@
 """What tests of a running server share: a client without a socket, steps that can be held, waiting
 for what comes about by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
 import httpx
 import uvicorn
 
-from quickbeam import LLM, SamplingParams
-from quickbeam.engine.engine import Engine
+from quickbeam import SamplingParams
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.server import config, listen
@@ -23,7 +18,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 @asynccontextmanager
-async def served(llm: LLM, **settings: Any) -> AsyncIterator[tuple[Runner, httpx.AsyncClient]]:
+async def served(llm, **settings):
     """A runner, and a client of its application. The model may be used again afterwards."""
     runner = Runner(ServeSettings(**settings), llm)
     transport = httpx.ASGITransport(create_app(runner))
@@ -40,25 +35,25 @@ class Brake:
     """Holds an engine's steps: `waits` is set when one wishes to begin; `release` lets so many go,
     all of them if not told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.waits, self._go, self._open = threading.Event(), threading.Semaphore(0), False
 
-    def hold(self) -> None:
+    def hold(self):
         if not self._open:
             self.waits.set()
             self._go.acquire()
 
-    def release(self, steps: int | None = None) -> None:
+    def release(self, steps=None):
         self._open = self._open or steps is None
         self._go.release(steps or 1000)
 
 
 @contextmanager
-def braked(engine: Engine) -> Iterator[Brake]:
+def braked(engine):
     """Its steps are held until they are released."""
     brake, step = Brake(), engine.step
 
-    def held() -> None:
+    def held():
         brake.hold()
         step()
 
@@ -70,7 +65,7 @@ def braked(engine: Engine) -> Iterator[Brake]:
         del engine.step
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     """Wait for what comes about by itself."""
     for _ in range(3000):
         if condition():
@@ -79,22 +74,22 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come about")
 
 
-def job(llm: LLM, text: str = "hello", params: SamplingParams = LONG, **more: Any) -> Job:
+def job(llm, text="hello", params=LONG, **more):
     return Job(list(llm.tokenizer(text)["input_ids"]), params, **more)
 
 
-async def begun(runner: Runner, *jobs: Job) -> list[Any]:
+async def begun(runner, *jobs):
     """Streams of jobs, as one request."""
     with runner.enter(10, len(jobs)) as ticket:
         return await runner.begin(jobs, ticket)
 
 
-def begun_answers(runner: Runner) -> int:
+def begun_answers(runner):
     """How many answers have been begun and are not over."""
     return sum(len(one.answers) for one in runner.loaded._mailboxes.values())
 
 
-def idle(runner: Runner) -> bool:
+def idle(runner):
     """Whether nothing is left of any request."""
     gate, engine = runner.gate, runner.llm.engine
     counts = (
@@ -108,7 +103,7 @@ def idle(runner: Runner) -> bool:
 
 
 @contextmanager
-def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
+def serving(runner):
     """Its address, and its event loop, in a thread of its own."""
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(config(runner))

@@ -1,33 +1,27 @@
 """A server in this process, for tests of the protocol: real requests over ASGI, without a socket.
 And one whose answers are scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import httpx
 from hypothesis import strategies as st
 
-from quickbeam.aio import AsyncStream
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.engine.stream import Delta
-from quickbeam.serve.admission import Ticket
 from quickbeam.serve.app import create_app
-from quickbeam.serve.runner import Job, Runner
+from quickbeam.serve.runner import Runner
 
 
-def client(runner: Runner) -> httpx.AsyncClient:
+def client(runner):
     transport = httpx.ASGITransport(create_app(runner), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
 
 
-def send(runner: Runner, *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
+def send(runner, *requests):
     """Requests at once: method, path, and what `httpx` takes."""
 
-    async def go() -> list[httpx.Response]:
+    async def go():
         async with client(runner) as web:
             asked = [web.request(method, path, **more) for method, path, more in requests]
             return await asyncio.gather(*asked)
@@ -35,27 +29,27 @@ def send(runner: Runner, *requests: tuple[str, str, dict[str, Any]]) -> list[htt
     return asyncio.run(go())
 
 
-def ask(runner: Runner, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
+def ask(runner, path, body=None, method="POST"):
     return send(runner, (method, path, {"json": body}))[0]
 
 
-def ask_raw(runner: Runner, path: str, text: str) -> httpx.Response:
+def ask_raw(runner, path, text):
     """One request with a body that may be no JSON."""
     headers = {"content-type": "application/json"}
     return send(runner, ("POST", path, {"content": text, "headers": headers}))[0]
 
 
-def ask_all(runner: Runner, path: str, bodies: Sequence[Any]) -> list[httpx.Response]:
+def ask_all(runner, path, bodies):
     return send(runner, *(("POST", path, {"json": body}) for body in bodies))
 
 
-def good(response: httpx.Response) -> Any:
+def good(response):
     """The body of an answer."""
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def refused(response: httpx.Response, param: str | None, status: int = 400) -> str:
+def refused(response, param, status=400):
     """The message of an error in OpenAI's form that names `param`."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -64,7 +58,7 @@ def refused(response: httpx.Response, param: str | None, status: int = 400) -> s
     return str(error["message"])
 
 
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+def chunks(response):
     """The chunks of a stream, which ends with `[DONE]`."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -74,7 +68,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[:-1]]
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
+def events(response):
     """The events of a streamed response, each named as its type says."""
     assert response.status_code == 200, response.text
     blocks = [
@@ -92,7 +86,7 @@ GRAMMAR_FIELDS = ("regex", "lark", "structured_outputs", "guided_json", "guided_
 GRAMMAR_FIELDS += ("guided_grammar",)
 
 
-def junk(*names: str) -> st.SearchStrategy[Any]:
+def junk(*names):
     """Any JSON, small, with these names among those of objects' fields."""
     keys = (st.sampled_from(names) if names else st.nothing()) | st.text(max_size=5)
     return st.recursive(
@@ -102,7 +96,7 @@ def junk(*names: str) -> st.SearchStrategy[Any]:
     )
 
 
-def answered_or_refused(response: httpx.Response) -> None:
+def answered_or_refused(response):
     """Whatever was asked, nothing went wrong here, and a refusal says what was wrong there."""
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
@@ -115,11 +109,11 @@ class ScriptedStream:
     """An answer that is known, in pieces of so many characters, with a pause in seconds before
     each, and how it ends."""
 
-    def __init__(self, text: str, piece: int, pause: float, end: str | Exception) -> None:
+    def __init__(self, text, piece, pause, end):
         self.text, self.piece, self.pause, self.end = text, piece, pause, end
         self.closed, self.given = False, ""
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self):
         for i in range(0, len(self.text), self.piece):
             await asyncio.sleep(self.pause)
             self.given += self.text[i : i + self.piece]
@@ -128,11 +122,11 @@ class ScriptedStream:
             raise self.end
 
     @property
-    def completion(self) -> Completion:
+    def completion(self):
         reason, count = self.end if isinstance(self.end, str) else "interrupted", len(self.given)
         return Completion(self.given, list(range(count)), reason, Statistics(new_tokens=count))
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
@@ -142,7 +136,7 @@ class ScriptedRunner(Runner):
     script, piece, pause = "", 3, 0.0
     end: str | Exception = "stop"
 
-    async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
+    async def begin(self, jobs, ticket):
         self.jobs = list(jobs)
         self.streams = [ScriptedStream(self.script, self.piece, self.pause, self.end) for _ in jobs]
         return self.streams  # type: ignore[return-value]

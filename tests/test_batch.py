@@ -1,8 +1,6 @@
 """A file of requests is answered, each once, whatever ends the program. `pytest
 tests/test_batch.py`"""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json
@@ -12,9 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -40,11 +36,11 @@ LINES = [
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     return lines(tmp_path / "in.jsonl", LINES)
 
 
-def whole(source: Path, output: Path) -> None:
+def whole(source, output):
     """Each request has one record in OpenAI's form, with its own answer."""
     asked = {one.custom_id: one for one in read(source)}
     found = records(output)
@@ -57,14 +53,14 @@ def whole(source: Path, output: Path) -> None:
         assert response["body"] == {"url": request.url, "echo": request.body}
 
 
-def test_each_request_is_answered(source: Path, tmp_path: Path) -> None:
+def test_each_request_is_answered(source, tmp_path):
     assert go(source, tmp_path / "out.jsonl") == (23, 23)
     whole(source, tmp_path / "out.jsonl")
     lines(source, [*LINES, {"custom_id": "new", "prompt": "x"}])  # further ones may follow
     assert go(source, tmp_path / "out.jsonl") == (24, 1)
 
 
-def test_short_lines_and_seeds() -> None:
+def test_short_lines_and_seeds():
     first, short, chat = (
         parse(i, json.dumps(line).encode()) for i, line in enumerate(LINES[:3], 1)
     )
@@ -77,8 +73,8 @@ def test_short_lines_and_seeds() -> None:
     assert again.body["seed"] != short.body["seed"] and 0 <= short.body["seed"] < 2**32
 
 
-def test_each_prompt_of_a_line_gets_a_seed() -> None:
-    def fields(**line: Any) -> dict[str, Any]:
+def test_each_prompt_of_a_line_gets_a_seed():
+    def fields(**line):
         return parse(1, json.dumps(line).encode()).body
 
     seeds = fields(prompt=["abc"] * 3)["seeds"]
@@ -93,18 +89,18 @@ def test_each_prompt_of_a_line_gets_a_seed() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
+async def test_what_a_line_asks_of_several_prompts(toy_folder):
     """Equal ones are drawn apart; log-probabilities may be asked for alone."""
     pytest.importorskip("fastapi")
     from quickbeam.batch.answers import Answering
 
     line = parse(1, b'{"prompt": ["abc", "abc", "abc"], "max_tokens": 20}').body
-    scored: dict[str, Any] = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
+    scored = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
     llm = LLM(toy_folder, "ar")
     right = llm.generate(scored["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
     async with Answering(llm) as answer:
 
-        async def choices(body: dict[str, Any]) -> list[Any]:
+        async def choices(body):
             reply = await answer(COMPLETIONS, body)
             assert reply.status == 200, reply.body
             return list(reply.body["choices"])
@@ -134,7 +130,7 @@ async def test_what_a_line_asks_of_several_prompts(toy_folder: str) -> None:
     ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"),
     ("[" * 100000, "recursion"), ("\udcff", "utf-8"), ('{"prompt": "\\ud800"}', "surrogates"),
 ])  # fmt: skip
-def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str) -> None:
+def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     text = line.encode(errors="surrogateescape")
     source.write_bytes(b'{"prompt": "a"}\n\n' + text + b'\n{"prompt": "b"}\n')
@@ -148,7 +144,7 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str)
         assert journal.failed == 1
 
 
-def test_byte_order_marks_are_no_part_of_a_line(tmp_path: Path) -> None:
+def test_byte_order_marks_are_no_part_of_a_line(tmp_path):
     source = tmp_path / "in.jsonl"
     text = b'{"prompt": "a"}\n'
     source.write_bytes(text * 2)
@@ -160,17 +156,17 @@ def test_byte_order_marks_are_no_part_of_a_line(tmp_path: Path) -> None:
         list(read(source))
 
 
-def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path: Path) -> None:
+def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path):
     running, most, seen = 0, 0, 0
 
-    async def counted(url: str, body: dict[str, Any]) -> Reply:
+    async def counted(url, body):
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
         await asyncio.sleep(0.001)
         running -= 1
         return Reply(200, {})
 
-    def watched() -> Any:
+    def watched():
         nonlocal seen
         for request in read(lines(tmp_path / "in.jsonl", LINES)):
             seen += 1
@@ -182,9 +178,7 @@ def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path: Path) -
         assert (most, len(journal.done)) == (5, 23)
 
 
-def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(
-    source: Path, tmp_path: Path
-) -> None:
+def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path):
     first = tmp_path / "first.jsonl"
     go(source, first)
     text = first.read_bytes()
@@ -205,7 +199,7 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(
     "text",
     ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"],
 )
-def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path, text: str) -> None:
+def test_a_file_of_something_else_is_left_alone(source, tmp_path, text):
     output = tmp_path / "out.jsonl"
     output.write_text(text)
     with pytest.raises(InvalidInput, match="another output"):
@@ -220,9 +214,7 @@ def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path, te
     (lambda some: some[1:], "custom_id 'a'"), (lambda some: [*some, some[5]],
         "lines 6 and 24 both have the custom_id 'p2'"),
 ])  # fmt: skip
-def test_other_requests_than_were_answered_are_refused(
-    source: Path, tmp_path: Path, change: Callable[[Any], Any], why: str
-) -> None:
+def test_other_requests_than_were_answered_are_refused(source, tmp_path, change, why):
     output = tmp_path / "out.jsonl"
     go(source, output)
     before = output.read_bytes()
@@ -231,7 +223,7 @@ def test_other_requests_than_were_answered_are_refused(
     assert output.read_bytes() == before
 
 
-def test_places_that_are_refused(source: Path, tmp_path: Path) -> None:
+def test_places_that_are_refused(source, tmp_path):
     with pytest.raises(InvalidInput, match="another file"):
         go(lines(tmp_path / "empty.jsonl", []), tmp_path / "empty.jsonl")
     with pytest.raises(InvalidInput, match="must be a file"):
@@ -244,12 +236,10 @@ def test_places_that_are_refused(source: Path, tmp_path: Path) -> None:
         Journal(tmp_path / "out.jsonl")
 
 
-def test_a_full_disk_loses_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(source, tmp_path, monkeypatch):
     output, real, room = tmp_path / "out.jsonl", os.write, 3000
 
-    def write(file: int, data: bytes) -> int:
+    def write(file, data):
         nonlocal room
         if not room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -267,9 +257,9 @@ def test_a_full_disk_loses_nothing(
     whole(source, output)
 
 
-def test_answers_of_two_models_are_not_mixed(source: Path, tmp_path: Path) -> None:
-    def named(fingerprint: str) -> Callable[[str, dict[str, Any]], Any]:
-        async def answer(url: str, body: dict[str, Any]) -> Reply:
+def test_answers_of_two_models_are_not_mixed(source, tmp_path):
+    def named(fingerprint):
+        async def answer(url, body):
             return Reply(200, {**(await echo(url, body)).body, "system_fingerprint": fingerprint})
 
         return answer
@@ -285,10 +275,8 @@ def test_answers_of_two_models_are_not_mixed(source: Path, tmp_path: Path) -> No
     assert go(source, output, named("fp_one")) == (23, 14)
 
 
-def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(
-    source: Path, tmp_path: Path
-) -> None:
-    async def dying(url: str, body: dict[str, Any]) -> Reply:
+def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source, tmp_path):
+    async def dying(url, body):
         if body.get("prompt") == "6":
             raise QuickbeamError("the engine died")
         return await echo(url, body)
@@ -300,7 +288,7 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(
     whole(source, tmp_path / "out.jsonl")
 
 
-def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
+def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
     program = (
@@ -333,7 +321,7 @@ ASKED = [
 ]
 
 
-def told(llm: LLM, body: dict[str, Any], tokens: int) -> list[str]:
+def told(llm, body, tokens):
     """What plain decoding alone says to a request."""
     fields = {"temperature": 1.0, **body}
     asked = {name: fields[name] for name in ("temperature", "seed", "n") if name in fields}
@@ -346,18 +334,18 @@ def told(llm: LLM, body: dict[str, Any], tokens: int) -> list[str]:
     return [one.text for one in (found if isinstance(found, list) else [found])]
 
 
-def said(body: dict[str, Any]) -> list[str]:
+def said(body):
     """What a response says."""
     if "output" in body:
         return [body["output"][0]["content"][0]["text"]]
     return [one.get("text") or one["message"]["content"] for one in body["choices"]]
 
 
-def command(source: Path, output: Path, folder: str) -> list[str]:
+def command(source, output, folder):
     return ["batch", f"{source}", f"{output}", "--model", folder, "--dtype", "float32"]
 
 
-def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: Path) -> None:
+def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     pytest.importorskip("fastapi")
     source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
     asked = command(source, output, toy_folder)
@@ -384,9 +372,7 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: 
     (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"),
     (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
 ])  # fmt: skip
-def test_commands_that_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str
-) -> None:
+def test_commands_that_are_refused(tmp_path, monkeypatch, arguments, why):
     pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "in.jsonl", LINES)
@@ -394,7 +380,7 @@ def test_commands_that_are_refused(
     assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
 
 
-def forty(folder: Path) -> Path:
+def forty(folder):
     """A file of requests whose answers differ."""
     more = {"max_tokens": 30}
     return lines(
@@ -407,7 +393,7 @@ def forty(folder: Path) -> Path:
     )
 
 
-def all_forty(source: Path, output: Path, folder: str) -> None:
+def all_forty(source, output, folder):
     """Each of them has the answer of plain decoding alone, once."""
     found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
     assert len(records(output)) == len(found) == 40
@@ -417,7 +403,7 @@ def all_forty(source: Path, output: Path, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -> None:
+def test_a_command_that_is_broken_off_goes_on(toy_folder, tmp_path):
     pytest.importorskip("fastapi")
     source, output, chance = forty(tmp_path), tmp_path / "out.jsonl", random.Random(0)
     asked = [sys.executable, "-m", "quickbeam", *command(source, output, toy_folder)]

@@ -1,8 +1,6 @@
 """The command line, in front of a stand-in for the model (`fake_llm.py`), and once with the real
 one. `pytest tests/test_cli.py`"""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -42,7 +40,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     fake_llm.CALLS.clear()
 
-    def run(*arguments: str, input: str | bytes | None = None):
+    def run(*arguments, input=None):
         result = CliRunner().invoke(app, arguments, input=input)
         assert result.exception is None or isinstance(result.exception, SystemExit)
         return result
@@ -50,7 +48,7 @@ def run(monkeypatch, tmp_path):
     return run
 
 
-def refused(result, code: int, *words: str) -> None:
+def refused(result, code, *words):
     assert result.exit_code == code
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -292,7 +290,7 @@ def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_pa
 FAKE = [sys.executable, str(Path(fake_llm.__file__))]
 
 
-def start(command: list[str], **options) -> subprocess.Popen[str]:
+def start(command, **options):
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )

@@ -3,8 +3,6 @@
 pytest tests/test_conversion.py
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from quickbeam.errors import InvalidInput
 ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path):
     """A llama of random weights and tied embeddings; its tokens are three specials, the byte
     alphabet and runs of line ends."""
     import gguf
@@ -69,13 +67,13 @@ def write_gguf(path: Path) -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf")
     return tmp_path / "tiny.gguf"
 
 
-def test_a_plain_folder_is_made(file: Path, tmp_path: Path, capfd) -> None:
+def test_a_plain_folder_is_made(file, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     convert(file, tmp_path / "model", ENDS)
@@ -97,7 +95,7 @@ def test_a_plain_folder_is_made(file: Path, tmp_path: Path, capfd) -> None:
         assert torch.equal(model(given).logits, source(given).logits)
 
 
-def test_a_file_answers_as_its_folder_does(file: Path, tmp_path: Path) -> None:
+def test_a_file_answers_as_its_folder_does(file, tmp_path):
     convert(file, tmp_path / "model", ENDS)
     text, params = "a\n\n12\n\nb", SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(str(file)) as ours, LLM(str(tmp_path / "model")) as folder:
@@ -106,10 +104,10 @@ def test_a_file_answers_as_its_folder_does(file: Path, tmp_path: Path) -> None:
         assert ours.generate(text, params).token_ids == plain
 
 
-def test_it_is_converted_once_and_again_when_it_changes(file: Path) -> None:
+def test_it_is_converted_once_and_again_when_it_changes(file):
     told = list[tuple[str, float | None]]()
 
-    def hear(stage: str, fraction: float | None) -> None:
+    def hear(stage, fraction):
         told.append((stage, fraction))
 
     folder = hub.converted(file, hear)
@@ -126,7 +124,7 @@ def test_it_is_converted_once_and_again_when_it_changes(file: Path) -> None:
     assert not list(folder.parent.glob(".*.tmp"))
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path, file: Path) -> None:
+def test_a_file_that_is_none_is_refused(tmp_path, file):
     with pytest.raises(InvalidInput, match=r"no such file: .*none\.gguf"):
         hub.resolve(str(tmp_path / "none.gguf"))
     (tmp_path / "bad.gguf").write_bytes(
@@ -141,7 +139,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, file: Path) -> None:
     assert list((tmp_path / "cache" / "gguf").glob("*/")) == []
 
 
-def test_the_library_is_left_as_it_was(file: Path) -> None:
+def test_the_library_is_left_as_it_was(file):
     import gguf
 
     before = gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize

@@ -1,8 +1,6 @@
 """`quickbeam demo` on a small model: whose tokens are coloured, and the picture that it draws.
 `pytest tests/test_demo.py`"""
 
-from __future__ import annotations
-
 import io
 import re
 from xml.etree import ElementTree
@@ -19,10 +17,10 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.tree import TokenTree
 
 
-def drawn(svg: str) -> str:
+def drawn(svg):
     """The picture's text without its white space, line by line."""
     found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    lines: dict[float, list[tuple[float, str]]] = {}
+    lines = {}
     for one in found:
         if "x" in one.attrib and "clip-path" in one.attrib:
             line = lines.setdefault(float(one.attrib["y"]), [])
@@ -30,7 +28,7 @@ def drawn(svg: str) -> str:
     return squeezed("".join(text for _, line in sorted(lines.items()) for _, text in sorted(line)))
 
 
-def squeezed(text: str) -> str:
+def squeezed(text):
     return re.sub(r"\s|\xa0", "", text)
 
 
@@ -56,9 +54,7 @@ def test_a_picture_that_can_not_be_written_is_bad_input(tmp_path):
     assert result.exit_code == 2 and "--svg" in result.stderr and result.stderr.count("\n") == 1
 
 
-def step(
-    drafted: list[tuple[int, str]], accepted: int, token: int, taken: int | None = None
-) -> StepRecord:
+def step(drafted, accepted, token, taken=None):
     """A chain of drafted tokens, the first `accepted` of which were right; `taken`: how many tokens
     the answer took."""
     tree = TokenTree(9)
@@ -79,7 +75,7 @@ def test_each_token_is_its_source_s():
 
 def test_accepted_tokens_are_coloured_and_nothing_commands_the_terminal():
     class Words:
-        def decode(self, ids: list[int], **_: object) -> str:
+        def decode(self, ids, **_):
             return "".join(["a ", "b ", "\x1bc ", "d"][i] for i in ids)
 
     completion = Completion(

@@ -1,8 +1,6 @@
 """`quickbeam doctor`: each finding, faked and as it is here, and what is said where packages are
 missing. `pytest tests/test_doctor.py`"""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,7 +23,7 @@ Usage = namedtuple("Usage", "total used free")
 NAMES = [check.__name__ for check in CHECKS]
 
 
-def findings(text: str) -> dict[str, dict[str, str]]:
+def findings(text):
     """The findings of a JSON record by their check, looked at for what a program may rely on."""
     record = json.loads(text)
     assert set(record) == {"quickbeam", "can_run", "findings"}
@@ -48,7 +46,7 @@ def plain_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
-def linux(monkeypatch, *sets: str, compiler: bool = True) -> None:
+def linux(monkeypatch, *sets, compiler=True):
     """A machine that runs these sets."""
     monkeypatch.setattr(build, "has_kernels", lambda: bool(sets))
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
@@ -56,13 +54,13 @@ def linux(monkeypatch, *sets: str, compiler: bool = True) -> None:
     monkeypatch.setattr(build, "compiler", lambda: ["g++"] if compiler else None)
 
 
-def compiled(*names: str) -> None:
+def compiled(*names):
     for name in names:
         build.cached(name).parent.mkdir(parents=True, exist_ok=True)
         build.cached(name).touch()
 
 
-def says(finding: Finding, status: str, *words: str) -> None:
+def says(finding, status, *words):
     assert finding.status == status, finding
     for word in words:
         assert word in f"{finding.text}\n{finding.todo}"
@@ -107,7 +105,7 @@ def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):
 
 
 def test_the_default_model_and_the_cache(monkeypatch):
-    def disk(free: float) -> None:
+    def disk(free):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, int(free)))
 
     disk(10**8)
@@ -124,8 +122,8 @@ def test_the_default_model_and_the_cache(monkeypatch):
     says(doctor.model(), OK, "smollm2-135m is in")
 
 
-def versions(monkeypatch, **there: str) -> None:
-    def version(name: str) -> str:
+def versions(monkeypatch, **there):
+    def version(name):
         if name.replace("-", "_") not in there:
             raise metadata.PackageNotFoundError(name)
         return there[name.replace("-", "_")]
@@ -171,7 +169,7 @@ def test_a_check_that_fails_is_a_note():
 
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
-    def faked(**found: Finding) -> None:
+    def faked(**found):
         checks = []
         for name, finding in found.items():
             checks.append(lambda finding=finding: finding)
@@ -234,7 +232,7 @@ main()
 
 
 @pytest.mark.parametrize("gone", ["torch", "rich"])
-def test_other_commands_name_what_is_missing_in_one_line(gone: str):
+def test_other_commands_name_what_is_missing_in_one_line(gone):
     code = (
         f"import sys; sys.modules['{gone}'] = None; from quickbeam.cli import main; sys.argv = "
         "['quickbeam', 'generate', 'hello']; main()"

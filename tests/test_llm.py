@@ -3,18 +3,14 @@
 pytest tests/test_llm.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import MambaConfig, T5Config
@@ -23,10 +19,8 @@ from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods import METHODS
-from quickbeam.models.base import Batch, Passed
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import open_model
 
@@ -41,15 +35,15 @@ A_FEW = few(WITH_DRAFTER, ["dyspec", "chain", "sequoia", "eagle2"])
 
 
 @pytest.fixture(scope="module")
-def llm(toy_folder: str) -> LLM:
+def llm(toy_folder):
     return LLM(toy_folder, dtype="float32")
 
 
-def user(*turns: str) -> list[dict[str, str]]:
+def user(*turns):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
-def test_text_ids_and_several_prompts(llm: LLM) -> None:
+def test_text_ids_and_several_prompts(llm):
     one = llm.generate("abc abc", SHORT)
     ids = llm.tokenizer("abc abc")["input_ids"]
     assert llm.generate(ids, SHORT).token_ids == one.token_ids
@@ -63,7 +57,7 @@ def test_text_ids_and_several_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "logitspec"])
-def test_stream_is_the_answer_in_pieces(llm: LLM, method: str) -> None:
+def test_stream_is_the_answer_in_pieces(llm, method):
     stream = llm.stream("hello hello", SHORT, method=method)
     pieces = list(stream)
     assert (
@@ -74,7 +68,7 @@ def test_stream_is_the_answer_in_pieces(llm: LLM, method: str) -> None:
     assert stream.completion.method == method
 
 
-def test_a_closed_stream_keeps_what_it_gave(llm: LLM) -> None:
+def test_a_closed_stream_keeps_what_it_gave(llm):
     stream = llm.stream("hello", LONG, method="ar")
     first = next(stream)
     stream.close()
@@ -83,7 +77,7 @@ def test_a_closed_stream_keeps_what_it_gave(llm: LLM) -> None:
     assert llm.generate("hello", SHORT).finish_reason == "length"
 
 
-def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
+def test_an_answer_without_a_seed_can_be_repeated(llm):
     params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
     one, other = (llm.generate("abc", params) for _ in range(2))
     assert one.token_ids != other.token_ids and one.seed != other.seed
@@ -94,9 +88,7 @@ def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
             assert again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
 
 
-def test_a_conversation_keeps_its_common_prefix(
-    toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     monkeypatch.setattr(RowPool, "page", 8)  # beginnings are shared in steps of as many tokens
     llm = LLM(toy_folder, dtype="float32")
@@ -138,7 +130,7 @@ def test_a_conversation_keeps_its_common_prefix(
     ({"budget": 513}, "must be a number of nodes, at most 512"),
     ({"max_running": 0}, "max_running=0: must be at least 1"),
 ])  # fmt: skip
-def test_what_cannot_be_used_is_named(toy_folder: str, options: dict, words: str) -> None:
+def test_what_cannot_be_used_is_named(toy_folder, options, words):
     with pytest.raises(InvalidInput, match=words):
         LLM(**{"model": toy_folder, **options})
 
@@ -154,12 +146,12 @@ def test_what_cannot_be_used_is_named(toy_folder: str, options: dict, words: str
     ([1, 99999], SHORT, {}, "outside the model's vocabulary"),
     ([2**70], SamplingParams(presence_penalty=1.0), {}, "outside the model's vocabulary"),
 ])  # fmt: skip
-def test_bad_requests_are_named(llm: LLM, prompt, params, options, words) -> None:
+def test_bad_requests_are_named(llm, prompt, params, options, words):
     with pytest.raises(InvalidInput, match=words):
         llm.generate(prompt, params, **options)
 
 
-def test_a_model_without_a_chat_template_says_so(llm: LLM, monkeypatch) -> None:
+def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     with pytest.raises(InvalidInput, match="no chat template"):
         llm.chat(user("hi"))
@@ -174,8 +166,8 @@ def test_a_model_without_a_chat_template_says_so(llm: LLM, monkeypatch) -> None:
     ids=["t5", "mamba"],
 )
 def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(
-    tmp_path, config, words: str
-) -> None:
+    tmp_path, config, words
+):
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         LLM(str(tmp_path))
@@ -184,7 +176,7 @@ def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(
 # With a drafter
 
 
-def save_small(toy_folder: str, folder: Path, **changes: object) -> str:
+def save_small(toy_folder, folder, **changes):
     """A smaller random model beside the toy's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -199,17 +191,17 @@ def save_small(toy_folder: str, folder: Path, **changes: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def drafter_folder(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def drafter_folder(toy_folder, tmp_path_factory):
     return save_small(toy_folder, tmp_path_factory.mktemp("drafter"))
 
 
 @pytest.fixture(scope="module")
-def drafted(toy_folder: str, drafter_folder: str) -> LLM:
+def drafted(toy_folder, drafter_folder):
     return LLM(toy_folder, dtype="float32", drafter=drafter_folder)
 
 
 @pytest.mark.parametrize("method", A_FEW)
-def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method: str) -> None:
+def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted, method):
     for prompt in ("abc abc", "q"):
         answer = drafted.generate(prompt, SHORT, method=method)
         assert answer.token_ids == drafted.generate(prompt, SHORT, method="ar").token_ids
@@ -225,7 +217,7 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
     assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
 
 
-def test_what_is_learned_changes_no_seeded_answer(toy_folder: str, drafter_folder: str) -> None:
+def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "sequoia", dtype="float32", drafter=drafter_folder)
     drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
     seeded = replace(drawn, seed=4)
@@ -240,13 +232,11 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder: str, drafter_folde
 
 
 @pytest.mark.parametrize("method", A_FEW)
-def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(
-    drafted: LLM, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(drafted, method, monkeypatch):
     drafter = drafted.prepare(method)
     inner, calls = LMDrafter.answer, []
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments):
         calls.append(1)
         time.sleep(0.002)
         return inner(*arguments)
@@ -262,16 +252,14 @@ def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(
     assert (s.drafter_calls, s.drafter_seconds) == (0, 0.0)
 
 
-def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:
+def test_the_target_as_its_own_drafter_is_right(toy_folder):
     llm = LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder)
     nodes = METHODS["chain"].budget
     answer = llm.generate("abc abc", SamplingParams(max_tokens=4 * nodes + 1, ignore_eos=True))
     assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
 
 
-def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(
-    toy_folder: str, drafter_folder: str
-) -> None:
+def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
     assert llm.drafting.drafter is None and llm.prepare("pld") is None
@@ -280,7 +268,7 @@ def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
 
 
-def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
+def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted):
     """What a smaller model has read belongs to the answer, however that ends."""
     drafter = drafted.prepare("dyspec")
     assert isinstance(drafter, LMDrafter)
@@ -297,14 +285,12 @@ def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
     assert drafter.model.pool.used == drafted.model.pool.used == 0
 
 
-def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm, monkeypatch):
     expected = llm.generate("abc abc", LONG, method="pld", budget=8).text
     bad, good = (llm.stream("abc abc", LONG, method="pld", budget=8) for _ in range(2))
     said, forward = next(bad), llm.model.forward
 
-    def failing(batch: Batch) -> list[Passed]:
+    def failing(batch):
         passed = forward(batch)
         return [
             one._replace(logits=one.logits * math.nan, best=None)
@@ -326,12 +312,12 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
     assert llm.generate("abc abc", LONG, method="ar").text == expected
 
 
-def test_an_interrupt_ends_what_this_client_asked(llm: LLM) -> None:
+def test_an_interrupt_ends_what_this_client_asked(llm):
     """Ctrl-C: `generate` raises and holds nothing, a stream keeps what it gave, others go on."""
     expected, main = llm.generate("abc abc", SHORT).text, threading.main_thread().ident
     other, steps = llm.stream("abc abc", SHORT, method="ar"), list[int]()
 
-    def interrupt(record: StepRecord) -> None:
+    def interrupt(record):
         steps.append(1)
         if len(steps) == 3:
             signal.pthread_kill(main, signal.SIGINT)
@@ -357,9 +343,7 @@ def test_an_interrupt_ends_what_this_client_asked(llm: LLM) -> None:
     assert llm.generate("abc abc", SHORT).text == expected
 
 
-def test_drafters_that_cannot_be_used_are_named(
-    toy_folder: str, drafter_folder: str, tmp_path: Path
-) -> None:
+def test_drafters_that_cannot_be_used_are_named(toy_folder, drafter_folder, tmp_path):
     with pytest.raises(InvalidInput, match="--drafter"):
         LLM("no/such/folder", "dyspec")  # before the model is looked for
     llm = LLM(toy_folder, dtype="float32")
@@ -386,8 +370,8 @@ def test_drafters_that_cannot_be_used_are_named(
     assert llm.generate("a" * 60, SHORT, method="ar").finish_reason == "length"
 
 
-def test_an_observer_hears_of_every_step(drafted: LLM) -> None:
-    records: list[StepRecord] = []
+def test_an_observer_hears_of_every_step(drafted):
+    records = []
     stream = drafted.stream("abc abc", SHORT, method="dyspec", observer=records.append)
     list(stream)
     completion = stream.completion
@@ -402,15 +386,13 @@ def test_an_observer_hears_of_every_step(drafted: LLM) -> None:
     )
 
 
-def test_a_pass_meets_no_other_pool_of_threads(
-    toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_meets_no_other_pool_of_threads(toy_folder, monkeypatch):
     """Loading computes in parallel, and leaves no thread behind that could do so; passes are
     measured where they run."""
     threads = dict[str, threading.Thread]()
 
-    def noted(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def noted(name, inner):
+        def call(*args, **kwargs):
             threads[name] = threading.current_thread()
             return inner(*args, **kwargs)
 
@@ -424,5 +406,5 @@ def test_a_pass_meets_no_other_pool_of_threads(
         assert llm.generate("abc", SamplingParams(max_tokens=4)).token_ids
 
 
-def raising(error: Exception) -> None:
+def raising(error):
     raise error

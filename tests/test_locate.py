@@ -1,7 +1,5 @@
 """What `--model` names, checked before anything is loaded. `pytest tests/test_locate.py`"""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -50,7 +48,7 @@ def test_what_can_not_be_loaded_is_named(name, words, tmp_path, monkeypatch):
 class Hub(BaseHTTPRequestHandler):
     """A hub that knows no model but `owner/known`."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         known = self.path.startswith("/api/models/owner/known")
         self.send_response(200 if known else 404)
         if not known:
@@ -59,11 +57,11 @@ class Hub(BaseHTTPRequestHandler):
         if known:
             self.wfile.write(b'{"id": "owner/known", "_id": "1", "tags": [], "siblings": []}')
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
-def asked(name: str, port: int, cache: Path, offline: str = "0") -> tuple[int, str]:
+def asked(name, port, cache, offline="0"):
     """Check a name in a process of its own. Returns its exit code and the error; 7: it went on
     offline."""
     code = (
@@ -86,7 +84,7 @@ def asked(name: str, port: int, cache: Path, offline: str = "0") -> tuple[int, s
     return done.returncode, done.stderr
 
 
-def keep(cache: Path, name: str) -> None:
+def keep(cache, name):
     """Put a model into the hub's cache, as a download leaves it."""
     folder = cache / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)

@@ -1,14 +1,11 @@
 """The page at `/`, in a headless Chromium, before a stand-in for the server: pytest
 tests/test_page.py."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,32 +40,32 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with sync_api.sync_playwright() as playwright, chromium(playwright) as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Stand, str]]:
+def served():
     stand = Stand()
     with serving(stand.app) as address:
         yield stand, address
 
 
 @pytest.fixture
-def stand(served: tuple[Stand, str]) -> Stand:
+def stand(served):
     served[0].asked.clear()
     served[0].paths.clear()
     return served[0]
 
 
 @pytest.fixture
-def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
+def open_page(browser, served):
     """Opens the page in a context of its own. In the end: no error on any console, no request to
     anywhere but the server."""
     address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
 
-    def open_it(path: str = "/", width: int = 1280, at: str = address, **options: Any) -> Any:
+    def open_it(path="/", width=1280, at=address, **options):
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -95,12 +92,12 @@ def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
     ] == []
 
 
-def ask(page: Any, prompt: str) -> None:
+def ask(page, prompt):
     page.fill("#prompt", prompt)
     page.press("#prompt", "Enter")
 
 
-def answered(page: Any, prompt: str) -> Any:
+def answered(page, prompt):
     """Ask, and wait for the end of the answer; gives its element."""
     before = page.locator(".turn").count()
     ask(page, prompt)
@@ -108,7 +105,7 @@ def answered(page: Any, prompt: str) -> Any:
     return page.locator(".turn").last
 
 
-def text(page: Any, selector: str) -> str:
+def text(page, selector):
     return str(page.locator(selector).last.text_content())
 
 
@@ -129,7 +126,7 @@ def test_policy_names_what_the_file_holds_and_nothing_else():
     assert "innerHTML" not in html.decode()
 
 
-def test_policy_lets_no_other_script_run(open_page: Open, browser: Any, served: tuple[Stand, str]):
+def test_policy_lets_no_other_script_run(open_page, browser, served):
     context = browser.new_context()  # not `open_page`'s: the console complains, as it must
     page = context.new_page()
     page.goto(served[1])
@@ -141,7 +138,7 @@ def test_policy_lets_no_other_script_run(open_page: Open, browser: Any, served: 
     context.close()
 
 
-def test_answer_is_coloured_by_source(open_page: Open, stand: Stand):
+def test_answer_is_coloured_by_source(open_page, stand):
     page = open_page()
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
@@ -162,7 +159,7 @@ def test_answer_is_coloured_by_source(open_page: Open, stand: Stand):
     assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5
 
 
-def test_request_says_what_was_set(open_page: Open, stand: Stand):
+def test_request_says_what_was_set(open_page, stand):
     page = open_page()
     page.click("#open-settings")
     values = dict(
@@ -193,7 +190,7 @@ def test_request_says_what_was_set(open_page: Open, stand: Stand):
     assert '"rowan"' in kept[0] and "rowan" not in kept[1]
 
 
-def test_settings_left_empty_are_the_server_s(open_page: Open, stand: Stand):
+def test_settings_left_empty_are_the_server_s(open_page, stand):
     page = open_page()
     page.click("#open-settings")
     for name in ("temperature", "max_tokens"):
@@ -213,7 +210,7 @@ def test_settings_left_empty_are_the_server_s(open_page: Open, stand: Stand):
     assert not left & set(body)
 
 
-def test_steps_are_chosen_by_keyboard(open_page: Open):
+def test_steps_are_chosen_by_keyboard(open_page):
     page = open_page()
     answered(page, "rowans")
     steps = steps_of(words("rowans"), "auto")
@@ -251,7 +248,7 @@ def test_steps_are_chosen_by_keyboard(open_page: Open):
     assert text(page, "#mean") == f"{emitted / len(steps):.2f}"
 
 
-def test_beside_plain_decoding(open_page: Open, stand: Stand):
+def test_beside_plain_decoding(open_page, stand):
     page = open_page()
     page.check("#beside")
     answered(page, "rowans")
@@ -264,7 +261,7 @@ def test_beside_plain_decoding(open_page: Open, stand: Stand):
     assert text(page, ".ratio").startswith(f"{float(speeds[0].split()[0]) / 20:.2f}")
 
 
-def test_a_difference_is_told(open_page: Open):
+def test_a_difference_is_told(open_page):
     page = open_page()
     turn = answered(page, "differs")
     turn.locator("button.compare").click()
@@ -274,7 +271,7 @@ def test_a_difference_is_told(open_page: Open):
 
 
 @pytest.mark.parametrize("how", ["Escape", "button"])
-def test_stop(open_page: Open, stand: Stand, how: str):
+def test_stop(open_page, stand, how):
     page = open_page()
     ask(page, "endless")
     page.locator(".token").nth(20).wait_for()
@@ -293,7 +290,7 @@ def test_stop(open_page: Open, stand: Stand, how: str):
     assert roles == ["user", "assistant", "user"]
 
 
-def test_what_the_model_writes_stays_text(open_page: Open):
+def test_what_the_model_writes_stays_text(open_page):
     page = open_page()
     answered(page, "evil " + EVIL)
     assert text(page, ".text") == "".join(words("evil"))
@@ -307,7 +304,7 @@ def test_what_the_model_writes_stays_text(open_page: Open):
     assert page.evaluate("window.hacked") is None
 
 
-def test_half_characters_and_the_text_agree(open_page: Open):
+def test_half_characters_and_the_text_agree(open_page):
     page = open_page()
     answered(page, "cut")
     assert text(page, ".text") == TEXTS["cut"]
@@ -315,7 +312,7 @@ def test_half_characters_and_the_text_agree(open_page: Open):
     assert pieces == ["A", "tree", "🌳", "of", "rowan", "."]
 
 
-def test_busy_server_is_told_and_tried_again(open_page: Open, stand: Stand):
+def test_busy_server_is_told_and_tried_again(open_page, stand):
     page = open_page()
     stand.busy = 1
     turn = answered(page, "full")
@@ -328,7 +325,7 @@ def test_busy_server_is_told_and_tried_again(open_page: Open, stand: Stand):
     assert text(page, ".text") == ROWAN and page.locator(".error").count() == 0
 
 
-def test_a_missing_key_is_asked_for(open_page: Open):
+def test_a_missing_key_is_asked_for(open_page):
     page = open_page()
     turn = answered(page, "locked")
     assert turn.locator(".error strong").text_content() == "The server wants an API key"
@@ -343,14 +340,14 @@ def test_a_missing_key_is_asked_for(open_page: Open):
     ("prompt", "title"),
     [("fails", "The server ended the answer"), ("breaks", "The connection broke")],
 )
-def test_an_answer_that_breaks_off(open_page: Open, prompt: str, title: str):
+def test_an_answer_that_breaks_off(open_page, prompt, title):
     page = open_page()
     turn = answered(page, prompt)
     assert turn.locator(".error strong").text_content() == title
     assert text(page, ".text") and ROWAN.startswith(text(page, ".text"))
 
 
-def test_keyboard_alone(open_page: Open, stand: Stand):
+def test_keyboard_alone(open_page, stand):
     page = open_page()
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
@@ -379,7 +376,7 @@ def test_keyboard_alone(open_page: Open, stand: Stand):
     assert [name for name, line in reached if name and line == "none"] == []
 
 
-def test_new_chat(open_page: Open, stand: Stand):
+def test_new_chat(open_page, stand):
     page = open_page()
     answered(page, "rowans")
     page.click("#new")
@@ -390,7 +387,7 @@ def test_new_chat(open_page: Open, stand: Stand):
     assert len(stand.asked[-1]["messages"]) == 1
 
 
-def test_works_behind_a_path_prefix(open_page: Open, stand: Stand):
+def test_works_behind_a_path_prefix(open_page, stand):
     page = open_page("/some/prefix/")
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
@@ -429,7 +426,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast(open_page: Open, scheme: str):
+def test_text_has_contrast(open_page, scheme):
     page = open_page(color_scheme=scheme)
     assert page.evaluate(CONTRAST) == []
     page.check("#beside")
@@ -447,7 +444,7 @@ def test_text_has_contrast(open_page: Open, scheme: str):
     assert page.evaluate(CONTRAST) != []  # the check can fail
 
 
-def test_light_and_dark(open_page: Open):
+def test_light_and_dark(open_page):
     page = open_page(color_scheme="light")
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
@@ -460,11 +457,11 @@ def test_light_and_dark(open_page: Open):
     assert page.locator("#theme").get_attribute("aria-pressed") == "false"
 
 
-def test_narrow(open_page: Open):
+def test_narrow(open_page):
     page = open_page(width=360)
     page.check("#beside")
 
-    def fits(*ids: str) -> bool:
+    def fits(*ids):
         widths = [f"document.querySelector('{one}').scrollWidth <= 360" for one in ("html", *ids)]
         return bool(page.evaluate(" && ".join(widths)))
 
@@ -481,7 +478,7 @@ def test_narrow(open_page: Open):
     assert fits("#settings")
 
 
-def test_every_control_has_a_name(open_page: Open):
+def test_every_control_has_a_name(open_page):
     page = open_page()
     page.check("#beside")
     answered(page, "rowans")
@@ -491,7 +488,7 @@ def test_every_control_has_a_name(open_page: Open):
     named = shown | {"searchbox", "spinbutton", "complementary", "dialog"}
     session = page.context.new_cdp_session(page)
 
-    def nameless() -> tuple[set[str], list[Any]]:
+    def nameless():
         every = session.send("Accessibility.getFullAXTree")["nodes"]
         nodes = [(node["role"]["value"], node) for node in every if not node["ignored"]]
         unnamed = [node for _, node in nodes if not node.get("name", {}).get("value")]
@@ -506,7 +503,7 @@ def test_every_control_has_a_name(open_page: Open):
     assert without == [] and {"dialog", "spinbutton"} <= roles
 
 
-def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
+def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page):
     page = open_page(reduced_motion="reduce")
     ask(page, "endless")
     page.locator("#timeline li").nth(20).wait_for()
@@ -524,7 +521,7 @@ def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
     expect(page.locator("#after")).to_be_disabled()  # at the last step
 
 
-def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, stand: Stand):
+def test_method_is_a_text_field_where_the_server_names_none(open_page, stand):
     page = open_page()
     body = json.dumps({"data": [{"id": "other"}]})
     page.route(
@@ -537,12 +534,12 @@ def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, sta
     assert {"speculation": {"method": "pld"}, "model": "other"}.items() <= stand.asked[-1].items()
 
 
-def test_server_that_is_loading_is_waited_for(open_page: Open):
+def test_server_that_is_loading_is_waited_for(open_page):
     page = open_page()
     page.clock.install()
     refusals = iter([503])
 
-    def answer(route: Any) -> None:
+    def answer(route):
         status = next(refusals, None)
         route.continue_() if status is None else route.fulfill(
             status=status, body=json.dumps({"error": {"message": "it loads"}})
@@ -556,7 +553,7 @@ def test_server_that_is_loading_is_waited_for(open_page: Open):
     assert "not ready" not in text(page, "#now")
 
 
-def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open):
+def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page):
     page = open_page()
     body = json.dumps({"error": {"message": "give a key"}})
     page.route("**/v1/models", lambda route: route.fulfill(status=401, body=body))
@@ -574,9 +571,7 @@ def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open)
     page.locator("#model:not(:empty)").wait_for()
 
 
-def serve_and_ask(
-    open_page: Open, model: Path | str, questions: list[str], **fields: str
-) -> list[tuple[str, list[str], int]]:
+def serve_and_ask(open_page, model, questions, **fields):
     """The real server behind the page, each question asked plainly, too, and found to be the same.
     Gives for each answer its text, its tokens' texts as they are coloured, and how many steps it
     took."""
@@ -611,7 +606,7 @@ def serve_and_ask(
     return answers
 
 
-def test_real_server(open_page: Open, toy_folder: str):
+def test_real_server(open_page, toy_folder):
     questions = ["abcabcabc", "abcabcabc again"]
     for answer, tokens, steps in serve_and_ask(
         open_page, toy_folder, questions, max_tokens="40", temperature="0.9"
@@ -622,7 +617,7 @@ def test_real_server(open_page: Open, toy_folder: str):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_real_server_with_the_embedded_model(open_page: Open, smollm2: Path):
+def test_real_server_with_the_embedded_model(open_page, smollm2):
     ((answer, tokens, steps),) = serve_and_ask(
         open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60"
     )

@@ -1,8 +1,6 @@
 """Replicas on Ray answer as plain decoding alone, whichever of them die. `pytest
 tests/test_ray.py`"""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,10 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -36,7 +31,7 @@ PORT = 8917
 GREEDY = SamplingParams(max_tokens=6)
 
 
-def replicas_of(process: psutil.Process, name: str) -> list[psutil.Process]:
+def replicas_of(process, name):
     """Ray's processes that run an actor of this name, below a process."""
     found = []
     for child in process.children(recursive=True):
@@ -53,12 +48,12 @@ def replicas_of(process: psutil.Process, name: str) -> list[psutil.Process]:
     ({"settings": {"max_wating": 1}}, "max_wating"),
     ({"settings": {"max_waiting": 0}}, "max_waiting"), ({"replicas": 0}, "replicas"),
 ])  # fmt: skip
-def test_arguments_that_are_refused(asked: dict[str, Any], why: str) -> None:
+def test_arguments_that_are_refused(asked, why):
     with pytest.raises(InvalidInput, match=why):
         build(asked)
 
 
-def test_arguments_come_as_text() -> None:
+def test_arguments_come_as_text():
     deployment = build(
         {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
     )._bound_deployment
@@ -69,9 +64,7 @@ def test_arguments_come_as_text() -> None:
     }
 
 
-def test_a_replica_is_healthy_while_its_engines_heart_beats(
-    toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder, monkeypatch):
     replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"}, warm=False)
     replica.check_health()
     monkeypatch.setattr(
@@ -82,7 +75,7 @@ def test_a_replica_is_healthy_while_its_engines_heart_beats(
 
 
 @pytest.mark.parametrize("column", ["prompt", "text", "messages", "input"])
-def test_the_actor_of_ray_data_without_ray(toy_folder: str, column: str) -> None:
+def test_the_actor_of_ray_data_without_ray(toy_folder, column):
     llm, messages = LLM(toy_folder, dtype="float32"), [{"role": "user", "content": "abc"}]
     value = messages if column == "messages" else "abc"
     length = "max_output_tokens" if column == "input" else "max_tokens"
@@ -97,13 +90,13 @@ def test_the_actor_of_ray_data_without_ray(toy_folder: str, column: str) -> None
     assert bad["answer"] == [alone, None] and bad["error"][0] is None and bad["error"][1]
 
 
-def end_ray() -> None:
+def end_ray():
     for left in replicas_of(psutil.Process(), "ray"):
         left.kill()
 
 
 @pytest.mark.long
-def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path) -> None:
+def test_a_batch_goes_on_whichever_process_dies(toy_folder, tmp_path):
     source, output = forty(tmp_path), tmp_path / "out.jsonl"
     asked = [sys.executable, "-m", "quickbeam", *command(source, output, toy_folder)]
     asked += ["--max-running", "2", "--ray", "--replicas", "2"]
@@ -123,7 +116,7 @@ def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str) -> None:
+def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder):
     options = f"--port {PORT} --no-warm --max-waiting 5 --ray --replicas 2 --model {toy_folder}"
     asked = [sys.executable, "-m", "quickbeam", "serve", *options.split()]
     child = subprocess.Popen(asked, start_new_session=True)
@@ -146,16 +139,14 @@ def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str)
 
 
 @pytest.mark.parametrize("asked", [["serve"], ["batch", __file__, "out.jsonl"]])
-def test_replicas_need_ray(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_need_ray(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, [*asked, "--replicas", "2"])
     assert result.exit_code == 2 and "add --ray" in result.stderr
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.serve.shutdown()
@@ -163,7 +154,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -> None:
+def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
     from ray import serve
 
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
@@ -171,7 +162,7 @@ def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -
     llm = LLM()
     prompts = [f"Count from {i} to ten:" for i in range(8)]
 
-    def ask() -> list[str]:
+    def ask():
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120) as client:
             assert client.get("/health").json() == {"status": "ok"}
             bodies = [
@@ -197,7 +188,7 @@ def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -
             assert texts[0] == streamed
             return texts
 
-    def running() -> list[psutil.Process]:
+    def running():
         return replicas_of(psutil.Process(), "ServeReplica")
 
     alone = [
@@ -220,9 +211,7 @@ def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -
 
 
 @pytest.mark.long
-def test_ray_data_answers_a_folder_of_prompts(
-    toy_folder: str, tmp_path: Path, cluster: None
-) -> None:
+def test_ray_data_answers_a_folder_of_prompts(toy_folder, tmp_path, cluster):
     folder = tmp_path / "prompts"
     folder.mkdir()
     prompts = [f"abc {i}" for i in range(20)]

@@ -1,8 +1,6 @@
 """Who is let in, who waits, who is turned away, and that nothing of it is left behind. `pytest
 tests/test_serve_admission.py`"""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace
@@ -26,13 +24,13 @@ def llm(toy_folder):
         yield found
 
 
-def gate(places: int = 1, **settings: int) -> Gate:
+def gate(places=1, **settings):
     found = Gate(ServeSettings(**settings))
     found.places, found.phase = places, Phase.ready
     return found
 
 
-def counts(one: Gate) -> tuple[int, int, int]:
+def counts(one):
     return one.inside, one.waiting, one.waiting_tokens
 
 

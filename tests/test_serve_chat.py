@@ -4,8 +4,6 @@ what isn't served is refused by name.
 pytest tests/test_serve_chat.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

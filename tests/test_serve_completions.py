@@ -3,8 +3,6 @@
 pytest tests/test_serve_completions.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -8,8 +8,6 @@ no place in the queue, no task, no connection.
 pytest tests/test_serve_load.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -61,12 +59,12 @@ class Client(NamedTuple):
     does: str
 
 
-def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> list[Client]:
+def crowd(count, methods, tokens, seed=0):
     """Clients of all kinds, a third of which do not stay."""
     chance, found = random.Random(seed), list[Client]()
     for number in range(count):
         text = chance.choice(TEXTS) * chance.choice((1, 1, 1, 6))
-        body: dict[str, Any] = {
+        body = {
             "temperature": chance.choice((0, 0, 0.8)),
             "seed": chance.randrange(4),
             "n": chance.choice((1, 1, 2, 3)),
@@ -89,7 +87,7 @@ def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> l
     return found
 
 
-async def vanish(base: str, client: Client) -> None:
+async def vanish(base, client):
     """Ask, and cut the connection before anything comes."""
     host, port = base.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
@@ -104,7 +102,7 @@ async def vanish(base: str, client: Client) -> None:
     writer.transport.abort()
 
 
-def streamed(lines: list[str], choices: int) -> list[list[int]]:
+def streamed(lines, choices):
     """Token ids by choice, of a stream that came to its end."""
     assert lines[-1] == "[DONE]"
     found, reasons = [list[int]() for _ in range(choices)], dict[int, str]()
@@ -118,9 +116,7 @@ def streamed(lines: list[str], choices: int) -> list[list[int]]:
     return found
 
 
-async def ask(
-    web: httpx.AsyncClient, base: str, client: Client, seen: Counter[int], chance: random.Random
-) -> list[list[int]] | None:
+async def ask(web, base, client, seen, chance):
     """Token ids of all choices where the client stays to the end, which comes again where it is
     told to."""
     if client.does == "vanishes":
@@ -155,9 +151,7 @@ async def ask(
             return streamed(lines, client.body["n"])
 
 
-async def load(
-    base: str, clients: list[Client], together: int
-) -> tuple[list[list[list[int]] | None], Counter[int]]:
+async def load(base, clients, together):
     """What each client got, and the statuses that were seen."""
     turns, seen, chance = asyncio.Semaphore(together), Counter[int](), random.Random(1)
 
@@ -165,17 +159,17 @@ async def load(
         base_url=base, timeout=300, limits=httpx.Limits(max_connections=together)
     ) as web:
 
-        async def come(client: Client) -> list[list[int]] | None:
+        async def come(client):
             async with turns:
                 return await ask(web, base, client, seen, chance)
 
         return list(await asyncio.gather(*map(come, clients))), seen
 
 
-def alone(plain: LLM, client: Client) -> list[list[int]]:
+def alone(plain, client):
     """What plain decoding answers to nobody else."""
     body = client.body
-    given: dict[str, Any] = {name: body[name] for name in PARAMETERS if name in body}
+    given = {name: body[name] for name in PARAMETERS if name in body}
     if "response_format" in body:
         from quickbeam.grammar import Grammar
 
@@ -186,15 +180,7 @@ def alone(plain: LLM, client: Client) -> list[list[int]]:
     return [one.token_ids for one in (found if isinstance(found, list) else [found])]
 
 
-def under_load(
-    folder: str | None,
-    methods: tuple[str, ...],
-    count: int,
-    together: int,
-    tokens: int,
-    memory: int,
-    **options: Any,
-) -> None:
+def under_load(folder, methods, count, together, tokens, memory, **options):
     clients = crowd(count, methods, tokens)
     with LLM(folder, "auto", max_running=together // 2, kv_memory=memory, **options) as llm:
         runner = Runner(ServeSettings(max_waiting=together // 4, queue_timeout=300), llm)
@@ -218,12 +204,12 @@ def under_load(
     assert not different, f"{len(different)} of {len(stayed)}: {different[:2]}"
 
 
-def tasks(loop: asyncio.AbstractEventLoop) -> set[Any]:
+def tasks(loop):
     """Those of the server, but for the one that sse-starlette has on each loop."""
     return {task for task in asyncio.all_tasks(loop) if "_shutdown_watcher" not in repr(task)}
 
 
-def connections(port: int) -> list[Any]:
+def connections(port):
     """Those that are open to the server."""
     every = psutil.Process().net_connections("tcp")
     kinds = ("ESTABLISHED", "CLOSE_WAIT")

@@ -1,8 +1,6 @@
 """What `/metrics` counts, held against the answers themselves, and the dashboard that reads it.
 `pytest tests/test_serve_metrics.py`"""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -40,11 +38,11 @@ def llm(toy_folder):
         yield found
 
 
-async def read(client) -> dict[str, dict[str, float]]:
+async def read(client):
     """Samples by name, then by the labels that aren't the model's, joined."""
     response = await client.get("/metrics")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
-    found: dict[str, dict[str, float]] = {}
+    found = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             labels = dict(sample.labels)
@@ -145,7 +143,7 @@ def test_preemptions_are_counted(toy_folder):
     page = LLM(toy_folder, "ar").model.pool.page_bytes
     with LLM(toy_folder, "ar", kv_memory=5 * page) as llm:
 
-        async def main() -> None:
+        async def main():
             async with served(llm, served_name="tiny") as (runner, client):
                 streams = [
                     stream
@@ -179,7 +177,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(llm):
         board["panels"]
     )
 
-    async def main() -> set[str]:
+    async def main():
         async with served(llm, served_name="tiny") as (runner, client):
             assert not {f"vllm:{name}" for name in VLLM.split()} - {*await read(client)}
             for stream in await begun(runner, job(llm)):
@@ -197,7 +195,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     assert b'vllm:num_requests_waiting{model_name="tiny"} 0.0' in text
 
 
-def metrics_of(expression: str) -> set[str]:
+def metrics_of(expression):
     """Names in a PromQL expression that are metrics."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", expression)
     return {

@@ -4,8 +4,6 @@ read.
 pytest tests/test_serve_openai.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,15 +1,12 @@
 """`quickbeam serve` as a process of its own: signals, and what a supervisor does. `pytest
 tests/test_serve_process.py`"""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -20,17 +17,17 @@ BODY = {"model": "smollm2-135m", "prompt": "Once upon a time"}
 
 
 @pytest.fixture
-def port() -> int:
+def port():
     with closing(socket.create_server(("127.0.0.1", 0))) as one:
         return one.getsockname()[1]
 
 
-def start(port: int, *options: str) -> subprocess.Popen[str]:
+def start(port, *options):
     command = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm"]
     return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
 
 
-def health(port: int) -> int:
+def health(port):
     """The status that it tells, or 0. A port that listens is not enough: the server takes signals
     only once its loop runs."""
     try:
@@ -39,7 +36,7 @@ def health(port: int) -> int:
         return 0
 
 
-def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
+def wait(condition, seconds=300):
     """How long it took."""
     began = time.monotonic()
     while not condition():
@@ -48,7 +45,7 @@ def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
     return time.monotonic() - began
 
 
-def finish(server: subprocess.Popen[str]) -> None:
+def finish(server):
     server.kill()
     server.wait()
     server.stderr.close()

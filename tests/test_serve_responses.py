@@ -3,8 +3,6 @@
 pytest tests/test_serve_responses.py
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -21,16 +19,7 @@ from quickbeam.serve import responses
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts
 from quickbeam.serve.tools import Call
-from serving import (
-    GRAMMAR_FIELDS,
-    answered_or_refused,
-    ask,
-    ask_raw,
-    events,
-    good,
-    junk,
-    refused,
-)
+from serving import GRAMMAR_FIELDS, answered_or_refused, ask, ask_raw, events, good, junk, refused
 
 PATH = "/v1/responses"
 INPUT = "the cat sat on the mat and the cat"

@@ -1,8 +1,6 @@
 """The server as a process: starting, health, signals, clients that leave, what a supervisor does.
 `pytest tests/test_serve_running.py`"""
 
-from __future__ import annotations
-
 import asyncio
 import configparser
 import gc
@@ -13,10 +11,9 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -27,7 +24,6 @@ from quickbeam.cli.app import app as command
 from quickbeam.cli.fields import split
 from quickbeam.cli.serve import greeting
 from quickbeam.engine.loop import EngineLoop
-from quickbeam.engine.trace import StepRecord
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import Server, listen, run, serve, url
@@ -51,15 +47,13 @@ class Listening(NamedTuple):
     address: str
     serving: asyncio.Task[bool]  # ends with it
 
-    def stop(self) -> None:
+    def stop(self):
         """What a signal does."""
         self.server.handle_exit(signal.SIGTERM, None)
 
 
 @asynccontextmanager
-async def listening(
-    llm: LLM, load: Callable[[], LLM] | None = None, kind: type[Runner] = Runner, **settings: Any
-) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
+async def listening(llm, load=None, kind=Runner, **settings):
     """With a client. The model may be used again afterwards."""
     runner = kind(ServeSettings(served_name="tiny", **settings))
     server, listener = Server(runner), listen("127.0.0.1", 0)
@@ -78,20 +72,20 @@ async def listening(
             await asyncio.wait([serving])
 
 
-async def lines(response: httpx.Response) -> AsyncIterator[str]:
+async def lines(response):
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
 
-def text_of(chunks: list[str]) -> str:
+def text_of(chunks):
     assert chunks[-1] == "[DONE]"
     return "".join(
         choice["text"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]
     )
 
 
-def refused(runner: Runner) -> float | None:
+def refused(runner):
     """How many requests were refused as unavailable."""
     labels = {"model_name": runner.name, "reason": "unavailable"}
     return runner.metrics.registry.get_sample_value("quickbeam:refused_requests_total", labels)
@@ -133,7 +127,7 @@ async def test_a_signal_while_it_loads_ends_it(llm, loaded):
 
 
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
-    def load() -> LLM:
+    def load():
         raise InvalidInput("no such model")
 
     seen = list[str]()
@@ -265,7 +259,7 @@ def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
     def broken(self):
         raise MemoryError("no more")
 
-    async def main(llm: LLM) -> None:
+    async def main(llm):
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(client.post("/v1/completions", json=BODY))
@@ -294,7 +288,7 @@ async def test_a_dead_thread_begins_nothing(llm, monkeypatch):
 async def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
     waits, go, begin = threading.Event(), threading.Event(), llm.stream
 
-    def late(*given: Any, **options: Any) -> Any:
+    def late(*given, **options):
         waits.set()
         go.wait()
         return begin(*given, **options)
@@ -345,12 +339,12 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
     """Not before the step is counted and traced, though its tokens are there by then."""
     inside, go, ends = threading.Event(), threading.Event(), list[int]()
 
-    def hold(record: StepRecord) -> None:
+    def hold(record):
         if len(stream.completion.token_ids) == 3:
             inside.set()
             go.wait()
 
-    stream: Any = None
+    stream = None
 
     async with AsyncLLM(llm=llm) as face:
         with braked(llm.engine) as brake:
@@ -466,7 +460,7 @@ def test_what_is_said_when_it_serves(llm):
     [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)],
 )
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
-    def run(runner: Runner, load: Any, *, warm: bool, ready: Callable[[str], None]) -> None:
+    def run(runner, load, *, warm, ready):
         assert runner.settings.api_keys == tuple(split(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")

@@ -1,8 +1,6 @@
 """Who may ask, how much, from where, and what is written down of it. `pytest
 tests/test_serve_security.py`"""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -34,12 +32,12 @@ from serving import ask as serving_ask
 SECRET = "the cat that nobody may know of"
 
 
-def ask(llm, *requests: tuple, **settings):
+def ask(llm, *requests, **settings):
     """Responses to requests, `(method, path, {…})`, of a server with these settings."""
     return send(Runner(ServeSettings(served_name="tiny", **settings), llm), *requests)
 
 
-def completion(prompt: str = "hello", **headers: str) -> tuple:
+def completion(prompt="hello", **headers):
     return (
         "POST",
         "/v1/completions",
@@ -47,7 +45,7 @@ def completion(prompt: str = "hello", **headers: str) -> tuple:
     )
 
 
-def codes(responses) -> list[int]:
+def codes(responses):
     return [one.status_code for one in responses]
 
 
@@ -130,7 +128,7 @@ def test_reading_stops_at_the_limit():
     assert error.value.problem.status == 413 and seen == [400, 400] and len(messages) == 7
 
 
-def exchange(address: str, *pieces: bytes) -> bytes:
+def exchange(address, *pieces):
     """What a server sends until it closes the connection, to a client that sends pieces slowly."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -346,7 +344,7 @@ def test_large_bodies_are_read_beside_the_event_loop():
         threads.append(threading.get_ident())
         return value
 
-    async def read(size: int) -> None:
+    async def read(size):
         async def receive():
             return {"type": "http.request", "body": b'"' + b"x" * size + b'"'}
 
@@ -364,13 +362,13 @@ def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
 
     go = threading.Event()
 
-    def slow(grammar: str) -> str:
+    def slow(grammar):
         go.wait()
         return "it takes too long"
 
     monkeypatch.setattr("quickbeam.grammar.trial.failure", slow)
 
-    async def main() -> list[int]:
+    async def main():
         async with served(llm) as (runner, client):
             asked = [{"prompt": "x", "max_tokens": 1, "regex": f"a{{{i}}}"} for i in range(1, 41)]
             others = [
@@ -425,12 +423,12 @@ def test_nothing_is_read_or_fetched_for_a_request(llm, monkeypatch, tmp_path):
     (secret := tmp_path / "secret.txt").write_text(SECRET)
     touched, address, connect = list[object](), f"file://{secret}", socket.socket.connect
 
-    def audit(event: str, arguments: tuple) -> None:
+    def audit(event, arguments):
         opens = event == "open" and str(secret) in str(arguments[0])
         if watching and (opens or event == "socket.getaddrinfo"):
             touched.append(arguments)
 
-    def chat(content: object) -> tuple:
+    def chat(content):
         fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
         return ("POST", CHAT, {"json": fields})
 

@@ -4,8 +4,6 @@ by a grammar, and refused where unknown.
 pytest tests/test_serve_tools.py
 """
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

@@ -1,13 +1,9 @@
 """What `generate --trace` records and `inspect` draws: pytest tests/test_trace.py."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -26,7 +22,7 @@ EVIL = "<script>alert('x')</script>&\"\n"
 class Letters:
     """Tokens are characters, but token 0 is text that HTML must not take at its word."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return "".join(chr(97 + i) if i else EVIL for i in ids)
 
 
@@ -34,7 +30,7 @@ class Page(HTMLParser):
     """A page's elements with their attributes, and its text. Fails where elements are not
     nested."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -42,22 +38,22 @@ class Page(HTMLParser):
         self.feed(html)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
-    def of_class(self, name: str) -> int:
+    def of_class(self, name):
         return sum(name in (attrs.get("class") or "").split() for _, attrs in self.elements)
 
 
-def some_tree() -> TokenTree:
+def some_tree():
     tree = TokenTree(1)
     first = tree.add(0, 0, "drafter", 0.5)
     tree.add(0, 3, EVIL, 0.25)
@@ -67,7 +63,7 @@ def some_tree() -> TokenTree:
 
 
 @pytest.fixture
-def trace() -> dict[str, Any]:
+def trace():
     recorder = Trace()
     recorder(StepRecord(some_tree(), [0, 1, 3], 7, [0, 4, 7], 0.001, 0.002, 0.004))
     recorder(StepRecord(TokenTree(7), [0], 2, [2], 0.0, 0.002, 0.003))
@@ -77,12 +73,12 @@ def trace() -> dict[str, Any]:
     return recorder.to_json(completion, Letters())
 
 
-def written(path: Path, content: object) -> Path:
+def written(path, content):
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
-def test_a_record_comes_back_as_it_was_written(trace: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_comes_back_as_it_was_written(trace, tmp_path):
     assert read_trace(written(tmp_path / "t.json", trace)) == trace
     step, plain = trace["steps"]
     nodes = step["nodes"]
@@ -97,7 +93,7 @@ def test_a_record_comes_back_as_it_was_written(trace: dict[str, Any], tmp_path: 
     assert trace["answer"]["mean_accepted_tokens"] == 2.0
 
 
-DAMAGE: dict[str, tuple[object, str]] = {
+DAMAGE = {
     "format": ("something", "not a trace; give a file that `quickbeam generate --trace` wrote"),
     "version": (2, "a trace of version 2; this quickbeam reads version 1"),
     "answer": ([], "answer='[]'; must be dict"),
@@ -116,7 +112,7 @@ DAMAGE: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("where", DAMAGE)
-def test_damaged_records_are_named(trace: dict[str, Any], tmp_path: Path, where: str) -> None:
+def test_damaged_records_are_named(trace, tmp_path, where):
     (value, words), part = DAMAGE[where], trace
     *keys, last = (int(key) if key.isdigit() else key for key in where.split())
     for key in keys:
@@ -127,7 +123,7 @@ def test_damaged_records_are_named(trace: dict[str, Any], tmp_path: Path, where:
     assert words in str(caught.value) and "t.json" in str(caught.value)
 
 
-def test_other_files_are_named(trace: dict[str, Any], tmp_path: Path) -> None:
+def test_other_files_are_named(trace, tmp_path):
     del trace["steps"]
     with pytest.raises(InvalidInput, match="has no 'steps'"):
         read_trace(written(tmp_path / "t.json", trace))
@@ -140,7 +136,7 @@ def test_other_files_are_named(trace: dict[str, Any], tmp_path: Path) -> None:
             read_trace(path)
 
 
-def test_the_page_shows_everything_and_loads_nothing(trace: dict[str, Any]) -> None:
+def test_the_page_shows_everything_and_loads_nothing(trace):
     html = page(trace)
     drawn = Page(html)
     tags = {tag for tag, _ in drawn.elements}
@@ -166,9 +162,9 @@ def test_the_page_shows_everything_and_loads_nothing(trace: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
+def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed):
     rng = random.Random(seed)
-    nodes: list[dict[str, Any]] = []
+    nodes = []
     for i in range(40):
         parent = rng.randrange(max(0, i - 4), i) if i else -1
         depth = nodes[parent]["depth"] + 1 if i else 0
@@ -179,20 +175,20 @@ def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
         """The parent that the lists give each node: the one before it on its line, or the last of
         the line that its list is below."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.parents: dict[str, str] = {}
             self.lines: list[str] = []  # the last node so far of each open line
 
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        def handle_starttag(self, tag, attrs):
             if tag == "li":
                 self.lines.append(self.lines[-1] if self.lines else "")
 
-        def handle_endtag(self, tag: str) -> None:
+        def handle_endtag(self, tag):
             if tag == "li":
                 self.lines.pop()
 
-        def handle_data(self, data: str) -> None:
+        def handle_data(self, data):
             self.parents[data] = self.lines[-1]
             self.lines[-1] = data
 
@@ -203,7 +199,7 @@ def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
     }
 
 
-def test_a_chain_deeper_than_pythons_stack_is_drawn() -> None:
+def test_a_chain_deeper_than_pythons_stack_is_drawn():
     node = {"token": 1, "text": "a", "source": "x", "value": 0.0, "accepted": False}
     nodes = [{**node, "parent": i - 1, "depth": i} for i in range(3000)]
     nodes += [{**node, "parent": i, "depth": i + 1} for i in range(3000)]
@@ -222,9 +218,7 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize(("prompt", "code"), [("hello", 0), ("interrupt", 130)])
 @pytest.mark.parametrize("options", [[], ["--json"], ["--raw"]])
-def test_generate_records_and_inspect_draws(
-    run, tmp_path: Path, prompt: str, code: int, options: list[str]
-) -> None:
+def test_generate_records_and_inspect_draws(run, tmp_path, prompt, code, options):
     recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
     assert run("generate", prompt, "--trace", recorded, *options).exit_code == code
     steps = read_trace(recorded)["steps"]
@@ -237,9 +231,7 @@ def test_generate_records_and_inspect_draws(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.html", "t.json"]
 
 
-def test_places_that_cannot_be_written_are_named_before_any_work(
-    run, tmp_path: Path, trace: dict[str, Any]
-) -> None:
+def test_places_that_cannot_be_written_are_named_before_any_work(run, tmp_path, trace):
     fake_llm.CALLS.clear()
     result = run("generate", "hello", "--trace", tmp_path / "no" / "t.json")
     assert result.exit_code == 2
@@ -255,7 +247,7 @@ def test_places_that_cannot_be_written_are_named_before_any_work(
     assert "missing.json" in result.stderr
 
 
-def test_a_real_answers_trace_holds_its_tokens(toy_folder: str, tmp_path: Path) -> None:
+def test_a_real_answers_trace_holds_its_tokens(toy_folder, tmp_path):
     recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
     options = ["--model", toy_folder, "--drafter", toy_folder, "--method", "dyspec", "--json"]
     options += ["--dtype", "float32", "--max-tokens", "20", "--ignore-eos", "--trace", recorded]

@@ -1,14 +1,10 @@
 """What a checkpoint, a model or a trace says is not taken at its word. `pytest
 tests/test_untrusted.py`"""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
+def run(monkeypatch):
     monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
     fake_llm.CALLS.clear()
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -46,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch):
         "\\\\host\\x",
     ],
 )
-def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     config, state = LLAMA | {"draft_vocab_size": DRAFT}, eagle3()
     folder = write(tmp_path / "drafter", config, state, "sharded")
     assert is_eagle(folder) and read(folder) is not None
@@ -58,13 +54,13 @@ def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_transformers(name: str) -> None:
+def test_activations_are_those_of_transformers(name):
     x = torch.randn(1000) * 4
     assert torch.equal(ACTIVATIONS[name](x), ACT2FN[name](x))
 
 
 @pytest.mark.parametrize("name", ["dropout", "threshold", "__name__", "tanh"])
-def test_other_activations_are_refused(tmp_path: Path, name: str) -> None:
+def test_other_activations_are_refused(tmp_path, name):
     sizes = {
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -83,7 +79,7 @@ def test_other_activations_are_refused(tmp_path: Path, name: str) -> None:
         read(tmp_path)
 
 
-def test_json_is_strict() -> None:
+def test_json_is_strict():
     record = {
         "a": [-math.inf, (math.nan, 1.5)],
         "b": {3: math.inf},
@@ -102,32 +98,30 @@ def test_json_is_strict() -> None:
     }
 
 
-def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch):
     monkeypatch.setattr(
         fake_llm,
         "Logprob",
         lambda token, logprob, top: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5}),
     )
 
-    def refuse(name: str) -> None:
+    def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
-    record: dict[str, Any] = json.loads(
+    record = json.loads(
         run("generate", "hi", "--json", "--logprobs", "1").stdout, parse_constant=refuse
     )
     assert record["logprobs"][0]["logprob"] is None
     assert record["logprobs"][0]["top"] == {"5": None, "6": -0.5}
 
 
-def test_control_characters_are_shown() -> None:
+def test_control_characters_are_shown():
     assert harmless(EVIL) == SHOWN
     assert harmless("ä\u3000\u200d🙂\n") == "ä\u3000\u200d🙂\n"
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(True, SHOWN), (False, EVIL)])
-def test_a_terminal_is_shown_what_a_pipe_is_given(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, expected: str
-) -> None:
+def test_a_terminal_is_shown_what_a_pipe_is_given(monkeypatch, terminal, expected):
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", out)
@@ -135,7 +129,7 @@ def test_a_terminal_is_shown_what_a_pipe_is_given(
     assert out.getvalue() == expected
 
 
-def test_a_trace_does_not_command_the_terminal(run, tmp_path: Path) -> None:
+def test_a_trace_does_not_command_the_terminal(run, tmp_path):
     path = tmp_path / "trace.json"
     assert run("generate", "hi", "--trace", path).exit_code == 0
     trace = json.loads(path.read_text())
@@ -148,6 +142,6 @@ def test_a_trace_does_not_command_the_terminal(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [[], ["--trust-remote-code"]])
-def test_consent_to_code_is_passed_on(run, given: list[str]) -> None:
+def test_consent_to_code_is_passed_on(run, given):
     assert run("generate", "hi", *given).exit_code == 0
     assert bool(fake_llm.CALLS[0][1][2].get("trust_remote_code")) == bool(given)
