@@ -131,6 +131,26 @@ def test_nodes_have_the_bits_of_their_paths(
     assert model.pool.used == 0
 
 
+@pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
+def test_a_prompt_has_the_same_bits_however_it_is_cut(
+    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token, states are made one step after the other; else for many tokens at once."""
+    load(isa)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+    monkeypatch.setenv("QUICKBEAM_ISA", isa)
+    model, generator = made(kind), torch.Generator().manual_seed(3)
+    ids = IDS[: 3 * PAGE - 10]
+    right = of_path(model, [*ids, 5])
+    cuts = [torch.randperm(len(ids) - 1, generator=generator)[:count] + 1 for count in (2, 9, 40)]
+    for cut in [*(sorted(one.tolist()) for one in cuts), range(1, len(ids))]:
+        model.pool.snapshots = not model.pool.snapshots
+        cache = read(model, ids, tuple(cut))
+        (passed,) = model.forward(Batch([Chain(cache, [5])]))
+        assert torch.equal(passed.logits[0], right)
+        cache.release()
+
+
 @pytest.mark.parametrize(("kind", "weights"), spread(list(KINDS), ["float32", "int8", "int4"]))
 def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: str) -> None:
     wide = weights == "float32"

@@ -495,9 +495,15 @@ class Worker {
     for (int64_t i = first; i < last;) {
       const Span& span = batch_.span[i / units];
       const Nodes& nodes = *static_cast<const Nodes*>(span.nodes);
-      const std::unique_ptr<Walk> walk(nodes.next ? nullptr : new Walk(nodes));
-      for (const int64_t end = std::min(last, (i / units + 1) * units); i < end; ++i)
-        run_unit(of, i % units, nodes, walk.get(), rows + span.row * op.target_stride, op.target_stride, places);
+      float* const row = rows + span.row * op.target_stride;
+      const int64_t unit = i % units, count = std::min(last - i, units - unit);
+      i += count;
+      if (nodes.next) {
+        run_chain(of, unit, unit + count, nodes, row, op.target_stride);
+        continue;
+      }
+      const Walk walk(nodes);
+      for (int64_t u = unit; u < unit + count; ++u) run_unit(of, u, nodes, walk, row, op.target_stride, places);
     }
   }
 

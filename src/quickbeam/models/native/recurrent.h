@@ -77,8 +77,10 @@ void convolve(const Recurrence& of, const Batch& batch, const float* source, int
     };
     for (int64_t node = nodes.base; node < nodes.nodes; ++node) {
       find(node);
+      const float* next = node + 1 < nodes.nodes ? row(node + 1) + of.column : nullptr;
       for (int64_t c = low * 16; c < end; c += 16) {
         const int64_t n = std::min<int64_t>(16, end - c);
+        if (next) QB_PREFETCH(next + c);
         Lanes y = of.bias ? load_first(of.bias + c, n) : zero(), z = y;
         for (int64_t k = 0; k <= past; ++k) {
           z = last[size_t(k)].at(c, n);
@@ -158,17 +160,138 @@ inline Lanes matrix_step(bool delta, int64_t n, const float* from, float* to, co
   return total();
 }
 
+// What a unit is: 16 columns of a head's matrix.
+struct Columns {
+  int64_t head, value, key, decay, left;  // where its values, keys (and queries) and factors begin; columns of the head from here on
+
+  Columns(const Recurrence& of, int64_t unit) : head(unit / of.width(of.value_dim)) {
+    const int64_t first = unit % of.width(of.value_dim) * 16;
+    value = of.value + head * of.value_dim + first, left = of.value_dim - first;
+    key = head / (of.heads / of.key_heads) * of.key_dim, decay = of.factors + head;
+  }
+  int64_t count(int64_t unit = 0) const { return std::min<int64_t>(16, left - unit * 16); }  // of so many units further
+};
+
 // A token's step of one unit. `kept`: its inputs, `row`: those of the target or null where no result is wanted; the result takes the value's place.
 inline void unit_step(const Recurrence& of, int64_t unit, const float* from, float* to, const float* kept, float* row) {
-  const int64_t blocks = of.width(of.value_dim), h = unit / blocks, c = unit % blocks * 16, n = std::min<int64_t>(16, of.value_dim - c);
-  const int64_t group = h / (of.heads / of.key_heads) * of.key_dim;
-  const float *inputs = kept - of.kept, *factor = inputs + of.factors + h;
-  const Lanes v = load_first(inputs + of.value + h * of.value_dim + c, n);
-  const float* q = row ? row + of.query + group : nullptr;
-  Lanes y = matrix_step(of.kind == DELTA_RULE, of.key_dim, from, to, inputs + of.key + group, q, v, factor[0], factor[of.heads]);
+  const Columns at(of, unit);
+  const float* inputs = kept - of.kept;
+  const Lanes v = load_first(inputs + at.value, at.count());
+  const float* q = row ? row + of.query + at.key : nullptr;
+  const float decay = inputs[at.decay], factor = inputs[at.decay + of.heads];
+  Lanes y = matrix_step(of.kind == DELTA_RULE, of.key_dim, from, to, inputs + of.key + at.key, q, v, decay, factor);
   if (!row) return;
-  if (of.skip) y = fma(v, all(of.skip[h]), y);
-  store_first(row + of.value + h * of.value_dim + c, y, n);
+  if (of.skip) y = fma(v, all(of.skip[at.head]), y);
+  store_first(row + at.value, y, at.count());
+}
+
+// --- chains ---
+//
+// `count` tokens one behind the other, their rows of the target `stride` apart, for B units of a head side by side: what `unit_step` computes, in
+// its order, with fewer loads and stores. `from` and `to` as in `matrix_step`, of the first unit; `to` may be `from`.
+
+#ifdef QB_ZMM
+constexpr int64_t LONG = 4;  // tokens that are worth it
+#else
+constexpr int64_t LONG = INT64_MAX;  // there are too few registers
+#endif
+
+template <int B>
+struct Sums {  // of B units, in four parts each
+  Lanes part[B][4];
+  Sums() {
+    for (auto& one : part)
+      for (Lanes& lanes : one) lanes = zero();
+  }
+  void put(const Recurrence& of, const Columns& at, float* row) const {
+    for (int b = 0; b < B; ++b) {
+      float* to = row + at.value + b * 16;
+      Lanes y = total(b);
+      if (of.skip) y = fma(load_first(to, at.count(b)), all(of.skip[at.head]), y);
+      store_first(to, y, at.count(b));
+    }
+  }
+  Lanes total(int b) const { return add(add(part[b][0], part[b][1]), add(part[b][2], part[b][3])); }
+};
+
+// A token's step leaves the state as the next token's decay makes it, and what that gives for the next token's key: each number is read once.
+template <int B>
+inline void delta_chain(const Recurrence& of, int64_t unit, const float* from, float* to, float* row, int64_t stride, int64_t count) {
+  const Columns at(of, unit);
+  const int64_t n = of.key_dim;
+  Sums<B> known;
+  const Lanes first = all(row[at.decay]);
+  for (int64_t i = 0; i < n; i += 4)
+    for (int j = 0; j < 4; ++j)
+      for (int b = 0; b < B; ++b) {
+        const Lanes s = mul(load(from + (b * n + i + j) * 16), first);
+        known.part[b][j] = fma(all(row[of.key + at.key + i + j]), s, known.part[b][j]);
+        store(to + (b * n + i + j) * 16, s);
+      }
+  for (; count > 0; --count, row += stride) {
+    const float *next = count > 1 ? row + stride : row, *k = row + of.key + at.key, *q = row + of.query + at.key, *next_k = next + of.key + at.key;
+    const Lanes decay = all(count > 1 ? next[at.decay] : 1.0f), rate = all(row[at.decay + of.heads]);
+    Lanes u[B];
+    for (int b = 0; b < B; ++b) u[b] = mul(sub(load_first(row + at.value + b * 16, at.count(b)), known.total(b)), rate);
+    known = Sums<B>();
+    Sums<B> result;
+    for (int64_t i = 0; i < n; i += 4)
+      for (int j = 0; j < 4; ++j) {
+        const Lanes ks = all(k[i + j]), qs = all(q[i + j]), next_ks = all(next_k[i + j]);
+        for (int b = 0; b < B; ++b) {
+          const Lanes s = fma(ks, u[b], load(to + (b * n + i + j) * 16)), decayed = mul(s, decay);
+          result.part[b][j] = fma(qs, s, result.part[b][j]);
+          known.part[b][j] = fma(next_ks, decayed, known.part[b][j]);
+          store(to + (b * n + i + j) * 16, decayed);
+        }
+      }
+    result.put(of, at, row);
+  }
+}
+
+// T tokens over one number of the state before the next. `count` is a multiple of T.
+template <int B, int T>
+inline void state_space_chain(const Recurrence& of, int64_t unit, const float* from, float* to, float* row, int64_t stride, int64_t count) {
+  const Columns at(of, unit);
+  const int64_t n = of.key_dim;
+  for (; count > 0; count -= T, row += T * stride, from = to) {
+    Sums<B> result[T];
+    Lanes u[T][B], decay[T];
+    for (int t = 0; t < T; ++t) {
+      const float* one = row + t * stride;
+      decay[t] = all(one[at.decay]);
+      for (int b = 0; b < B; ++b) u[t][b] = mul(load_first(one + at.value + b * 16, at.count(b)), all(one[at.decay + of.heads]));
+    }
+    for (int j = 0; j < 4; ++j) {
+      Lanes part[T][B];
+      for (auto& one : part)
+        for (Lanes& lanes : one) lanes = zero();
+      for (int64_t i = j; i < n; i += 4) {
+        Lanes s[B];
+        for (int b = 0; b < B; ++b) s[b] = load(from + (b * n + i) * 16);
+        for (int t = 0; t < T; ++t) {
+          const float* one = row + t * stride + at.key + i;
+          const Lanes k = all(one[of.key]), q = all(one[of.query]);
+          for (int b = 0; b < B; ++b) {
+            s[b] = fma(k, u[t][b], mul(s[b], decay[t]));
+            part[t][b] = fma(q, s[b], part[t][b]);
+          }
+        }
+        for (int b = 0; b < B; ++b) store(to + (b * n + i) * 16, s[b]);
+      }
+      for (int t = 0; t < T; ++t)
+        for (int b = 0; b < B; ++b) result[t].part[b][j] = part[t][b];
+    }
+    for (int t = 0; t < T; ++t) result[t].put(of, at, row + t * stride);
+  }
+}
+
+template <int B>
+inline void chain_of(const Recurrence& of, int64_t unit, const float* from, float* to, float* row, int64_t stride, int64_t count) {
+  if (of.kind == DELTA_RULE) return delta_chain<B>(of, unit, from, to, row, stride, count);
+  const int64_t most = count / 4 * 4;
+  state_space_chain<B, 4>(of, unit, from, to, row, stride, most);
+  state_space_chain<B, 1>(of, unit, most ? to : from, to, row + most * stride, stride, count - most);
 }
 
 // The order in which a tree's nodes are run so that only states on one path are kept: depth first. `from`, `to`: places of the parent's state and of
@@ -208,22 +331,51 @@ struct Walk {
   }
 };
 
-// One unit over the nodes of one sequence, whose rows of the target begin at `rows`.
-inline void run_unit(const Recurrence& of, int64_t unit, const Nodes& nodes, const Walk* walk, float* rows, int64_t stride, std::vector<float>& places) {
+// One unit over the nodes of one sequence, whose rows of the target begin at `rows`, in a tree.
+inline void run_unit(const Recurrence& of, int64_t unit, const Nodes& nodes, const Walk& walk, float* rows, int64_t stride,
+                     std::vector<float>& places) {
   const int64_t size = of.key_dim * 16, at = of.unit_at(unit);
-  const auto step = [&](int64_t node, const float* from, float* to) {
-    float* row = node < nodes.base ? nullptr : rows + (node - nodes.base) * stride;
-    unit_step(of, unit, from, to, row ? row + of.kept : nodes.inputs + node * of.inputs + of.input, row);
-  };
-  if (walk) {
-    places.resize(std::max(places.size(), size_t(walk->places * size)));
-    for (const Walk::Step& one : walk->steps)
-      step(one.node, one.from < 0 ? nodes.state + at : &places[size_t(one.from * size)], &places[size_t(one.to * size)]);
-    return;
+  places.resize(std::max(places.size(), size_t(walk.places * size)));
+  for (const Walk::Step& one : walk.steps) {
+    float* row = one.node < nodes.base ? nullptr : rows + (one.node - nodes.base) * stride;
+    const float* kept = row ? row + of.kept : nodes.inputs + one.node * of.inputs + of.input;
+    unit_step(of, unit, one.from < 0 ? nodes.state + at : &places[size_t(one.from * size)], &places[size_t(one.to * size)], kept, row);
   }
-  for (int64_t node = 0; node < nodes.nodes; ++node) {
-    step(node, (node ? nodes.next : nodes.state) + at, nodes.next + at);
-    if (nodes.border && node == nodes.border_node) std::memcpy(nodes.border + at, nodes.next + at, size_t(size) * 4);
+}
+
+// Nodes [node, end) of a chain, for one unit or for two of a head.
+inline void run_part(const Recurrence& of, int64_t unit, int64_t units, const Nodes& nodes, int64_t node, int64_t end, float* rows, int64_t stride) {
+  const int64_t size = of.key_dim * 16, at = of.unit_at(unit);
+  const float* from = (node ? nodes.next : nodes.state) + at;
+  float* to = nodes.next + at;
+  float* row = rows + (node - nodes.base) * stride;
+  if (node >= nodes.base && end - node >= LONG) {
+    if (units == 2) chain_of<2>(of, unit, from, to, row, stride, end - node);
+    else chain_of<1>(of, unit, from, to, row, stride, end - node);
+  } else
+    for (int64_t u = 0; u < units; ++u)
+      for (int64_t i = node; i < end; ++i) {
+        float* here = i < nodes.base ? nullptr : rows + (i - nodes.base) * stride;
+        const float* kept = here ? here + of.kept : nodes.inputs + i * of.inputs + of.input;
+        unit_step(of, unit + u, (i > node ? to : from) + u * size, to + u * size, kept, here);
+      }
+  if (nodes.border && end - 1 == nodes.border_node) std::memcpy(nodes.border + at, to, size_t(units * size) * 4);
+}
+
+// Units [first, last) over a chain: those of a key head over some tokens, whose keys stay in the cache meanwhile, before the next tokens.
+inline void run_chain(const Recurrence& of, int64_t first, int64_t last, const Nodes& nodes, float* rows, int64_t stride) {
+  constexpr int64_t SOME = 64;
+  const int64_t width = of.width(of.value_dim), together = of.heads / of.key_heads * width;
+  for (int64_t low = first, high; low < last; low = high) {
+    high = std::min(last, (low / together + 1) * together);
+    for (int64_t node = 0, end; node < nodes.nodes; node = end) {
+      end = node < nodes.base ? nodes.base : std::min(nodes.nodes, node + SOME);
+      if (nodes.border && node <= nodes.border_node) end = std::min(end, nodes.border_node + 1);
+      for (int64_t unit = low, units; unit < high; unit += units) {
+        units = unit % width + 1 < width && unit + 1 < high ? 2 : 1;
+        run_part(of, unit, units, nodes, node, end, rows, stride);
+      }
+    }
   }
 }
 
