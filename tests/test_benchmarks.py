@@ -18,6 +18,7 @@ from scripts import FOLDER, script
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
 FEW = ["--limit", "2", "--max-tokens", "8"]
+TRACES = str(FOLDER / "traces.json")
 # by script: its arguments, and the key of the summary that holds its figures
 RUNS = {
     "acceptance": ([*FEW, "--temperatures", "0,1"], "temperatures"),
@@ -25,7 +26,9 @@ RUNS = {
     "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
     "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
     "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),
+    "simulate": (["--traces", TRACES, "--loads", "1,64", "--shape", "30b-a3b"], "table"),
     "structured": (["--limit", "1", "--answers", "1", "--max-tokens", "8"], "structured"),
+    "traces": (["--limit", "1", "--max-tokens", "6"], "curves"),
     "trees": ([*FEW, "--budgets", "4", "--temperatures", "0,1", "--draws", "1"], "temperatures"),
     "vocabulary": ([*FEW, "--vocabs", "frequency,router", "--shares", "40"], "points"),
     "weights": ([*FEW, "--widths", "1,2", "--repeats", "1", "--context", "8"], "weights"),
@@ -120,6 +123,49 @@ def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder: str) -> None:
             # a model that drafts for itself is always right, down to the depth of the chain
             assert trees.first_step(llm, text, "chain", 4, params) == 4
             assert trees.first_step(llm, text, "ar", 1, params) == 1
+
+
+def test_a_trace_is_walked_from_place_to_place(toy_folder: str) -> None:
+    """A walk takes as many steps as decoding does, and cut to its root a tree gives one token."""
+    from argparse import Namespace
+
+    from quickbeam import LLM, SamplingParams
+
+    traces = script("traces")
+    given, params = Namespace(max_tokens=24, temperature=0.0, seed=0), SamplingParams(max_tokens=24)
+    with LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder) as llm:
+        answer = llm.generate([3, 4, 5], params, method="ar").token_ids
+        texts = list(script("trees").places(llm, [3, 4, 5], params, 1))
+        steps = [traces.first_step(llm, text, "chain", 4, given) for text in texts]
+    right = list(traces.walk(steps, traces.first(4)))  # the model drafts for itself
+    assert right == [(4, 4, 3)] * -(-(len(answer) - 2) // 4)
+    assert traces.entry([steps], traces.first(3)) == (3, 3, 2)
+    assert list(traces.walk(steps, traces.first(1))) == [(1, 1, 0)] * (len(answer) - 2)
+
+
+def test_a_roofline_is_what_its_formula_says() -> None:
+    simulate = script("simulate")
+    device = simulate.Device(bandwidth=1000.0, arithmetic=1e6, host=0.5)
+    shape = simulate.Shape(dense=400.0, expert=1600.0, share=0.25, kept=8.0, drafter=40.0)
+    seconds = simulate.roofline(device, shape, context=100)
+    assert seconds((1.0, 1.0, 0.0), 1) == pytest.approx((2 * (400 + 400) + 800) / 800 + 0.5)
+    woken = 1600 * (1 - 0.75**2)  # two rows seldom want the same experts
+    one = (2 * (400 + woken) + 800) / 800 + 0.5 + 2 * (2 * 40 / 800 + 0.5)
+    assert seconds((2.0, 2.0, 2.0), 1) == pytest.approx(one)
+    many = simulate.roofline(device, shape, context=0)  # bound by arithmetic
+    assert many((1.0, 1.0, 0.0), 10**6) == pytest.approx(2 * 1e6 * 800 / (0.6 * 1e6) + 0.5)
+    assert simulate.best([(9.0, 1.1, 3.0)], 10**6, many)[0] == simulate.PLAIN
+    assert simulate.best([[2.0, 1.9, 0.0]], 1, seconds)[0] == (2.0, 1.9, 0.0)
+
+
+def test_a_simulation_of_this_machine_is_set_beside_its_decoding(
+    toy_folder: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    words = ["--traces", TRACES, "--machine", "here", "--loads", "1,2", *FEW]
+    given = ["--model", toy_folder, "--drafter", toy_folder, *words]
+    _, summary = run("simulate", given, tmp_path / "out.json", monkeypatch, capsys)
+    assert [one["requests"] for one in summary["table"]] == [1, 1, 1, 2, 2, 2]
+    assert all(float(one["ratio"]) > 0 for one in summary["table"])
 
 
 def test_a_share_of_the_vocabulary_is_kept_with_errors_over_questions() -> None:

@@ -1,0 +1,149 @@
+"""What drafts would gain on other machines: recorded acceptance against a roofline.
+
+    python benchmarks/simulate.py --traces benchmarks/traces.json --machine h100 --shape 8b
+    python benchmarks/simulate.py --traces benchmarks/traces.json --machine here --loads 1,4,16,32
+
+A load of B sequences takes the entry of a trace (`traces.py`) with the most tokens a second,
+B * tokens / (pass of B * rows + calls + host), plain decoding among them. A pass takes the longer
+of reading its bytes (weights, the experts that its rows wake, keys and values) and of its
+arithmetic, at the shares of a data sheet's figures in REACHED.
+
+`here` takes passes and calls as this machine's budget measured them, and the host's time from plain
+decoding under the same load. Its table has what decoding really gave beside the simulated figure.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+from common import arguments, finish, load, numbers, params_of, prompts, script
+from quickbeam import LLM
+from quickbeam.drafters.base import Drafter
+from quickbeam.engine.cost import CostModel
+from traces import Entry
+
+REACHED = 0.8, 0.6  # shares of bandwidth and arithmetic that good kernels reach
+PLAIN: Entry = (1.0, 1.0, 0.0)
+Seconds = Callable[[Entry, int], float]  # of a step: an entry for so many sequences
+
+
+class Device(NamedTuple):
+    bandwidth: float  # bytes a second
+    arithmetic: float  # bfloat16 operations a second
+    host: float  # seconds of a pass or call that are neither, a guess
+
+
+class Shape(NamedTuple):
+    """Parameters that every row reads, and those of all experts, of which it takes a share."""
+
+    dense: float
+    expert: float
+    share: float
+    kept: float  # bytes of keys and values a token
+    drafter: float  # parameters of a drafter of one layer with a head of 32,000 tokens
+
+
+# H100 SXM: NVIDIA's data sheet, dense. EPYC 9965: AMD's, 12 channels of DDR5-6400; 192 cores with
+# two products of 32 pairs a cycle at 2.25 GHz.
+DEVICES = {
+    "h100": Device(3.35e12, 989e12, 1e-4),
+    "epyc-192": Device(614e9, 192 * 2.25e9 * 128, 2e-4),
+}
+# Llama-3.1-8B and Qwen3-30B-A3B by their configurations, without the embedding
+SHAPES = {
+    "8b": Shape(7.5e9, 0.0, 1.0, 131072, 0.38e9),
+    "30b-a3b": Shape(1.22e9, 29.0e9, 8 / 128, 98304, 0.15e9),
+}
+
+
+def roofline(device: Device, shape: Shape, context: int) -> Seconds:
+    def longer(parameters: float, operations: float, more: float = 0.0) -> float:
+        read = (2 * parameters + more) / (REACHED[0] * device.bandwidth)
+        return max(read, 2 * operations / (REACHED[1] * device.arithmetic)) + device.host
+
+    def seconds(entry: Entry, many: int) -> float:
+        rows, calls = many * entry[0], entry[2]
+        woken = shape.expert * (1 - (1 - shape.share) ** rows)  # as if chosen at random
+        active = shape.dense + shape.expert * shape.share
+        whole = longer(shape.dense + woken, rows * active, many * context * shape.kept)
+        return whole + calls * longer(shape.drafter, rows / max(calls, 1) * shape.drafter)
+
+    return seconds
+
+
+def best(curve: Sequence[Entry], many: int, seconds: Seconds) -> tuple[Entry, float]:
+    """Return the entry with the most tokens a second for `many` sequences, and how many."""
+    rates = {one: many * one[1] / seconds(one, many) for one in (PLAIN, *map(tuple, curve))}
+    return max(rates.items(), key=lambda pair: pair[1])  # type: ignore[return-value]
+
+
+def decoded(llm: LLM, asked: list[list[int]], name: str, given: Namespace) -> tuple[float, float]:
+    """Return the tokens a second of decoding here, and the seconds of a step beside the pass."""
+    llm.reset()
+    engine = llm.engine
+    tokens, seconds = engine.decoding_tokens, engine.decoding_seconds
+    done = [one.statistics for one in llm.generate(asked, params_of(given), method=name)]
+    beside = sum(one.overhead_seconds + one.draft_seconds for one in done)
+    rate = (engine.decoding_tokens - tokens) / (engine.decoding_seconds - seconds)
+    return rate, beside / sum(one.steps for one in done)
+
+
+def here(cost: CostModel, drafter: Drafter | None, host: float, context: int) -> Seconds:
+    """Return a step's time by a budget's costs; `host`: seconds of it that are no pass or call."""
+
+    def seconds(entry: Entry, many: int) -> float:
+        whole = (
+            cost.alone(round(many * entry[0]), many) + host + entry[2] * cost.call(drafter, many)
+        )
+        return whole + many * cost.reading(round(entry[0]), context)
+
+    return seconds
+
+
+def compared(
+    llm: LLM, curves: dict[str, list[Entry]], given: Namespace
+) -> Iterator[dict[str, object]]:
+    """Yield the rows of the table of `here`."""
+    asked = prompts(llm, given)
+    context = round(mean(map(len, asked))) + given.max_tokens // 2
+    for many in map(int, numbers(given.loads)):
+        llm.engine.scheduler.most, host = many, 0.0
+        for name in ("ar", "logitspec", "auto"):
+            rate, beside = decoded(llm, asked, name, given)
+            host = beside if name == "ar" else host
+            seconds = here(llm.engine.budget.cost, llm.drafting.drafter, host, context)
+            guess = best([] if name == "ar" else curves[name], many, seconds)[1]
+            row = {"measured": f"{rate:.1f}", "simulated": f"{guess:.1f}"}
+            yield {"requests": many, "method": name, **row, "ratio": f"{guess / rate:.2f}"}
+
+
+def main() -> None:
+    parser = arguments(__doc__, limit=32, max_tokens=64)
+    parser.add_argument("--traces", type=Path, required=True, help="what `traces.py --json` wrote")
+    parser.add_argument("--machine", choices=[*DEVICES, "here"], default="h100")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before each tree")
+    parser.add_argument("--loads", default="1,4,16,64,256,1024", help="requests at a time")
+    given = parser.parse_args()
+    curves, rows = json.loads(given.traces.read_text())["curves"], list[dict[str, object]]()
+    if given.machine == "here":
+        rows = list(compared(load(given), curves, given))
+    else:
+        seconds = roofline(DEVICES[given.machine], SHAPES[given.shape], given.context)
+        for many in map(int, numbers(given.loads)):
+            plain = many / seconds(PLAIN, many)
+            row: dict[str, object] = {"requests": many, "ar, tokens/s": f"{plain:.0f}"}
+            for name, curve in curves.items():
+                (nodes, tokens, _), rate = best(curve, many, seconds)
+                row[name] = f"{rate / plain:.2f} ({nodes:.1f} rows, MAT {tokens:.2f})"
+            rows.append(row)
+    finish(given, rows, table=rows)
+
+
+if __name__ == "__main__":
+    script(main)
