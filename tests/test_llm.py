@@ -56,27 +56,6 @@ def test_text_ids_and_several_prompts(llm):
     assert one.finish_reason == "length" and one.statistics.new_tokens == 24
 
 
-@pytest.mark.parametrize("method", ["ar", "pld", "logitspec"])
-def test_stream_is_the_answer_in_pieces(llm, method):
-    stream = llm.stream("hello hello", SHORT, method=method)
-    pieces = list(stream)
-    assert (
-        "".join(pieces)
-        == stream.completion.text
-        == llm.generate("hello hello", SHORT, method="ar").text
-    )
-    assert stream.completion.method == method
-
-
-def test_a_closed_stream_keeps_what_it_gave(llm):
-    stream = llm.stream("hello", LONG, method="ar")
-    first = next(stream)
-    stream.close()
-    assert stream.completion.finish_reason == "interrupted"
-    assert stream.completion.text.startswith(first)
-    assert llm.generate("hello", SHORT).finish_reason == "length"
-
-
 def test_an_answer_without_a_seed_can_be_repeated(llm):
     params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
     one, other = (llm.generate("abc", params) for _ in range(2))
@@ -368,22 +347,6 @@ def test_drafters_that_cannot_be_used_are_named(toy_folder, drafter_folder, tmp_
     with pytest.raises(InvalidInput, match="drafter's context of 64"):
         llm.generate("a" * 60, SHORT)
     assert llm.generate("a" * 60, SHORT, method="ar").finish_reason == "length"
-
-
-def test_an_observer_hears_of_every_step(drafted):
-    records = []
-    stream = drafted.stream("abc abc", SHORT, method="dyspec", observer=records.append)
-    list(stream)
-    completion = stream.completion
-    assert len(records) == completion.statistics.steps
-    assert completion.token_ids[1:] == [token for record in records for token in record.emitted]
-    for record in records:
-        accepted = [record.tree.token[node] for node in record.path[1:]]
-        assert record.emitted == [*accepted, record.token][: len(record.emitted)]
-        assert 0 < record.draft_seconds + record.verify_seconds < record.seconds
-    assert sum(record.draft_seconds for record in records) == pytest.approx(
-        completion.statistics.draft_seconds
-    )
 
 
 def test_a_pass_meets_no_other_pool_of_threads(toy_folder, monkeypatch):

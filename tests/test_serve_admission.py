@@ -9,7 +9,6 @@ import pytest
 
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.serve.admission import LONGEST_WAIT, Busy, Gate, Phase, Unavailable
-from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
 
@@ -194,27 +193,6 @@ async def test_what_the_engine_refuses_leaves_nothing(llm):
         await until(lambda: idle(runner))
 
 
-@pytest.mark.parametrize("stage", ("waiting", "running"))
-async def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
-    """And nothing on the event loop waits for the step that is under way."""
-    async with served(llm) as (runner, _):
-        with braked(llm.engine) as brake:
-            task = asyncio.create_task(begun(runner, job(llm), job(llm, choice=1)))
-            await until(brake.waits.is_set)
-            if stage == "waiting":
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            else:
-                brake.release(1)
-                for stream in await task:
-                    stream.close()
-            assert runner.gate.inside == 2 and runner.unhealthy_reason is None
-            brake.release(2)  # the one that was under way, and the next
-            await until(lambda: idle(runner))
-        llm.reset()
-        assert llm.model.pool.used == 0
-
-
 async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
     """Health, metrics, tokens and pages are answered while a step takes for ever; another request
     is let in and waits."""
@@ -230,15 +208,3 @@ async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
         for stream in await task + await other:
             stream.close()
         await until(lambda: idle(runner))
-
-
-async def test_an_unloaded_runner_is_starting(llm):
-    runner = Runner(ServeSettings())
-    assert runner.unhealthy_reason == "starting"
-    for ask in (lambda: runner.llm, lambda: runner.enter(1)):
-        with pytest.raises(Unavailable, match="starting"):
-            ask()
-    runner.attach(llm, "fp_x")
-    assert not runner.unhealthy_reason and runner.llm is llm and runner.gate.places == 2
-    await runner.close()
-    assert runner.unhealthy_reason == "draining"

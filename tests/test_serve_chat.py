@@ -4,7 +4,6 @@ what isn't served is refused by name.
 pytest tests/test_serve_chat.py
 """
 
-import asyncio
 import json
 import shutil
 from dataclasses import asdict
@@ -19,16 +18,13 @@ from hypothesis import strategies as st
 from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.grammar import Grammar
-from quickbeam.serve.endpoints import answer
 from quickbeam.serve.messages import ChatRequest
-from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from serving import (
     GRAMMAR_FIELDS,
     ScriptedRunner,
     answered_or_refused,
     ask,
-    ask_all,
     ask_raw,
     chunks,
     good,
@@ -125,33 +121,6 @@ def test_usage_may_come_with_each_chunk(runner):
     counts = [one["usage"]["completion_tokens"] for one in found]
     assert counts == sorted(counts) and counts[-1] > 0
     assert "usage" not in streamed(runner, temperature=0)[0]
-
-
-def test_several_at_once_are_answered_as_alone(runner, llm):
-    prompts = ("one two three one two", "hello", "a b a b a b", "rain, rain")
-    messages = [[{"role": "user", "content": text}] for text in prompts]
-    asked = [
-        {"max_tokens": 20, "temperature": (0, 0.8)[i % 2], "seed": i, "n": i % 3 + 1}
-        for i in range(4)
-    ]
-    bodies = [
-        {"messages": said, "return_token_ids": True, **fields}
-        for said, fields in zip(messages, asked, strict=True)
-    ]
-    for response, fields, said in zip(ask_all(runner, PATH, bodies), asked, messages, strict=True):
-        right = [one.token_ids for one in alone(llm, said, **fields)]
-        assert [one["token_ids"] for one in good(response)["choices"]] == right
-
-
-def test_methods_never_change_an_answer(runner):
-    methods = ({"method": "ar"}, {"method": "pld", "budget": 4}, {"method": "logitspec"})
-    found = {
-        texts(whole(runner, temperature=0.8, seed=5, speculation=asked))[0]
-        for asked in (*methods, {"budget": 0}, None)
-    }
-    assert len(found) == 1
-    response = ask(runner, PATH, body(speculation={"method": "magic"}))
-    assert "unknown method 'magic'" in refused(response, "speculation.method")
 
 
 def test_a_seed_that_was_drawn_repeats_the_answer(runner):
@@ -334,6 +303,7 @@ REFUSED = [  # fields, and the one that the error names
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"best_of": 2}, "best_of"),
+    ({"speculation": {"method": "magic"}}, "speculation.method"),
     ({"speculation": {"budget": -1}}, "speculation.budget"),
     ({"speculation": {"budget": 513}}, "speculation.budget"),
     ({"presence_penalty": 1e39}, "presence_penalty"),
@@ -459,20 +429,6 @@ def test_grammars_are_asked_for_in_many_words(scripted):
         assert scripted.jobs[0].params.grammar == right, fields
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_follow_grammars_as_they_do_alone(runner, llm, stream):
-    pytest.importorskip("llguidance")
-    for fields, grammar in GRAMMARS[:4:2]:
-        asked = {"max_tokens": 60, "temperature": 0.8, "seed": 5}
-        (right,) = alone(llm, **asked, grammar=grammar)
-        if stream:
-            assert joined(streamed(runner, **asked, **fields)) == right.text
-        else:
-            assert texts(whole(runner, **asked, **fields)) == [right.text]
-        if fields.get("response_format"):
-            assert 0 <= json.loads(right.text)["x"] <= 99
-
-
 @pytest.mark.parametrize("text", ["\U0001f600 oui", 'a "b"\\', "two\nlines", "(a|b)*"])
 def test_an_answer_is_one_of_the_choices(runner, text):
     pytest.importorskip("llguidance")
@@ -485,15 +441,6 @@ def test_bad_grammars_are_refused_with_the_reason(runner):
     assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
     refused(ask(runner, PATH, body(regex="(")), "regex")
     refused(ask(runner, PATH, body(lark="begin: x")), "lark")
-
-
-def test_answers_without_http(runner):
-    found = asyncio.run(answer(runner, PATH, body(temperature=0)))
-    assert found["choices"] == whole(runner, temperature=0)["choices"]
-
-
-def test_nothing_is_left_over(runner, llm):
-    assert not llm.engine.busy and runner.gate.inside == 0 and runner.gate.waiting_tokens == 0
 
 
 JSON = junk()
@@ -520,15 +467,3 @@ FIELDS = st.sampled_from([name for name in ChatRequest.model_fields if name not 
 def test_junk_is_never_the_servers_fault(runner, fields, messages):
     asked = {"messages": messages, "max_tokens": 1, **fields}
     answered_or_refused(ask_raw(runner, PATH, json.dumps(asked)))
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_embedded_models_answers_are_those_given_alone(smollm2):
-    messages = [{"role": "user", "content": "Name three trees."}]
-    with LLM(str(smollm2)) as llm:
-        real = Runner(ServeSettings(), llm)
-        for fields in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 2, "n": 2}):
-            right = alone(llm, messages, max_tokens=24, **fields)
-            assert texts(whole(real, messages=messages, **fields)) == [one.text for one in right]
-        asyncio.run(real.close())

@@ -85,12 +85,6 @@ def test_answers_are_those_given_alone(runner, llm, as_ids, temperature, n, stre
     assert usage["completion_tokens"] == sum(len(one.token_ids) for one in right)
 
 
-def test_one_prompt_in_token_ids(runner, llm):
-    ids = llm.tokenizer(PROMPTS[0])["input_ids"]
-    found = [texts(runner, prompt=one, temperature=0) for one in (PROMPTS[0], ids, [ids])]
-    assert found[0] == found[1] == found[2]
-
-
 def test_each_prompt_is_drawn_with_a_seed_that_repeats_it(runner):
     """A seed for all of them would give the same prompt the same answer."""
     found = good(ask(runner, PATH, body(prompt=[PROMPTS[0]] * 3, temperature=1.0)))
@@ -233,17 +227,6 @@ def test_prompt_logprobs_have_vllms_form(runner, llm):
 def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(scripted):
     good(ask(scripted, PATH, {"prompt": "x"}))
     assert scripted.jobs[0].params.max_tokens == 16
-
-
-def test_stop_strings_and_ids(runner):
-    asked = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    ((whole,),) = choices(runner, **asked)
-    stop, last = whole["text"][3:5], whole["token_ids"][2]
-    ((found,),) = choices(runner, **asked, stop=stop)
-    assert found["text"] == whole["text"][: whole["text"].index(stop)]
-    assert found["finish_reason"] == "stop"
-    ((found,),) = choices(runner, **asked, stop_token_ids=[last])
-    assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(last) + 1]
 
 
 REFUSED = [  # fields, and the one that the error names

@@ -203,11 +203,3 @@ def metrics_of(expression):
         for name in re.findall(r"[a-zA-Z_][\w:]*", bare)
         if name not in LABELS.union(PROMQL.split())
     }
-
-
-def test_names_are_found_in_expressions():
-    text = (
-        "histogram_quantile(0.5, sum by (le) "
-        '(rate(vllm:x_bucket{model_name=~"$m"}[$__rate_interval]))) / on () process_y'
-    )
-    assert metrics_of(text) == {"vllm:x_bucket", "process_y"}

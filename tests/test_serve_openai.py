@@ -218,22 +218,6 @@ def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
     assert seen >= own
 
 
-def test_the_clients_own_helpers_for_streams(scripted):
-    """They put chunks together again, by their own rules."""
-    scripted.script = f"Let me see. {CALL}"
-
-    async def work(api):
-        async with api.chat.completions.stream(model="toy", messages=MESSAGES) as stream:
-            chat = await stream.get_final_completion()
-        async with api.responses.stream(model="toy", input="x", tools=[FLAT]) as stream:
-            return chat, await stream.get_final_response()
-
-    chat, response = using(scripted, work)
-    (choice,) = chat.choices
-    assert choice.message.content == scripted.script and choice.finish_reason == "stop"
-    assert [one.type for one in response.output] == ["message", "function_call"]
-
-
 def test_strict_tools_by_the_clients_helper(scripted):
     scripted.script = f"Let me see. {CALL}"
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
@@ -292,35 +276,3 @@ def test_structured_output_by_the_clients_helper(runner):
         return chat.choices[0].message.parsed, response.output_parsed
 
     assert all(0 <= one.size <= 99 for one in using(runner, work))
-
-
-def with_langchain(runner, work, **options):
-    """What `work` makes of LangChain's client."""
-    chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
-
-    async def go():
-        async with client(runner) as web:
-            address = {"base_url": "http://localhost/v1", "api_key": "none"}
-            chat = chat_openai(model="toy", http_async_client=web, **address, **options)
-            return await work(chat)
-
-    return asyncio.run(go())
-
-
-def test_a_chat_with_langchain(runner, llm):
-    options = {"temperature": 0.8, "seed": 7, "max_tokens": 16}
-    right = llm.chat(MESSAGES, SamplingParams(**options), method="ar").text
-
-    async def work(chat):
-        asked = [("user", MESSAGES[0]["content"])]
-        return await chat.ainvoke(asked), [one.content async for one in chat.astream(asked)]
-
-    whole, pieces = with_langchain(runner, work, **options)
-    assert whole.content == right == "".join(pieces)
-    assert whole.usage_metadata["output_tokens"] > 0
-
-
-def test_a_tool_with_langchain(scripted):
-    scripted.script = CALL
-    found = with_langchain(scripted, lambda chat: chat.bind_tools([TOOL]).ainvoke([("user", "x")]))
-    assert [(call["name"], call["args"]) for call in found.tool_calls] == [("f", {"x": 3})]

@@ -3,7 +3,6 @@
 
 import asyncio
 import configparser
-import gc
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from quickbeam.cli.fields import split
 from quickbeam.cli.serve import greeting
 from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import fingerprint
-from quickbeam.serve.runner import Runner, name_of
+from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
@@ -377,19 +376,6 @@ async def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch
     assert 10 < calls.count("quickbeam-engine") <= len(steps) + 1
 
 
-async def test_a_stream_that_nobody_holds_ends(llm):
-    async with served(llm) as (runner, _):
-        with braked(llm.engine) as brake:
-            task = asyncio.create_task(begun(runner, job(llm)))
-            await until(brake.waits.is_set)
-            brake.release(1)
-            streams = await task
-            del streams, task
-            gc.collect()
-            brake.release(2)
-            await until(lambda: idle(runner))
-
-
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "cache_folder", lambda: tmp_path / "cache")
     read, digest = list[Path](), fingerprint._digest
@@ -469,10 +455,6 @@ def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key
     monkeypatch.setenv("QUICKBEAM_API_KEY", key)
     result = CliRunner().invoke(command, ["serve", "--host", host], catch_exceptions=False)
     assert ("warning: everybody who can reach 0.0.0.0" in result.stderr) is warned
-
-
-def test_names_of_models(tmp_path):
-    assert name_of("some/model") == "some/model" and name_of(str(tmp_path)) == tmp_path.name
 
 
 def test_the_unit_and_the_image_are_as_they_should_be():
