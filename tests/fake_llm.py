@@ -1,13 +1,12 @@
 """Stands in for `quickbeam.llm` where the command line is tested: answers are scripted, nothing is
 loaded.
 
-`SCRIPT` decides an answer by its prompt; what the command line asked for is in `CALLS`. Run as a
+`script` decides an answer by its prompt; what the command line asked for is in `CALLS`. Run as a
 program, this file is the `quickbeam` command with the stand-in behind it.
 """
 
 import sys
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 from quickbeam.engine.result import Completion, Logprob, SourceCount, Statistics
@@ -16,8 +15,14 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
-CALLS = []
-Observer = Callable[[StepRecord], None]
+CALLS: list[tuple[str, object, SamplingParams]] = []
+FAILURES = {
+    "fail": QuickbeamError("the logits\nare not finite"),
+    "crash": ZeroDivisionError("division by zero"),
+    "disk": OSError(28, "No space left on device", "/somewhere"),
+    "too long": InvalidInput("the prompt is longer than the context"),
+    "interrupt at once": KeyboardInterrupt(),
+}
 
 
 def step():
@@ -28,13 +33,22 @@ def step():
     return StepRecord(tree, [0, 1], 4, [2, 4], 0.001, 0.002, 0.004)
 
 
+def script(prompt):
+    if prompt in FAILURES:
+        raise FAILURES[prompt]
+    yield "one "
+    yield "two"
+    if prompt == "interrupt":
+        raise KeyboardInterrupt
+    while prompt == "endless":
+        time.sleep(0.01)
+        yield " more"
+
+
 class Stream:
-    def __init__(self, pieces, method, observer=None):
-        self.pieces = pieces
-        self.text = ""
-        self.reason = ""
-        self.method = method
-        self.observer = observer
+    def __init__(self, pieces, method, observer):
+        self.pieces, self.method, self.observer = pieces, method, observer
+        self.text = self.reason = ""
 
     def __iter__(self):
         return self
@@ -64,39 +78,10 @@ class Stream:
 
     @property
     def completion(self):
-        n = len(self.text.split())
-        statistics = Statistics(
-            n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources={"ngram": SourceCount(8, 3)}
-        )
-        return Completion(
-            self.text,
-            list(range(n)),
-            self.reason,
-            statistics,
-            "fake",
-            self.method,
-            [Logprob(0, -0.5, {})],
-        )
-
-
-def script(prompt):
-    if prompt == "fail":
-        raise QuickbeamError("the logits\nare not finite")
-    if prompt == "crash":
-        raise ZeroDivisionError("division by zero")
-    if prompt == "disk":
-        raise OSError(28, "No space left on device", "/somewhere")
-    if prompt == "too long":
-        raise InvalidInput("the prompt is longer than the context")
-    if prompt == "interrupt at once":
-        raise KeyboardInterrupt
-    yield "one "
-    yield "two"
-    if prompt == "interrupt":
-        raise KeyboardInterrupt
-    while prompt == "endless":
-        time.sleep(0.01)
-        yield " more"
+        n, counts = len(self.text.split()), {"ngram": SourceCount(8, 3)}
+        statistics = Statistics(n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources=counts)
+        answer = (self.text, list(range(n)), self.reason, statistics)
+        return Completion(*answer, "fake", self.method, [Logprob(0, -0.5, {})])
 
 
 class LLM:
@@ -104,9 +89,8 @@ class LLM:
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.name, self.method, self.kernels = model or "the default", method, "scripted"
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-        self.tokenizer = SimpleNamespace(
-            decode=lambda ids, **options: "".join(f"<{i}>" for i in ids)
-        )
+        spell = lambda ids, **_: "".join(f"<{i}>" for i in ids)  # noqa: E731
+        self.tokenizer = SimpleNamespace(decode=spell)
 
     def describe(self):
         return self.kernels
@@ -116,7 +100,7 @@ class LLM:
         return Stream(script(prompt), self.method, observer)
 
     def chat_stream(self, messages, params, *, method=None, observer=None):
-        CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
+        CALLS.append(("chat", [(one["role"], one["content"]) for one in messages], params))
         return Stream(script(messages[-1]["content"]), method or self.method, observer)
 
 

@@ -233,18 +233,15 @@ def test_generate_records_and_inspect_draws(run, tmp_path, prompt, code, options
 
 def test_places_that_cannot_be_written_are_named_before_any_work(run, tmp_path, trace):
     fake_llm.CALLS.clear()
-    result = run("generate", "hello", "--trace", tmp_path / "no" / "t.json")
-    assert result.exit_code == 2
-    assert "--trace" in result.stderr
-    assert "does not exist" in result.stderr
-    assert fake_llm.CALLS == []
     recorded = written(tmp_path / "t.json", trace)
-    result = run("inspect", recorded, "--html", tmp_path)
-    assert result.exit_code == 2 and "--html" in result.stderr and "is a folder" in result.stderr
-    result = run("inspect", tmp_path / "missing.json")
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert "missing.json" in result.stderr
+    for line, words in (
+        (("generate", "hello", "--trace", tmp_path / "no" / "t.json"), "does not exist"),
+        (("inspect", recorded, "--html", tmp_path), "is a folder"),
+        (("inspect", tmp_path / "missing.json"), "missing.json"),
+    ):
+        result = run(*line)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert words in result.stderr and fake_llm.CALLS == []
 
 
 def test_a_real_answers_trace_holds_its_tokens(toy_folder, tmp_path):
@@ -259,9 +256,7 @@ def test_a_real_answers_trace_holds_its_tokens(toy_folder, tmp_path):
         accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
         told += [*accepted, step["next"]["token"]][: step["emitted"]]
     assert told == answer["token_ids"][1:] and len(trace["steps"]) == answer["steps"]
-    assert {node["source"] for step in trace["steps"] for node in step["nodes"]} == {
-        "root",
-        "drafter",
-    }
+    sources = {node["source"] for step in trace["steps"] for node in step["nodes"]}
+    assert sources == {"root", "drafter"}
     assert CliRunner().invoke(app, ["inspect", str(recorded), "--html", str(drawn)]).exit_code == 0
     assert Page(drawn.read_text(encoding="utf-8")).of_class("next") == answer["steps"]

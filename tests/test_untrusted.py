@@ -31,17 +31,10 @@ def run(monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../elsewhere.safetensors",
-        "/elsewhere.safetensors",
-        "a/../../x",
-        "..\\elsewhere",
-        "C:\\x",
-        "\\\\host\\x",
-    ],
-)
+OUTSIDE = ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", "..\\elsewhere"]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "C:\\x", "\\\\host\\x"])
 def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     config, state = LLAMA | {"draft_vocab_size": DRAFT}, eagle3()
     folder = write(tmp_path / "drafter", config, state, "sharded")
@@ -61,15 +54,8 @@ def test_activations_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", ["dropout", "threshold", "__name__", "tanh"])
 def test_other_activations_are_refused(tmp_path, name):
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "heads": 1,
-        "kv_heads": 1,
-        "head_dim": 8,
-        "target_size": 8,
-        "vocab_size": 9,
-    }
+    sizes = dict(hidden_size=8, intermediate_size=8, heads=1, kv_heads=1, head_dim=8)
+    sizes |= dict(target_size=8, vocab_size=9)
     with pytest.raises(InvalidInput, match=f"unknown activation '{name}'; known: silu, "):
         EagleHead(EagleConfig(**sizes, layers=(1, 2, 3), activation=name))
     (tmp_path / "config.json").write_text(
@@ -80,22 +66,9 @@ def test_other_activations_are_refused(tmp_path, name):
 
 
 def test_json_is_strict():
-    record = {
-        "a": [-math.inf, (math.nan, 1.5)],
-        "b": {3: math.inf},
-        "c": "Infinity",
-        "d": None,
-        "e": True,
-        "f": 7,
-    }
-    assert json.loads(strict_json(record)) == {
-        "a": [None, [None, 1.5]],
-        "b": {"3": None},
-        "c": "Infinity",
-        "d": None,
-        "e": True,
-        "f": 7,
-    }
+    plain = {"c": "Infinity", "d": None, "e": True, "f": 7}
+    record = {"a": [-math.inf, (math.nan, 1.5)], "b": {3: math.inf}, **plain}
+    assert json.loads(strict_json(record)) == {"a": [None, [None, 1.5]], "b": {"3": None}, **plain}
 
 
 def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch):
