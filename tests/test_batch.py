@@ -22,13 +22,9 @@ from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES, parse, read
 from quickbeam.batch.run import Reply, run
 from quickbeam.cli.app import app
 
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "seed": 7}
 LINES = [
-    {
-        "custom_id": "a",
-        "method": "POST",
-        "url": CHAT,
-        "body": {"messages": [{"role": "user", "content": "hello"}], "seed": 7},
-    },
+    {"custom_id": "a", "method": "POST", "url": CHAT, "body": HELLO},
     {"prompt": "once upon", "max_tokens": 5},
     {"custom_id": "c", "messages": [{"role": "user", "content": "hi"}]},
     *({"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"{i}"}} for i in range(20)),
@@ -179,15 +175,13 @@ def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path):
 
 
 def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path):
-    first = tmp_path / "first.jsonl"
+    first, output = tmp_path / "first.jsonl", tmp_path / "out.jsonl"
     go(source, first)
     text = first.read_bytes()
-    # of the last record but one
-    start = text.rstrip(b"\n").rindex(b"\n", 0, text.rstrip(b"\n").rindex(b"\n")) + 1
+    start = sum(map(len, text.splitlines(keepends=True)[:-2]))  # of the last record but one
     last = [*range(start, start + 24), *range(start + 24, len(text), 37)]
     for size in [0, 1, 7, *last, len(text) - 1, len(text)]:
         for tail in (b"", b"\0" * 9):
-            output = tmp_path / "out.jsonl"
             output.write_bytes(text[:size] + tail)
             kept = text[:size].count(b"\n")
             assert go(source, output, window=30) == (23, 23 - kept)
@@ -224,16 +218,17 @@ def test_other_requests_than_were_answered_are_refused(source, tmp_path, change,
 
 
 def test_places_that_are_refused(source, tmp_path):
-    with pytest.raises(InvalidInput, match="another file"):
-        go(lines(tmp_path / "empty.jsonl", []), tmp_path / "empty.jsonl")
-    with pytest.raises(InvalidInput, match="must be a file"):
-        go(source, tmp_path)
-    with pytest.raises(InvalidInput, match="nowhere"):
-        go(tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
-    with pytest.raises(InvalidInput, match="no such folder"):
-        go(source, tmp_path / "nowhere" / "out.jsonl")
-    with Journal(tmp_path / "out.jsonl"), pytest.raises(InvalidInput, match="another program"):
-        Journal(tmp_path / "out.jsonl")
+    empty, out = lines(tmp_path / "empty.jsonl", []), tmp_path / "out.jsonl"
+    for asked, output, words in (
+        (empty, empty, "another file"),
+        (source, tmp_path, "must be a file"),
+        (tmp_path / "nowhere.jsonl", out, "nowhere"),
+        (source, tmp_path / "nowhere" / "out.jsonl", "no such folder"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            go(asked, output)
+    with Journal(out), pytest.raises(InvalidInput, match="another program"):
+        Journal(out)
 
 
 def test_a_full_disk_loses_nothing(source, tmp_path, monkeypatch):
@@ -267,9 +262,8 @@ def test_answers_of_two_models_are_not_mixed(source, tmp_path):
     output = tmp_path / "out.jsonl"
     go(lines(source, LINES[:9]), output, named("fp_one"))
     before = output.read_bytes()
-    with pytest.raises(
-        InvalidInput, match=r"another model.*fp_one, this is fp_two.*another output"
-    ):
+    words = r"another model.*fp_one, this is fp_two.*another output"
+    with pytest.raises(InvalidInput, match=words):
         go(lines(source, LINES), output, named("fp_two"))
     assert output.read_bytes() == before
     assert go(source, output, named("fp_one")) == (23, 14)
@@ -291,11 +285,11 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source, tmp_pat
 def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
+    folder, paths = str(Path(__file__).parent), f"Path({str(source)!r}), Path({str(output)!r})"
     program = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as "
-        "t; from pathlib import Path; "
+        f"import sys; sys.path.insert(0, {folder!r}); import batches; from pathlib import Path"
     )
-    program += f"t.killed(Path({str(source)!r}), Path({str(output)!r}), *map(int, sys.argv[1:]))"
+    program += f"\nbatches.killed({paths}, *map(int, sys.argv[1:]))"
     for writes, part in ((0, 20), (60, 1), (100, 10**6)):
         child = subprocess.run([sys.executable, "-c", program, str(writes), str(part)])
         assert child.returncode == -signal.SIGKILL
@@ -306,12 +300,9 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path):
 
 USER = [{"role": "user", "content": "abc abc"}]
 INPUT = {"input": "abc abc", "max_output_tokens": 9, "temperature": 0}
+CHATTED = {"messages": USER, "max_completion_tokens": 9, "temperature": 0}
 ASKED = [
-    {
-        "custom_id": "chat",
-        "url": CHAT,
-        "body": {"messages": USER, "max_completion_tokens": 9, "temperature": 0},
-    },
+    {"custom_id": "chat", "url": CHAT, "body": CHATTED},
     {"custom_id": "drawn", "messages": USER, "max_tokens": 9, "n": 2},
     {"custom_id": "seeded", "prompt": "abc", "max_tokens": 9, "seed": 5, "temperature": 0.8},
     {"custom_id": "response", "url": RESPONSES, "body": INPUT},
@@ -326,11 +317,8 @@ def told(llm, body, tokens):
     fields = {"temperature": 1.0, **body}
     asked = {name: fields[name] for name in ("temperature", "seed", "n") if name in fields}
     params = SamplingParams(max_tokens=tokens, **asked)
-    found = (
-        llm.generate(body["prompt"], params, method="ar")
-        if "prompt" in body
-        else llm.chat(USER, params, method="ar")
-    )
+    ask, given = (llm.generate, body["prompt"]) if "prompt" in body else (llm.chat, USER)
+    found = ask(given, params, method="ar")
     return [one.text for one in (found if isinstance(found, list) else [found])]
 
 
@@ -382,15 +370,10 @@ def test_commands_that_are_refused(tmp_path, monkeypatch, arguments, why):
 
 def forty(folder):
     """A file of requests whose answers differ."""
-    more = {"max_tokens": 30}
-    return lines(
-        folder / "in.jsonl",
-        [
-            {"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "temperature": 0.7 * (i % 2)}
-            | more
-            for i in range(40)
-        ],
-    )
+    every = [(f"r{i}", "abc " * (i % 5 + 1), 0.7 * (i % 2)) for i in range(40)]
+    names = ("custom_id", "prompt", "temperature")
+    asked = [{**dict(zip(names, one, strict=True)), "max_tokens": 30} for one in every]
+    return lines(folder / "in.jsonl", asked)
 
 
 def all_forty(source, output, folder):

@@ -61,11 +61,10 @@ def test_lists_are_answered_side_by_side(llm, alone):
 
 
 def test_each_prompt_may_have_its_own_parameters(llm, alone):
-    params = [SamplingParams(max_tokens=3 + i) for i in range(len(PROMPTS))]
-    found = llm.generate(PROMPTS, params)
-    assert [one.token_ids for one in found] == [
-        alone[prompt][: 3 + i] for i, prompt in enumerate(PROMPTS)
-    ]
+    lengths = range(3, 3 + len(PROMPTS))
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    found = [one.token_ids for one in llm.generate(PROMPTS, params)]
+    assert found == [alone[text][:length] for text, length in zip(PROMPTS, lengths, strict=True)]
     with pytest.raises(InvalidInput, match="2 parameters for 5 prompts"):
         llm.generate(PROMPTS, params[:2])
 
@@ -116,10 +115,9 @@ def test_streams_in_threads(llm, alone):
         assert text == stream.completion.text
         found[prompt] = stream.completion.token_ids
 
-    threads = [
-        threading.Thread(target=work, args=(prompt, ("ar", "pld", "logitspec")[i % 3]))
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    methods = ("ar", "pld", "logitspec", "ar", "pld")
+    asked = zip(PROMPTS, methods, strict=True)
+    threads = [threading.Thread(target=work, args=one) for one in asked]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -136,11 +134,7 @@ def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dt
         with LLM(toy_folder, method, dtype=dtype) as llm:
             for fresh in (False, True):
                 messages = []
-                for turn in (
-                    "the cat sat on the mat " * 4,
-                    "one two one two one",
-                    "and the cat again " * 5,
-                ):
+                for turn in ("the cat sat on the mat " * 4, "one two one two one", "again " * 9):
                     if fresh:
                         llm.reset()
                     messages.append({"role": "user", "content": turn})
@@ -181,14 +175,15 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
         LLM(toy_folder, "ar", kv_memory=page // 2)
 
 
+SKIPPED = (type, types.ModuleType, types.FunctionType, types.MethodType)
+
+
 def tensors(*roots, without=()):
     """All that these keep alive, classes, functions and what is in `without` aside."""
     seen, found, left = {id(one) for one in without}, [], list(roots)
     while left:
         one = left.pop()
-        if id(one) in seen or isinstance(
-            one, (type, types.ModuleType, types.FunctionType, types.MethodType)
-        ):
+        if id(one) in seen or isinstance(one, SKIPPED):
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
@@ -199,22 +194,16 @@ def tensors(*roots, without=()):
 
 def test_finished_answers_keep_no_tensors(llm):
     """A list of prompts holds all of its streams until the last is over."""
+    methods = ("ar", "pld", "logitspec")
     streams = [
-        llm.stream(
-            f"{i} and so on",
-            SamplingParams(max_tokens=4 + i % 5),
-            method=("ar", "pld", "logitspec")[i % 3],
-        )
+        llm.stream(f"{i} and so on", SamplingParams(max_tokens=4 + i % 5), method=methods[i % 3])
         for i in range(50)
     ]
     for stream in streams:
         stream.result()
     shared = [llm, llm.engine, llm.thread, llm.tokenizer, *llm.drafting.policies.values()]
-    sizes = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-        for one in tensors(*streams, without=shared)
-    }
-    assert sum(sizes.values()) == 0
+    kept = [one.untyped_storage() for one in tensors(*streams, without=shared)]
+    assert sum(one.nbytes() for one in kept) == 0
 
 
 def noted(llm, monkeypatch):
@@ -231,9 +220,9 @@ def noted(llm, monkeypatch):
 
 def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
     """The first prompt's answer is the longest; the others are counted before it ends."""
-    params = [
-        SamplingParams(max_tokens=1 + i % 3 if i else 100, ignore_eos=True) for i in range(90)
-    ]
+    lengths = [1 + i % 3 if i else 100 for i in range(90)]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(90)]
     told, seen = list[tuple[int, bool]](), noted(llm, monkeypatch)
 
     class Bar(tqdm):
@@ -243,10 +232,8 @@ def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
             assert self.n <= sum(stream.over for stream in seen)
 
     monkeypatch.setattr("quickbeam.engine.stream.tqdm", Bar)
-    found = llm.generate(
-        [PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True
-    )
-    assert [len(one.token_ids) for one in found] == [one.max_tokens for one in params]
+    found = llm.generate(prompts, params, method="ar", progress=True)
+    assert [len(one.token_ids) for one in found] == lengths
     assert told[-1] == (90, True) and max(count for count, over in told if not over) == 89
 
 
@@ -348,9 +335,8 @@ stream = llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True))
 print(next(stream) != "")
 {end}
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    command, how = [sys.executable, "-c", program], {"capture_output": True, "text": True}
+    ended = subprocess.run(command, timeout=120, **how)
     assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 

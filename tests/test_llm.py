@@ -47,11 +47,8 @@ def test_text_ids_and_several_prompts(llm):
     one = llm.generate("abc abc", SHORT)
     ids = llm.tokenizer("abc abc")["input_ids"]
     assert llm.generate(ids, SHORT).token_ids == one.token_ids
-    both = llm.generate(["abc abc", "xyz"], SHORT)
-    assert [answer.token_ids for answer in both] == [
-        one.token_ids,
-        llm.generate("xyz", SHORT).token_ids,
-    ]
+    both = [answer.token_ids for answer in llm.generate(["abc abc", "xyz"], SHORT)]
+    assert both == [one.token_ids, llm.generate("xyz", SHORT).token_ids]
     assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
     assert one.finish_reason == "length" and one.statistics.new_tokens == 24
 
@@ -83,14 +80,11 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     anew = llm.chat(again, SHORT)
     assert (anew.token_ids, anew.statistics.cached_tokens) == (second.token_ids, 0)
     other = user("tell me something else")  # another conversation, whose beginning is the same
-    beginning = next(
-        i for i, (a, b) in enumerate(zip(llm.encode_chat(other), after, strict=False)) if a != b
-    )
+    ids = llm.encode_chat(other)
+    beginning = next(i for i, (a, b) in enumerate(zip(ids, after, strict=False)) if a != b)
     found = [llm.chat(other, SHORT), llm.chat(other, SHORT)]
-    assert [one.statistics.cached_tokens for one in found] == [
-        beginning // 8 * 8,
-        (len(llm.encode_chat(other)) - 1) // 8 * 8,
-    ]
+    cached = [one.statistics.cached_tokens for one in found]
+    assert cached == [beginning // 8 * 8, (len(ids) - 1) // 8 * 8]
     llm.reset()
     # no answer depends on what was asked before
     assert [one.token_ids for one in found] == [llm.chat(other, SHORT).token_ids] * 2
@@ -136,18 +130,13 @@ def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
         llm.chat(user("hi"))
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (T5Config(d_model=16, num_layers=1), "encoder-decoder"),
-        (MambaConfig(hidden_size=16), "recurrent or hybrid"),
-    ],
-    ids=["t5", "mamba"],
-)
-def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(
-    tmp_path, config, words
-):
-    config.save_pretrained(tmp_path)
+REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
+REFUSED["recurrent or hybrid"] = MambaConfig(hidden_size=16)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tmp_path, words):
+    REFUSED[words].save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         LLM(str(tmp_path))
 
@@ -271,14 +260,11 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm, monkey
 
     def failing(batch):
         passed = forward(batch)
-        return [
-            one._replace(logits=one.logits * math.nan, best=None)
-            if part.cache is bad.sequence.cache
-            else one
-            for part, one in zip(batch.parts, passed, strict=True)
-        ]
+        for part, one in zip(batch.parts, passed, strict=True):
+            bad_one = part.cache is bad.sequence.cache
+            yield one._replace(logits=one.logits * math.nan, best=None) if bad_one else one
 
-    monkeypatch.setattr(llm.model, "forward", failing)
+    monkeypatch.setattr(llm.model, "forward", lambda batch: [*failing(batch)])
     assert "".join(good) == expected and good.completion.finish_reason == "length"
     for _ in range(2):
         with pytest.raises(QuickbeamError, match="NaN"):
@@ -330,16 +316,12 @@ def test_drafters_that_cannot_be_used_are_named(toy_folder, drafter_folder, tmp_
         llm.generate("a", SHORT, method="dyspec")
     (tmp_path / "other").mkdir()
     other = Path(save_small(toy_folder, tmp_path / "other"))
-    text = (other / "tokenizer.json").read_text()
-    vocab = json.loads(text)
-    vocab["model"]["vocab"]["a"], vocab["model"]["vocab"]["b"] = (
-        vocab["model"]["vocab"]["b"],
-        vocab["model"]["vocab"]["a"],
-    )
-    (other / "tokenizer.json").write_text(json.dumps(vocab))
-    with pytest.raises(
-        InvalidInput, match=r"token \d+ is 'a' to the target and 'b' to the drafter"
-    ):
+    spec = json.loads((other / "tokenizer.json").read_text())
+    vocab = spec["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(spec))
+    words = r"token \d+ is 'a' to the target and 'b' to the drafter"
+    with pytest.raises(InvalidInput, match=words):
         LLM(toy_folder, "dyspec", dtype="float32", drafter=str(other))
     (tmp_path / "short").mkdir()
     short = save_small(toy_folder, tmp_path / "short", max_position_embeddings=64)
