@@ -81,11 +81,6 @@ def events(response):
     return found
 
 
-# fields that ask for a grammar, which junk would make slow to compile
-GRAMMAR_FIELDS = ("regex", "lark", "structured_outputs", "guided_json", "guided_regex")
-GRAMMAR_FIELDS += ("guided_grammar",)
-
-
 def junk(*names):
     """Any JSON, small, with these names among those of objects' fields."""
     keys = (st.sampled_from(names) if names else st.nothing()) | st.text(max_size=5)
@@ -94,15 +89,6 @@ def junk(*names):
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=6,
     )
-
-
-def answered_or_refused(response):
-    """Whatever was asked, nothing went wrong here, and a refusal says what was wrong there."""
-    assert response.status_code in (200, 400, 404), response.text
-    if response.status_code != 200:
-        error = response.json()["error"]
-        # Infinity and NaN are no JSON
-        assert error["message"] and (error["param"] is not None or "JSON" in error["message"])
 
 
 class ScriptedStream:

@@ -12,23 +12,16 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
-from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.grammar import Grammar
-from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.settings import ServeSettings
 from serving import (
-    GRAMMAR_FIELDS,
     ScriptedRunner,
-    answered_or_refused,
     ask,
     ask_raw,
     chunks,
     good,
-    junk,
     refused,
 )
 
@@ -246,76 +239,6 @@ def test_a_last_message_may_be_continued(runner, llm):
     assert texts(whole(runner, **asked, add_generation_prompt=False)) == texts(found)  # as vLLM
 
 
-def user(content):
-    return {"messages": [{"role": "user", "content": content}]}
-
-
-OLD_CALL = {"role": "assistant", "content": "", "function_call": {"name": "f"}}
-REFUSED = [  # fields, and the one that the error names
-    ({"foo": 1}, "foo"),
-    ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
-    ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0]"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": []}, "messages"),
-    (user([{"type": "image_url", "image_url": {"url": "file:///x"}}]), "messages[0].content[0]"),
-    (user([{"type": "text", "text": "x"}, {"type": "input_audio"}]), "messages[0].content[1]"),
-    (user([]), "messages[0].content"),
-    (user("\ud800"), None),
-    ({"messages": [*MESSAGES, {"role": "assistant", "contents": "x"}]}, "messages[1]"),
-    ({"messages": [OLD_CALL]}, "messages[0].function_call"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
-    ({"max_completion_tokens": 5}, "max_tokens"),  # two lengths
-    ({"temperature": True}, "temperature"),
-    ({"temperature": -1}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"n": 0}, "n"),
-    ({"stop": ""}, "stop"),
-    ({"logit_bias": {"cat": 1}}, "logit_bias"),
-    ({"top_logprobs": 2}, "top_logprobs"),  # without logprobs
-    ({"stream_options": {"include_usage": True}}, "stream_options"),  # without stream
-    ({"trace": True}, "trace"),
-    ({"service_tier": "priority"}, "service_tier"),
-    ({"modalities": ["audio"]}, "modalities[0]"),
-    ({"prediction": {"type": "image", "content": "x"}}, "prediction.type"),
-    ({"add_generation_prompt": False}, "add_generation_prompt"),
-    (
-        {"add_generation_prompt": True, "continue_final_message": True, "messages": AFTER},
-        "add_generation_prompt",
-    ),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": {"maximum": 1e999}}, None),
-    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
-    ({"regex": "a+", "structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
-    ({"regex": "a+", "response_format": {"type": "json_object"}}, "regex"),
-    ({"functions": [{"name": "f"}]}, "functions"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"web_search_options": {}}, "web_search_options"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        "response_format.json_schema.schema",
-    ),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-    ({"best_of": 2}, "best_of"),
-    ({"speculation": {"method": "magic"}}, "speculation.method"),
-    ({"speculation": {"budget": -1}}, "speculation.budget"),
-    ({"speculation": {"budget": 513}}, "speculation.budget"),
-    ({"presence_penalty": 1e39}, "presence_penalty"),
-    ({"bad_words": ["abcdefgh" * 100]}, "bad_words"),
-]
-
-
-def test_what_is_not_served_is_refused_by_name(runner):
-    for fields, param in REFUSED:
-        refused(ask_raw(runner, PATH, json.dumps(body(**fields))), param)
-
-
 def test_what_asks_for_nothing_is_accepted(runner):
     whole(
         runner, store=True, prediction={"type": "content", "content": "the cat sat"},
@@ -348,13 +271,6 @@ def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch, templ
         else:
             good(response)
             assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
-
-
-def test_bodies_that_are_no_json(runner):
-    deep, digits = "[" * 5000 + "]" * 5000, "1" + "0" * 5000
-    for text in ("{", "", "[]", "3", '{"messages": NaN}', f'{{"x": {deep}}}', f'{{"n": {digits}}}'):
-        response = ask_raw(runner, PATH, text)
-        assert response.status_code == 400 and "JSON" in response.json()["error"]["message"], text
 
 
 def test_a_byte_order_mark_before_a_body_is_no_part_of_it(runner):
@@ -441,29 +357,3 @@ def test_bad_grammars_are_refused_with_the_reason(runner):
     assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
     refused(ask(runner, PATH, body(regex="(")), "regex")
     refused(ask(runner, PATH, body(lark="begin: x")), "lark")
-
-
-JSON = junk()
-PART = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image_url"])}, optional={"text": JSON}
-)
-MESSAGE = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["user", "system", "assistant", "tool"]) | JSON,
-        "content": st.text(max_size=8) | st.lists(PART, max_size=2) | JSON,
-    },
-    optional={"name": JSON, "tool_calls": JSON, "tool_call_id": JSON},
-)
-SLOW = ("messages", "max_tokens", "n", "best_of", *GRAMMAR_FIELDS, "response_format")
-VALUES = JSON | st.integers(-3, 3) | st.floats(-3, 3) | st.sampled_from([None, [], {}, "auto"])
-FIELDS = st.sampled_from([name for name in ChatRequest.model_fields if name not in SLOW])
-
-
-@examples(110, suppress_health_check=list(HealthCheck))
-@given(
-    fields=st.dictionaries(FIELDS, VALUES, max_size=4),
-    messages=st.just(MESSAGES) | st.lists(MESSAGE, max_size=3) | JSON,
-)
-def test_junk_is_never_the_servers_fault(runner, fields, messages):
-    asked = {"messages": messages, "max_tokens": 1, **fields}
-    answered_or_refused(ask_raw(runner, PATH, json.dumps(asked)))

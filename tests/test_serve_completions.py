@@ -4,33 +4,25 @@ pytest tests/test_serve_completions.py
 """
 
 import asyncio
-import json
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from cases import examples
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.serve.convert import INFILL
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import CompletionRequest
 from quickbeam.serve.settings import ServeSettings
 from serving import (
-    GRAMMAR_FIELDS,
     ScriptedRunner,
-    answered_or_refused,
     ask,
     ask_raw,
     chunks,
     good,
-    junk,
     refused,
 )
 
@@ -229,43 +221,6 @@ def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(scripted):
     assert scripted.jobs[0].params.max_tokens == 16
 
 
-REFUSED = [  # fields, and the one that the error names
-    ({"suffix": "x"}, "suffix"),  # by a tokenizer without tokens for it
-    ({"prompt": [3], "suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "prompt_logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"echo": True, "logprobs": 21}, "logprobs"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt[1]"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [100000]}, "prompt"),
-    ({"prompt": [2**70], "presence_penalty": 1}, "prompt"),
-    ({"seeds": [1, 2]}, "seeds"),
-    ({"seeds": [1], "seed": 1}, "seeds"),
-    ({"seeds": [2**64]}, "seeds[0]"),
-    ({"logprobs": True}, "logprobs"),  # as a chat has it
-    ({"logit_bias": {"100000": 1}}, "logit_bias"),
-    ({"stop_token_ids": [3, 100000]}, "stop_token_ids"),
-    ({"bad_words": [""]}, "bad_words"),
-    ({"min_tokens": 21}, "min_tokens"),
-    ({"n": 129}, "n"),
-    ({"messages": []}, "messages"),
-]
-
-
-def test_what_is_not_served_is_refused_by_name(runner):
-    for fields, param in REFUSED:
-        refused(ask(runner, PATH, body(**fields)), param)
-    assert len(texts(runner, n=2, best_of=2, suffix="")) == 2  # which asks for nothing
-
-
 @pytest.mark.parametrize("marks", INFILL)
 def test_a_suffix_is_filled_up_to(toy_folder, marks):
     before, between, behind = marks
@@ -328,22 +283,6 @@ def test_tokens_there_and_back(runner, llm):
     assert "tools" in refused(response, "tools")
 
 
-def test_a_text_that_no_tokens_could_fit_is_not_tokenised(runner):
-    """It could be the whole body, and take half a minute."""
-    long = "x" * 100_000
-    messages = {"messages": [{"role": "user", "content": long}]}
-    for path, fields, param in (
-        (PATH, {"prompt": ["x", long]}, "prompt"),
-        ("/v1/chat/completions", messages, "messages"),
-        ("/v1/responses", {"input": long}, "input"),
-        ("/tokenize", {"prompt": long}, "prompt"),
-        ("/tokenize", messages, "messages"),
-    ):
-        response = ask(runner, path, fields)
-        assert "100" in refused(response, param) and "can't fit" in response.text
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-
-
 def test_paths_and_what_is_asked_of_them(runner):
     assert good(ask(runner, "/version", method="GET")) == {"version": __version__}
     for path in ("/", "/health", "/version", "/v1/models", "/v1/models/toy"):
@@ -352,21 +291,3 @@ def test_paths_and_what_is_asked_of_them(runner):
     assert ask(runner, PATH, method="HEAD").status_code == 405
     refused(ask(runner, "/v1/nothing", {}), None, 404)
     refused(ask(runner, PATH, method="GET"), None, 405)
-
-
-SLOW = ("max_tokens", "n", *GRAMMAR_FIELDS, "response_format")
-KNOWN = st.sampled_from([name for name in CompletionRequest.model_fields if name not in SLOW])
-
-
-@examples(60, suppress_health_check=list(HealthCheck))
-@given(
-    fields=st.dictionaries(KNOWN, junk() | st.integers(-3, 300), max_size=3),
-    path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),
-)
-def test_junk_is_never_the_servers_fault(runner, fields, path):
-    own = body(max_tokens=1) if path == PATH else {"tokens": fields.get("prompt")}
-    answered_or_refused(ask_raw(runner, path, json.dumps({**own, **fields})))
-
-
-def test_nothing_is_left_over(runner, llm):
-    assert not llm.engine.busy and runner.gate.inside == 0 and runner.gate.waiting_tokens == 0
