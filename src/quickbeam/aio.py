@@ -256,16 +256,6 @@ class AsyncLLM:
             pass
         return stream.completion
 
-    @property
-    def alive(self) -> bool:
-        """False if the engine's thread was ended by an error of its own."""
-        return self.llm.thread.alive
-
-    @property
-    def silence(self) -> float:
-        """Seconds since the engine's thread began its latest step; 0 while it has nothing to do."""
-        return self.llm.thread.silence
-
     def close(self) -> None:
         """End all answers that are under way, and the engine's thread."""
         self._closed = True
@@ -280,7 +270,7 @@ class AsyncLLM:
     def _require_open(self) -> None:
         if self._closed:
             raise Closed("this AsyncLLM is closed: make another one")
-        if not self.alive:
+        if not self.llm.thread.alive:
             raise Closed(
                 "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
             )

@@ -15,7 +15,7 @@ from quickbeam.batch.journal import Journal
 from quickbeam.batch.requests import read
 from quickbeam.batch.run import Answer, check, run
 from quickbeam.cli.common import say
-from quickbeam.cli.loading import Loading, Replicas, extra
+from quickbeam.cli.loading import Loading, Replicas, needs
 from quickbeam.errors import InvalidInput
 
 AHEAD = 2  # requests under way for each answer that is computed at a time
@@ -78,14 +78,10 @@ def answering(
     """
     running = replicas.max_running
     if not replicas.ray:
-        try:
+        with needs("serve", "answering requests"):
             from quickbeam.batch.answers import Answering
-        except ImportError as error:
-            raise extra("answering requests", error, "serve") from error
         return Answering(loading.load(max_running=running), name)
-    try:
+    with needs("ray,serve", "--ray"):
         from quickbeam.batch import ray
-    except ImportError as error:
-        raise extra("--ray", error, "ray,serve") from error
     wanted = {**loading.arguments(), "max_running": running}
     return ray.replicas(replicas.replicas, name, wanted, replicas.threads)

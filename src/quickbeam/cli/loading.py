@@ -6,6 +6,8 @@ What can be checked before PyTorch is imported, which takes seconds, is checked 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,9 +177,14 @@ class Replicas:
             loading.check()
 
 
-def extra(what: str, error: ImportError, name: str) -> InvalidInput:
-    """Return the error for a missing package that an extra of quickbeam brings."""
-    return InvalidInput(f"{what} needs {error.name}: pip install 'quickbeam[{name}]'")
+@contextmanager
+def needs(extras: str, what: str) -> Iterator[None]:
+    """Raise `InvalidInput` for a missing package that `extras` of quickbeam bring to `what`."""
+    try:
+        yield
+    except ImportError as error:
+        todo = f"pip install 'quickbeam[{extras}]'"
+        raise InvalidInput(f"{what} needs {error.name}: {todo}") from error
 
 
 @dataclass(frozen=True)

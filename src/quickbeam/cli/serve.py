@@ -8,12 +8,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quickbeam import hub
 from quickbeam.cli.common import say
 from quickbeam.cli.fields import split
-from quickbeam.cli.loading import Loading, Replicas, extra
+from quickbeam.cli.loading import Loading, Replicas, needs
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
 
@@ -41,11 +41,9 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
     replicas.check(loading)
     if settings.default_temperature is not None:
         SamplingParams(temperature=settings.default_temperature)  # raises if it is not valid
-    try:
+    with needs("serve", "the server"):
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
-    except ImportError as error:
-        raise extra("the server", error, "serve") from error
     name, *aliases = given.served_name or [name_of(loading.model or hub.DEFAULT)]
     keys = (*settings.api_keys, *split(os.environ.get(KEY, "")))
     settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
@@ -55,8 +53,12 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
     more = {"max_running": replicas.max_running, "share_prefixes": given.share_prefixes}
     if replicas.ray:
+        with needs("ray,serve", "--ray"):
+            from quickbeam.serve.ray import run
         wanted = {**loading.arguments(), **more, **asdict(replicas), "warm": given.warm}
-        return on_ray(settings, wanted)
+        del wanted["ray"]
+        said = f"{name} at http://{settings.host}:{settings.port}, on Ray"
+        return run(settings, wanted, lambda: say(said))
     runner = Runner(settings)
     server.run(
         runner,
@@ -66,33 +68,16 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
     )
 
 
-def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
-    """Serve with replicas until a signal ends it.
-
-    Raises `InvalidInput` if the packages of the extras `ray` and `serve` are missing.
-    """
-    try:
-        from quickbeam.serve.ray import run
-    except ImportError as error:
-        raise extra("--ray", error, "ray,serve") from error
-    del wanted["ray"]
-    address = f"http://{settings.host}:{settings.port}"
-    run(settings, wanted, lambda: say(f"{settings.served_name} at {address}, on Ray"))
-
-
 def greeting(runner: Runner, address: str) -> str:
     """Return a text that says where the server is, what it serves, and how to send it a request."""
     messages = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": runner.name, "messages": messages, "temperature": 0})
     key = f' -H "Authorization: Bearer ${KEY}"' if runner.settings.api_keys else ""
-    warning = (
-        f"warning: everybody who can reach {runner.settings.host} may use it: add "
-        f"--api-key, or set {KEY}\n"
-    )
+    host, llm = runner.settings.host, runner.llm
+    warning = f"warning: everybody who can reach {host} may use it: add --api-key, or set {KEY}\n"
     return (
         f"{'' if key or runner.settings.loopback else warning}"
-        f"{runner.name} at {address} (method {runner.llm.method}, kernels: "
-        f"{runner.llm.describe()})\n"
+        f"{runner.name} at {address} (method {llm.method}, kernels: {llm.describe()})\n"
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d "
         f"{shlex.quote(body)}"
     )

@@ -21,7 +21,7 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import Content, Conversation, Message, TokenizeText, Tool, ToolMessage
+from quickbeam.serve.messages import Conversation, Message, TokenizeText, Tool, ToolMessage, text_of
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import Request, Speculation
 
@@ -307,11 +307,6 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             one.setdefault("name", names[message.tool_call_id])
         shown.append(one)
     return shown
-
-
-def text_of(content: Content | None) -> str:
-    """Return the text of a content, with each of its parts on a line of its own."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
 def size_of(messages: Sequence[Message]) -> int:

@@ -18,6 +18,7 @@ from quickbeam.serve.messages import (
     Tool,
     ToolMode,
     check_tools,
+    text_of,
 )
 from quickbeam.serve.schemas import (
     AskedGrammar,
@@ -212,9 +213,9 @@ class ResponsesRequest(Request):
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, OutputItem):
                 about = {"role": "tool", "tool_call_id": item.call_id, "name": item.name}
-                messages.append({**about, "content": _text(item.output)})
+                messages.append({**about, "content": text_of(item.output)})
             else:
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": text_of(item.content)})
         return Conversation.model_validate(
             {
                 "messages": messages,
@@ -223,7 +224,3 @@ class ResponsesRequest(Request):
                 "chat_template_kwargs": self.chat_template_kwargs,
             }
         )
-
-
-def _text(content: ItemContent) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 from typing_extensions import Self
@@ -72,6 +72,11 @@ class TextPart(Body):
 
 
 Content = str | Some[Annotated[TextPart, text_part("text")]]
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    """Return the text of a content, with each of its parts on a line of its own."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
 class CalledFunction(Returned):

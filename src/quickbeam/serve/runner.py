@@ -181,12 +181,12 @@ class Runner:
     @property
     def alive(self) -> bool:
         """False if the engine's thread has ended through an error of its own."""
-        return self._aio is None or self._aio.alive
+        return self._aio is None or self._aio.llm.thread.alive
 
     @property
     def heartbeat(self) -> float:
         """Seconds since the engine's thread began its latest step; 0 while it is idle."""
-        return 0.0 if self._aio is None else self._aio.silence
+        return 0.0 if self._aio is None else self._aio.llm.thread.silence
 
     @property
     def unhealthy_reason(self) -> str | None:
