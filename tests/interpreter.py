@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from quickbeam.models.stack import (
     Attention,
+    Beside,
     Experts,
     FeedForward,
     Latent,
@@ -45,11 +46,13 @@ def logits(
     x = F.embedding(tokens, parameters[stack.embedding]) * stack.scale
     if stack.positions is not None:
         x = x + F.embedding(positions, parameters[stack.positions])
-    for layer in stack.layers:
+    inputs = _per_layer(stack, parameters, tokens, x)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each layer
+    for i, layer in enumerate(stack.layers):
         normed = _norm(x, layer.attention_before, parameters)
         both = []
         if layer.attention is not None:
-            attended = _attend(normed, layer.attention, parameters, angles, positions)
+            attended = _attend(normed, layer.attention, parameters, angles, positions, held)
             both.append(attended * layer.attention.factor)
         if layer.recurrent is not None:
             recurred = _recur(normed, layer.recurrent, parameters)
@@ -64,7 +67,15 @@ def logits(
         x = x + mixed
         if layer.feed_forward is not None:
             fed = _feed(normed, layer.feed_forward, parameters)
+            if (of := layer.beside) is not None:
+                fed = _norm(fed, of.dense_after, parameters) + _feed_beside(x, of, parameters)
             x = x + _norm(fed, layer.feed_forward_after, parameters) * layer.residual
+        if (mine := layer.per_layer) is not None:
+            gate = ACTIVATIONS[mine.activation](_linear(x, mine.gate, parameters))
+            made = _linear(gate * inputs[:, i], mine.out, parameters)
+            x = x + _norm(made, mine.after, parameters)
+        if layer.scalar is not None:
+            x = x * parameters[layer.scalar]
     x = _norm(x, stack.norm, parameters)
     return _cap(_linear(x, stack.head, parameters) * stack.head_scale, stack.softcap)
 
@@ -119,10 +130,15 @@ def _attend(
     parameters: Parameters,
     angles: Angles,
     positions: torch.Tensor,
+    held: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     n, dim, group = len(x), of.head_dim, of.heads // of.kv_heads
     sizes = [of.heads * dim, of.kv_heads * dim, of.kv_heads * dim]
     read = _linear(x, of.qkv, parameters)
+    if of.source is not None:  # keys and values are another layer's
+        read = torch.cat([read, read.new_zeros(n, 2 * sizes[1])], -1)
+    elif of.values_are_keys:
+        read = torch.cat([read, read[:, sizes[0] :]], -1)
     gates = read[:, sum(sizes) :]
     if of.latent is not None:
         query, key, value = _from_latent(read, of, of.latent, parameters)
@@ -149,6 +165,10 @@ def _attend(
         )
     if of.query_scale is not None:
         query = query * query_factors(of.query_scale, positions)[:, None, None].to(query.dtype)
+    if of.value_norm:
+        value = _norm(value, Norm((), of.norms[0].epsilon if of.norms else 0.0), parameters)
+    key, value = (key, value) if of.source is None else held[of.source]
+    held.append((key, value))
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     score = _cap(torch.einsum("qhd,khd->hqk", query, key) * of.scaling, of.softcap)
     behind = positions[:, None] - positions[None]
@@ -162,6 +182,18 @@ def _attend(
     if of.gated:
         mixed = mixed * gates.sigmoid()
     return _linear(mixed, of.out, parameters)
+
+
+def _per_layer(
+    stack: Stack, parameters: Parameters, tokens: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """Return the per-layer inputs `[n, layers, width]`; none where there are no such."""
+    if (of := stack.per_layer) is None:
+        return torch.empty(0)
+    apart = (len(tokens), len(stack.layers), of.width)
+    rows = F.embedding(tokens, parameters[of.table]).view(apart) * of.scale
+    made = (_linear(x, of.projection, parameters) * of.factor).view(apart)
+    return (_norm(made, of.norm, parameters) + rows) * of.mixed
 
 
 def _recur(x: torch.Tensor, of: Recurrent, parameters: Parameters) -> torch.Tensor:
@@ -255,10 +287,17 @@ def _feed(x: torch.Tensor, of: FeedForward | Experts, parameters: Parameters) ->
     return _linear(up, of.down, parameters) * of.factor
 
 
-def _feed_experts(x: torch.Tensor, of: Experts, parameters: Parameters) -> torch.Tensor:
-    weight, expert = _route(
-        _linear(x, of.routing.logits, parameters).float(), of.routing, parameters
-    )
+def _feed_beside(x: torch.Tensor, of: Beside, parameters: Parameters) -> torch.Tensor:
+    read = _norm(x, of.router, parameters)
+    made = _feed_experts(_norm(x, of.before, parameters), of.experts, parameters, read)
+    return _norm(made, of.after, parameters)
+
+
+def _feed_experts(
+    x: torch.Tensor, of: Experts, parameters: Parameters, router: torch.Tensor | None = None
+) -> torch.Tensor:
+    logits = _linear(x if router is None else router, of.routing.logits, parameters)
+    weight, expert = _route(logits.float(), of.routing, parameters)
     total = torch.zeros_like(x)
     for i, one in enumerate(of.chosen):
         rows, place = torch.where(expert == i)
@@ -292,6 +331,8 @@ def _route(
             weight = weight.softmax(-1)
     if of.renormalised:
         weight = weight / (weight.sum(-1, keepdim=True) + of.plus).clamp(min=of.least)
+    if of.scale is not None:
+        weight = weight * parameters[of.scale].float()[expert]
     return weight * of.factor, expert
 
 

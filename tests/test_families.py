@@ -27,6 +27,7 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -93,7 +94,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
-from quickbeam.models.stack import Experts, Layer, Stack
+from quickbeam.models.stack import Beside, Experts, Layer, Stack
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -133,6 +134,13 @@ HYBRID_EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
+}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
 }
 YARN = {
     "rope_type": "yarn",
@@ -204,6 +212,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gemma3": Gemma3TextConfig(
         **SIZES | MIXED, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
+    ),
+    "gemma4-experts": Gemma4TextConfig(
+        **SIZES | GEMMA4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma4-per_layer": Gemma4TextConfig(
+        **SIZES | GEMMA4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
     ),
     "glm": GlmConfig(**SIZES, head_dim=8),
     "glm4": Glm4Config(**SIZES, head_dim=8),
@@ -315,6 +341,8 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         for name, correction in (*model.named_parameters(), *model.named_buffers()):
             if "correction" in name or "expert_bias" in name:
                 correction.copy_(torch.randn_like(correction) * 0.1)
+            if "layer_scalar" in name:
+                correction.fill_(0.7)
     return model.eval()
 
 
@@ -424,6 +452,11 @@ def swapped(layer: Layer) -> Layer:
     return replace(layer, recurrent=replace(layer.recurrent, into=into))
 
 
+def unscaled(of: Beside) -> Beside:
+    routing = replace(of.experts.routing, scale=None)
+    return replace(of, experts=replace(of.experts, routing=routing))
+
+
 def wider(layer: Layer, by: int) -> Layer:
     window = layer.attention.window
     return replace(layer, attention=replace(layer.attention, window=window and window + by))
@@ -492,6 +525,44 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
             lambda layer: replace(
                 layer, feed_forward=replace(layer.feed_forward, activation="relu")
             )
+        ),
+    ),
+    "values without their norm": ("gemma4-experts", each_attention(value_norm=False)),
+    "values of another layer": (
+        "gemma4-per_layer",
+        lambda s: replace(
+            s,
+            layers=(
+                *s.layers[:4],
+                replace(s.layers[4], attention=replace(s.layers[4].attention, source=0)),
+                s.layers[5],
+            ),
+        ),
+    ),
+    "no scalar of a layer": ("gemma4-per_layer", each_layer(lambda one: replace(one, scalar=None))),
+    "per-layer inputs of the token alone": (
+        "gemma4-per_layer",
+        lambda s: replace(s, per_layer=replace(s.per_layer, scale=0.0)),
+    ),
+    "per-layer inputs of another layer": (
+        "gemma4-per_layer",
+        lambda s: replace(
+            s,
+            layers=(
+                replace(s.layers[0], per_layer=s.layers[1].per_layer),
+                replace(s.layers[1], per_layer=s.layers[0].per_layer),
+                *s.layers[2:],
+            ),
+        ),
+    ),
+    "experts without their scales": (
+        "gemma4-experts",
+        each_layer(lambda one: replace(one, beside=unscaled(one.beside))),
+    ),
+    "experts that read what the dense one reads": (
+        "gemma4-experts",
+        each_layer(
+            lambda one: replace(one, beside=replace(one.beside, before=one.feed_forward_before))
         ),
     ),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),

@@ -83,12 +83,23 @@ def _longrope(rope: Rope, dim: int) -> Scaled:
     return 1.0 / (short * rope["rope_theta"] ** exponents), float(attention)
 
 
+def _proportional(rope: Rope, dim: int) -> Scaled:
+    """Only the first part of a head's pairs turns; the angles go by the whole head (Gemma 4)."""
+    turning = int((rope.get("partial_rotary_factor") or 1.0) * dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / dim
+    found = torch.zeros(dim // 2)
+    found[:turning] = 1.0 / (rope["rope_theta"] ** exponents)
+    return found / (rope.get("factor") or 1.0), 1.0
+
+
 KINDS: dict[str, Callable[[Rope, int], Scaled]] = {
     "default": lambda rope, dim: (_plain(rope, dim), 1.0),
     "dynamic": lambda rope, dim: (_plain(rope, dim), 1.0),  # it scales beyond the context alone
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "mrope": lambda rope, dim: (_plain(rope, dim), 1.0),  # text has the same position on all axes
+    "proportional": _proportional,
     "yarn": _yarn,
 }
 

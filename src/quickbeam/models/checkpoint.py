@@ -195,6 +195,7 @@ class Checkpoint:
             if (apart := one_by_one(name, named)) is not None:
                 found[name] = apart
         read = {name for one in found.values() for name in one.names}
+        read |= {named[name] for name in stack.unread if name in named}
         if odd := sorted(name for name, one in named.items() if one not in read):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
@@ -204,6 +205,16 @@ class Checkpoint:
 
     def __call__(self, name: str) -> torch.Tensor:
         return self.rows(name)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor whose rows are read from its file as they are needed.
+
+        The whole is read where the file has it otherwise, or in another number format.
+        """
+        stored = self._stored[name]
+        if type(stored) is not Whole or self._files.dtype(stored.name) is not self.dtype:
+            return self(name)
+        return self._files.mapped(stored.name)
 
     def shape(self, name: str) -> list[int]:
         return self._stored[name].shape(self._files)
@@ -224,7 +235,7 @@ class Checkpoint:
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     """Return the shapes that a configuration gives parameters of a stack, by name."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
-    if stack.recurrents:  # of which some adjust the size
+    if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # they adjust the size
         inner = None
     found: dict[str, list[int]] = {}
 

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from quickbeam.models.angles import AngleTable
-from quickbeam.models.compiled_layer import CompiledLayer, CompiledNorm
+from quickbeam.models.beside import CompiledPerLayerInputs
+from quickbeam.models.compiled_layer import CompiledLayer
+from quickbeam.models.compiled_norm import CompiledNorm
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
@@ -34,7 +36,9 @@ from quickbeam.models.weight_file import WeightFile
 def kv_shapes(stack: Stack) -> list[KVShape]:
     """Return what each layer keeps of a token."""
     return [
-        KVShape(0, 0, 0) if of is None else KVShape(of.kv_heads, of.head_dim, of.value_dim)
+        KVShape(0, 0, 0)
+        if of is None or of.source is not None
+        else KVShape(of.kv_heads, of.head_dim, of.value_dim)
         for of in (layer.attention for layer in stack.layers)
     ]
 
@@ -46,6 +50,8 @@ class CompiledStack:
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
     the file where quantised weights are found or written. The embedding stays as it is.
     """
+
+    _per_layer: CompiledPerLayerInputs | None = None
 
     def __init__(
         self,
@@ -61,8 +67,8 @@ class CompiledStack:
         # All weights are in one piece of memory. They follow one another as a pass reads them.
         pack, head_pack = Packer(pages.kernels, name), Packer(pages.kernels, head_format(name))
         *of_layers, _ = linears(stack)
-        sizes = [pack.size(self._rows_of(linear), gated) for linear, gated in of_layers]
-        total = sum(sizes) + head_pack.size(self._rows_of(stack.head))
+        sizes = [pack.size(self._empty_rows_of(linear), gated) for linear, gated in of_layers]
+        total = sum(sizes) + head_pack.size(self._empty_rows_of(stack.head))
         found = None if kept is None else kept.read(total)
         self._weights = room_for_weights(total, pack.dtype) if found is None else found
         used = 0
@@ -77,6 +83,8 @@ class CompiledStack:
         def experts(of: Experts) -> CompiledExperts:
             return CompiledExperts(of, place, self._parameter, pages.kernels, self._float32)
 
+        if (of := stack.per_layer) is not None:
+            self._per_layer = CompiledPerLayerInputs(of, len(stack.layers), place, parameters)
         self.layers: list[CompiledLayer] = []
         for i, layer in enumerate(stack.layers):
             if kept is not None and found is None:
@@ -120,6 +128,11 @@ class CompiledStack:
     def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
         return [self._stored(one) for one in linear.weights]
 
+    def _empty_rows_of(self, linear: Linear) -> list[torch.Tensor]:
+        """Return what `_rows_of` does without the numbers."""
+        shapes = [(one, self._parameter.shape(one.name)) for one in linear.weights]
+        return [rows_of(one, torch.empty(shape, device="meta")) for one, shape in shapes]
+
     def _bias_of(self, linear: Linear) -> torch.Tensor | None:
         parts = [self._stored(one) for one in linear.biases]
         return torch.cat(parts) if parts else None
@@ -145,7 +158,9 @@ class CompiledStack:
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
         widest = max((of.heads * of.head_dim for of in self.stack.attentions), default=0)
         values = max((of.heads * of.value_dim for of in self.stack.attentions), default=0)
-        fed = [layer.fed for layer in self.layers if layer.fed is not None]
+        fed = [
+            one for layer in self.layers for one in (layer.fed, layer.experts) if one is not None
+        ]
         read = [layer.qkv.outputs for layer in self.layers if layer.layer.attention is not None]
         buffers = {
             "x": program.buffer(width, True),
@@ -163,15 +178,23 @@ class CompiledStack:
         if recurrent:
             columns = max(of.out.inputs for of in recurrent)
             buffers["recurred"] = program.buffer(columns, wide)
+        if any(layer.beside is not None for layer in self.layers):
+            buffers["both"] = program.buffer(width, True)
         x, last = buffers["x"], len(self.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, wide)
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, x)
         if self._positions is not None:
             operations.learned_positions(program, self._positions, x)
+        if self._per_layer is not None:
+            self._per_layer.add(program, buffers)
         for i, layer in enumerate(self.layers):
             self._mix(program, buffers, layer, i)
             self._feed(program, buffers, layer)
+            if layer.per_layer is not None:
+                layer.per_layer.add(program, buffers, i)
+            if layer.scalar is not None:
+                program.copy(x, x, scale=layer.scalar)
             if i + 1 in columns:
                 program.copy(x, hidden, column=columns[i + 1])
         if last in columns:
@@ -208,7 +231,10 @@ class CompiledStack:
         i: int,
     ) -> None:
         """Add a layer's attention."""
+        i = i if of.source is None else of.source
         shape, offset = self._shapes[i], self._offsets[i]
+        width = of.heads * of.value_dim
+        buffers = buffers | {"attended": replace(buffers["attended"], width=width)}
         self._linear(program, layer.qkv, buffers["normed"], buffers["qkv"])
         angles = 0 if of.rotary is None else self._angles.columns[of.rotary]
         if layer.latent is not None:
@@ -252,6 +278,11 @@ class CompiledStack:
         epilogue = library.GATED if fed.of.gated else library.ACTIVATE
         more = {"activation": fed.of.activation, "scaling": fed.of.gate_scale}
         self._linear(program, fed.up, buffers[source], buffers["inner"], epilogue, **more)
+        if layer.beside is not None and layer.fed_after is not None:
+            self._linear(program, fed.down, buffers["inner"], buffers["made"])
+            both = layer.beside.add(program, buffers)
+            layer.fed_after.add(program, both, buffers["x"], add=factor)
+            return
         self._add(program, buffers, fed.down, "inner", layer.fed_after, factor * fed.of.factor)
 
     def _add(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from quickbeam.models.beside import CompiledBeside, CompiledPerLayerInput
+from quickbeam.models.compiled_norm import CompiledNorm
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.native import operations
 from quickbeam.models.native.operands import KVShape
@@ -22,28 +24,6 @@ from quickbeam.models.stack import (
     Linear,
     Norm,
 )
-from quickbeam.models.stack_tensors import norm_weight
-
-
-class CompiledNorm:
-    """A norm's numbers in float32."""
-
-    def __init__(self, norm: Norm, parameter: Callable[[str], torch.Tensor]) -> None:
-        self.weight = norm_weight(norm, parameter)
-        self.bias = None if norm.bias is None else parameter(norm.bias).detach().float().clone()
-        self.epsilon, self.centred = norm.epsilon, norm.centred
-
-    def add(self, program: Program, source: Buffer, target: Buffer, **more: Any) -> None:
-        """Add the norm to a program. `more`: as of `Program.norm`."""
-        program.norm(
-            source,
-            target,
-            self.weight,
-            self.epsilon,
-            bias=self.bias,
-            centred=self.centred,
-            **more,
-        )
 
 
 class CompiledFeedForward:
@@ -157,6 +137,15 @@ class CompiledLayer:
         def norm(of: Norm | None) -> CompiledNorm | None:
             return None if of is None else CompiledNorm(of, parameter)
 
+        self.beside: CompiledBeside | None = None
+        if layer.beside is not None:
+            assert experts is not None
+            self.beside = CompiledBeside(layer.beside, experts(layer.beside.experts), parameter)
+        self.per_layer: CompiledPerLayerInput | None = None
+        if layer.per_layer is not None:
+            after = CompiledNorm(layer.per_layer.after, parameter)
+            self.per_layer = CompiledPerLayerInput(layer.per_layer, place, after)
+        self.scalar = None if layer.scalar is None else float(parameter(layer.scalar))
         self.attention_before, self.attention_after = (
             norm(layer.attention_before),
             norm(layer.attention_after),
@@ -169,6 +158,13 @@ class CompiledLayer:
         self.norms = None if norms is None else [CompiledNorm(n, parameter) for n in norms]
         sinks = None if mixer is None else mixer.sinks
         self.sinks = None if sinks is None else parameter(sinks).detach().float()
+
+    @property
+    def experts(self) -> CompiledExperts | None:
+        """The layer's experts, if it has any."""
+        if self.beside is not None:
+            return self.beside.experts
+        return self.fed if isinstance(self.fed, CompiledExperts) else None
 
     def heads(
         self,
@@ -203,18 +199,21 @@ class CompiledLayer:
             angles=angles,
             interleaved=of.rotary is not None and of.rotary.interleaved,
             query_scale=query_scale,
+            value_norm=of.value_norm,
+            values_are_keys=of.values_are_keys,
+            borrowed=of.source is not None,
         )
 
 
 def experts_read(layers: Sequence[CompiledLayer]) -> float:
     """Return how many experts a layer read in the last pass, on average; 0 if none has any."""
-    read = [layer.fed.read for layer in layers if isinstance(layer.fed, CompiledExperts)]
+    read = [layer.experts.read for layer in layers if layer.experts is not None]
     return sum(read) / len(read) if read else 0.0
 
 
 def expert_bytes(layers: Sequence[CompiledLayer]) -> tuple[int, int]:
     """Return the bytes of one expert of each layer together, and of all that are chosen from."""
-    of = [layer.fed for layer in layers if isinstance(layer.fed, CompiledExperts)]
+    of = [layer.experts for layer in layers if layer.experts is not None]
     return sum(one.bytes for one in of), sum(one.bytes * one.count for one in of)
 
 

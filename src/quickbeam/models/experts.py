@@ -51,9 +51,15 @@ class CompiledExperts:
             if routing.correction is None
             else parameter(routing.correction).detach().float().flatten().contiguous()
         )
+        self._scale = (
+            None
+            if routing.scale is None
+            else parameter(routing.scale).detach().float().flatten().contiguous()
+        )
         self._struct = library.Experts(
             expert=ctypes.addressof(self._table),
             correction=_address(self._correction),
+            scale=_address(self._scale),
             count=len(of.chosen),
             inner=inner,
             shared=shared,
@@ -77,10 +83,16 @@ class CompiledExperts:
         return int(self._struct.read)
 
     def add(
-        self, program: Program, buffers: dict[str, Buffer], source: Buffer, target: Buffer
+        self,
+        program: Program,
+        buffers: dict[str, Buffer],
+        source: Buffer,
+        target: Buffer,
+        router: Buffer | None = None,
     ) -> None:
-        """Add the feed-forward to a program. `target`: float32, which it overwrites."""
-        program.linear(self._router, source, buffers["scores"])
+        """Add the feed-forward to a program. `target`: float32, which it overwrites. `router`: what
+        the router reads, the source if None."""
+        program.linear(self._router, source if router is None else router, buffers["scores"])
         operations.experts(
             program,
             self._struct,

@@ -28,6 +28,10 @@ class Parameters(Protocol):
     def __call__(self, name: str) -> torch.Tensor:
         """Return the whole of one."""
 
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return the whole of one, whose rows are read from its file as they are needed, where that
+        can be."""
+
     def shape(self, name: str) -> list[int]:
         """Return the shape of one."""
 
@@ -47,6 +51,9 @@ class ModelParameters:
 
     def __call__(self, name: str) -> torch.Tensor:
         return tensor_of(self._model, name).detach()
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return self(name)
 
     def shape(self, name: str) -> list[int]:
         return list(self(name).shape)

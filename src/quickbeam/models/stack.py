@@ -51,7 +51,7 @@ class Norm:
     """An RMS norm, or with `centred` a layer norm.
 
     `weights`: several are put side by side, as of heads; none stands for ones. `plus_one`: the
-    weight is 1 + what is stored.
+    weight is 1 + what is stored. `factor`: of the weight.
     """
 
     weights: tuple[str, ...]
@@ -59,6 +59,7 @@ class Norm:
     bias: str | None = None
     centred: bool = False
     plus_one: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class Attention:
     `turned`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of each
     head (its weight is one head's, or all heads') or with `norm_all` of all heads together; with
     `norm_last` after the angles. `gated`: behind the values, `qkv` has gates; the result is taken
-    times their sigmoid. `factor`: of what is added to the residual stream.
+    times their sigmoid. `factor`: of what is added to the residual stream. `value_norm`: each
+    head's value is normed, without a weight, by the queries' epsilon. `values_are_keys`: `qkv` has
+    no values; they are what keys are made of. `source`: the layer whose keys and values are read;
+    `qkv` has queries alone then.
     """
 
     qkv: Linear
@@ -132,6 +136,9 @@ class Attention:
     gated: bool = False
     factor: float = 1.0
     latent: Latent | None = None
+    value_norm: bool = False
+    values_are_keys: bool = False
+    source: int | None = None
 
     @property
     def value_dim(self) -> int:
@@ -236,7 +243,8 @@ class Routing:
     than `2 * jitter` of them, and the same again without the largest. The `top` experts with the
     largest scores are chosen, each plus `correction` `[experts]`; with several `groups` only among
     the `top_groups` whose `best_of_group` largest ones have the largest sum. `renormalised`:
-    weights are divided by the larger of their sum + `plus` and `least`; then come times `factor`.
+    weights are divided by the larger of their sum + `plus` and `least`; then come times `factor`,
+    and each times its expert's `scale` `[experts]`.
     """
 
     logits: Linear
@@ -251,6 +259,7 @@ class Routing:
     least: float = 0.0
     factor: float = 1.0
     jitter: float = 0.0
+    scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -281,6 +290,48 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Experts that read the residual stream beside a layer's dense feed-forward.
+
+    Added to the stream is `feed_forward_after` of the sum of `dense_after` of the dense one's
+    result, and `after` of that of `experts`, which read `before`; their router reads `router`.
+    """
+
+    experts: Experts
+    before: Norm
+    router: Norm
+    after: Norm
+    dense_after: Norm
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """A layer's use of its per-layer input p: `after(out(activation(gate(x)) * p))` is added."""
+
+    gate: Linear
+    activation: str
+    out: Linear
+    after: Norm
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """For each layer, `width` numbers of a token beside the residual stream (Gemma 3n and 4).
+
+    The sum of the token's row of `table` `[vocab, layers * width]` times `scale`, and `norm`, layer
+    by layer, of `projection` of the token's embedding times `factor`; all times `mixed`.
+    """
+
+    table: str
+    scale: float
+    projection: Linear
+    factor: float
+    norm: Norm
+    width: int
+    mixed: float
+
+
+@dataclass(frozen=True)
 class Layer:
     """Attention and feed-forward, each added to the residual stream times `residual`.
 
@@ -288,7 +339,8 @@ class Layer:
     lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
     before they are added; None for none.
     `parallel`: the feed-forward reads what the attention read, and without a norm of its own the
-    attention's.
+    attention's. `beside`: experts beside the feed-forward. Behind both comes `per_layer`. In the
+    end, the stream is taken times `scalar`, a parameter of one number.
     """
 
     attention: Attention | None
@@ -300,6 +352,9 @@ class Layer:
     parallel: bool = False
     residual: float = 1.0
     recurrent: Recurrent | None = None
+    beside: Beside | None = None
+    per_layer: PerLayerInput | None = None
+    scalar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +363,8 @@ class Stack:
 
     `embedding`: `[vocab, d]`, times `scale`. `positions`: `[positions, d]`, learned, added; None
     for none. `inside`: the name of the list of layers. `head`: `[vocab, d]`; logits are its results
-    times `head_scale`, bent to stay below `softcap`.
+    times `head_scale`, bent to stay below `softcap`. `unread`: tensors that checkpoints may hold
+    and no pass reads.
     """
 
     embedding: str
@@ -320,6 +376,8 @@ class Stack:
     positions: str | None = None
     head_scale: float = 1.0
     softcap: float | None = None
+    per_layer: PerLayerInputs | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def attentions(self) -> list[Attention]:
@@ -345,6 +403,8 @@ class Stack:
 
 def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
     """Yield all weights but routers', as a pass reads them, and whether each is gated."""
+    if stack.per_layer is not None:
+        yield stack.per_layer.projection, False
     for layer in stack.layers:
         if layer.attention is not None:
             yield layer.attention.qkv, False
@@ -357,13 +417,17 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
         for one in feed_forwards(layer):
             yield one.up, one.gated
             yield one.down, False
+        if layer.per_layer is not None:
+            yield layer.per_layer.gate, False
+            yield layer.per_layer.out, False
     yield stack.head, False
 
 
 def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
-    """Return a layer's feed-forward, or all of its experts."""
+    """Return a layer's feed-forward, or all of its experts, or both."""
     of = layer.feed_forward
-    return of.all if isinstance(of, Experts) else (of,) if of is not None else ()
+    first = of.all if isinstance(of, Experts) else (of,) if of is not None else ()
+    return first if layer.beside is None else (*first, *layer.beside.experts.all)
 
 
 def experts(stack: Stack) -> Iterator[Experts]:
@@ -371,3 +435,5 @@ def experts(stack: Stack) -> Iterator[Experts]:
     for layer in stack.layers:
         if isinstance(layer.feed_forward, Experts):
             yield layer.feed_forward
+        if layer.beside is not None:
+            yield layer.beside.experts

@@ -20,10 +20,15 @@ def norms(stack: Stack) -> Iterator[Norm]:
             layer.feed_forward_after,
             *((layer.attention and layer.attention.norms) or ()),
             *([layer.recurrent.norm] if isinstance(layer.recurrent, Matrices) else []),
+            *([layer.per_layer.after] if layer.per_layer is not None else []),
         )
         yield from (norm for norm in of_layer if norm is not None)
         if layer.attention is not None and layer.attention.latent is not None:
             yield from (norm for norm, _ in layer.attention.latent.parts)
+        if (of := layer.beside) is not None:
+            yield from (of.before, of.router, of.after, of.dense_after)
+    if stack.per_layer is not None:
+        yield stack.per_layer.norm
     yield stack.norm
 
 
@@ -38,6 +43,9 @@ def names(stack: Stack) -> set[str]:
             found |= {recurrent.skip} if recurrent.skip else set()
     routers = list(experts(stack))
     found |= {of.routing.correction for of in routers if of.routing.correction}
+    found |= {of.routing.scale for of in routers if of.routing.scale}
+    found |= {layer.scalar for layer in stack.layers if layer.scalar}
+    found |= {stack.per_layer.table} if stack.per_layer is not None else set()
     for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):
         found |= {tensor.name for tensor in (*linear.weights, *linear.biases)}
     for norm in norms(stack):
@@ -75,7 +83,8 @@ def norm_weight(norm: Norm, parameter: Callable[[str], torch.Tensor]) -> torch.T
     if not norm.weights:
         return None
     found = torch.cat([parameter(name).detach().float().flatten() for name in norm.weights])
-    return found + 1 if norm.plus_one else found
+    found = found + 1 if norm.plus_one else found
+    return found * norm.factor if norm.factor != 1 else found
 
 
 def query_factors(scale: QueryScale, positions: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 COMPOSITES = {
     "exaone4_5",
     "gemma3",
+    "gemma4",
     "glm4v",
     "got_ocr2",
     "idefics3",

@@ -125,6 +125,8 @@ def _described(folder: Path, model: str, trust_remote_code: bool) -> Checkpoint:
         found = Checkpoint(folder, torch.bfloat16)
         if any(experts(found.stack)):
             raise NotDescribed("its experts can't be read from disk")
+        if found.stack.per_layer is not None:
+            raise NotDescribed("its per-layer inputs stay in memory")
         if found.stack.recurrents:
             raise NotDescribed("it is recurrent or hybrid, whose weights stay in memory")
         if any(not part.plain for linear, _ in linears(found.stack) for part in linear.weights):

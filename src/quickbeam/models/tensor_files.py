@@ -58,6 +58,17 @@ class _Shard:
             left, at = left[count:], at + count
         return data.view(dtype).view(last - first, *shape[1:])
 
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor whose rows are read as they are needed. Raises `OSError`."""
+        about = self.tensors[name]
+        first, last = about["data_offsets"]
+        at, dtype = self._begin + first, DTYPES[about["dtype"]]
+        if at % dtype.itemsize:
+            return self.rows(name, 0, about["shape"][0])
+        end = at + last - first
+        data = torch.from_file(str(self.path), shared=False, size=end, dtype=torch.uint8)
+        return data[at:].view(dtype).view(about["shape"])
+
 
 class TensorFiles:
     """All tensors of a folder. `names`: of all of them."""
@@ -74,6 +85,10 @@ class TensorFiles:
         """Return the type of a tensor's numbers, as the format writes it (`BF16`)."""
         return str(self._places[name].tensors[name]["dtype"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a tensor's numbers. Raises `KeyError` for others than are read."""
+        return DTYPES[self.kind(name)]
+
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
 
@@ -86,6 +101,17 @@ class TensorFiles:
             raise QuickbeamError(
                 f"{shard.path}: {name} can't be read ({error}): download it again"
             ) from error
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a tensor whose rows are read from its file as they are needed.
+
+        Raises `QuickbeamError` naming the file where it can't be read.
+        """
+        shard = self._places[name]
+        try:
+            return shard.mapped(name)
+        except (OSError, RuntimeError) as error:
+            raise QuickbeamError(f"{shard.path}: {name} can't be mapped ({error})") from error
 
 
 def _shards(folder: Path) -> list[_Shard]:

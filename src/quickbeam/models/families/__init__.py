@@ -15,6 +15,7 @@ from quickbeam.models.families.deepseek import deepseek_v2, deepseek_v3
 from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
 from quickbeam.models.families.gemma import gemma, gemma2, gemma3
+from quickbeam.models.families.gemma4 import gemma4
 from quickbeam.models.families.glm import glm, glm4, glm4_moe
 from quickbeam.models.families.gpt2 import gpt2
 from quickbeam.models.families.gpt_neox import gpt_neox
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
     "glm": glm,
     "glm4": glm4,
     "glm4v_text": glm4,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,6 +128,16 @@ class Config:
         if (found := self.get(name)) is not None and found not in accepted:
             raise NotDescribed(f"{name}={found!r}")
 
+    def layer(self, i: int) -> Config:
+        """Return the configuration of layer `i`, for a model whose layers may have their own."""
+        fields = self._config.to_dict()
+        each = {int(number): own for number, own in (fields.get("per_layer_config") or {}).items()}
+        names = SimpleNamespace(attribute_map={}, **fields | each.get(i, {}))
+        found = Config(names, self.number_format)
+        self._read.add("per_layer_config")
+        found._read = self._read
+        return found
+
     def refuse_unknown(self) -> None:
         """Raise `NotDescribed` naming attributes that are set and that the family didn't read."""
         unknown = [
@@ -187,6 +198,8 @@ def turned(c: Config, dim: int, kind: str | None = None) -> int:
     for name in ("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_local_base_freq"):
         c.get(name)  # older names of what `rope_parameters` holds
     rope = c.rope_parameters if kind is None else c.rope_parameters[kind]
+    if rope.get("rope_type") == "proportional":  # the rest turns by no angle
+        return dim
     return int(dim * (rope.get("partial_rotary_factor") or 1))
 
 
@@ -243,8 +256,9 @@ def experts(
     **more: Any,
 ) -> Experts:
     """Return the experts of layer `i`, whose weights are stacked: `[count, 2 * inner, d]`, gates
-    first, and `[count, d, inner]`. `more`: other fields of `Experts`."""
-    at = f"model.layers.{i}.{name}.experts"
+    first, and `[count, d, inner]`. `name`: the module that they are in, empty for the layer itself.
+    `more`: other fields of `Experts`."""
+    at = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
 
     def one(n: int) -> FeedForward:
         up = (Tensor(f"{at}.gate_up_proj", k, 2, expert=n) for k in (0, 1))

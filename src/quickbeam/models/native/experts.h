@@ -27,6 +27,7 @@ struct Expert {
 struct Experts {
   const Expert* expert;     // `count` to choose from, then that of all rows if `shared`
   const float* correction;  // [count], added to the scores for the choice alone; null for none
+  const float* scale;       // [count], of the weights in the end; null for none
   int64_t count, top, inner;
   int64_t shared;  // numbers inside the one of all rows, 0 for none
   int64_t groups, top_groups, best_of_group;  // only experts of the groups whose best ones have the largest sums are chosen
@@ -63,7 +64,10 @@ class Router {
     float total = 0;
     for (int64_t k = 0; k < of_.top; ++k) total += to[k].weight;
     const float by = of_.renormalised ? std::max(total + of_.plus, of_.least) : 1.0f;
-    for (int64_t k = 0; k < of_.top; ++k) to[k].weight = to[k].weight / by * of_.factor;
+    for (int64_t k = 0; k < of_.top; ++k) {
+      to[k].weight = to[k].weight / by * of_.factor;
+      if (of_.scale) to[k].weight *= of_.scale[to[k].expert];
+    }
     std::sort(to, to + of_.top, [](const Route& a, const Route& b) { return a.expert < b.expert; });
   }
 

@@ -20,7 +20,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 16
+VERSION = 17
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(11)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -81,7 +81,18 @@ class Op(Structure):
                 "query_scale",
             )
         ),
-        *((name, c_int32) for name in ("activation", "centred", "interleaved", "norm_last")),
+        *(
+            (name, c_int32)
+            for name in (
+                "activation",
+                "centred",
+                "interleaved",
+                "norm_last",
+                "value_norm",
+                "values_are_keys",
+                "borrowed",
+            )
+        ),
         ("experts", c_void_p),
     )
 
@@ -96,7 +107,7 @@ class Experts(Structure):
     """The structure `Experts` of experts.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("expert", "correction")),
+        *((name, c_void_p) for name in ("expert", "correction", "scale")),
         *(
             (name, c_int64)
             for name in (

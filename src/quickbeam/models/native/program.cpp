@@ -50,6 +50,9 @@ struct Op {
   int32_t centred;                          // a layer norm: the mean is taken away first
   int32_t interleaved;                      // dimensions 2i and 2i + 1 turn together, not i and i + rotary / 2
   int32_t norm_last;                        // queries and keys are normed after they are turned
+  int32_t value_norm;                       // of HEADS: values are normed, without a weight
+  int32_t values_are_keys;                  // of HEADS: values are what keys are made of, and not in the source
+  int32_t borrowed;                         // of HEADS: only queries; keys and values are another layer's
   Experts* experts;                         // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
 };
 
@@ -382,16 +385,23 @@ class Worker {
   // and values to their page.
   template <class T>
   void heads_of(const Op& op) {
-    const int64_t dim = op.head_dim, all_heads = op.heads + 2 * op.kv_heads, group = op.heads / op.kv_heads;
+    const int64_t dim = op.head_dim, all_heads = op.heads + (op.borrowed ? 0 : 2 * op.kv_heads), group = op.heads / op.kv_heads;
     const KVShape kv = kv_of(op);
     std::vector<float> x(size_t(std::max(dim, op.value_dim)));
     std::vector<T> y(x.size());
     int64_t span = 0;
     for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
       const int64_t r = unit / all_heads, h = unit % all_heads, slot = batch_.order[r] % PAGE;
-      const float* from = at<float>(op.source) + r * op.source_stride + op.source_offset + h * dim;
+      const bool value = h >= op.heads + op.kv_heads;
+      const int64_t place = value && op.values_are_keys ? h - op.kv_heads : h;
+      const float* from = at<float>(op.source) + r * op.source_stride + op.source_offset + place * dim;
       const PageOf<T> page(span_of(r, span).pages[batch_.order[r] / PAGE], kv);
-      if (h >= op.heads + op.kv_heads) {
+      if (value) {
+        if (op.value_norm) {
+          std::copy(from, from + dim, x.begin());
+          normalise(x.data(), x.data(), dim, op.epsilon, nullptr, nullptr, false);
+          from = x.data();
+        }
         narrow_all(from, y.data(), dim);
         page.write_value(h - op.heads - op.kv_heads, slot, y.data());
         continue;
@@ -551,7 +561,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 16; }
+QB_API int64_t qb_version() { return 17; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 

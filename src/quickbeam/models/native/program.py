@@ -213,6 +213,9 @@ class Program:
         angles: int = 0,
         interleaved: bool = False,
         query_scale: int | None = None,
+        value_norm: bool = False,
+        values_are_keys: bool = False,
+        borrowed: bool = False,
     ) -> None:
         """Take apart queries, keys and values that stand side by side in the source.
 
@@ -222,7 +225,9 @@ class Program:
         layer in a page, in numbers. `centred`: layer norms. `rotary`: how many dimensions turn, all
         if None. `angles`: where the layer's angles begin in the rows of `run`'s. `interleaved`:
         dimensions 2i and 2i + 1 turn together. `query_scale`: the column of the cosines that holds
-        a factor of the queries.
+        a factor of the queries. `value_norm`: values are normed, without a weight.
+        `values_are_keys`: what keys are made of stands for the values, too. `borrowed`: there are
+        queries alone, and keys and values are those of another layer, whose `shape` is given.
         """
         query_norm, key_norm = (None, None) if norms is None else map(in_float32, norms)
         own = query_norm is not None and query_norm.numel() > shape.key_dim
@@ -242,6 +247,9 @@ class Program:
             angles=angles,
             interleaved=interleaved,
             query_scale=0 if query_scale is None else query_scale + 1,
+            value_norm=value_norm,
+            values_are_keys=values_are_keys,
+            borrowed=borrowed,
         )
 
     def attend(

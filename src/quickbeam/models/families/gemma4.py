@@ -1,0 +1,156 @@
+"""Gemma 4, text: shared keys and values, angles of part of a head, per-layer inputs, and experts
+beside a dense feed-forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quickbeam.models.families.reading import (
+    Config,
+    NotDescribed,
+    activation,
+    decoder,
+    experts,
+    gated,
+    rms,
+    tensors,
+    turned,
+)
+from quickbeam.models.stack import (
+    Attention,
+    Beside,
+    Layer,
+    Norm,
+    PerLayerInput,
+    PerLayerInputs,
+    Rotary,
+    Routing,
+    Stack,
+)
+
+
+def gemma4(c: Config) -> Stack:
+    c.must("use_bidirectional_attention", "vision")  # then images alone are seen from both sides
+    scale = torch.tensor(c.hidden_size**0.5).to(c.number_format).item()
+    shared = [i for i in range(c.num_hidden_layers) if _source(c, i) is not None]
+    return decoder(
+        c,
+        lambda i: _layer(c, i),
+        scale=scale,
+        softcap=c.get("final_logit_softcapping"),
+        per_layer=_per_layer(c),
+        unread=tuple(
+            f"model.layers.{i}.self_attn.{name}.weight"
+            for i in shared
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+        ),
+    )
+
+
+def _per_layer(c: Config) -> PerLayerInputs | None:
+    if not (width := c.hidden_size_per_layer_input):
+        c.get("vocab_size_per_layer_input")
+        return None
+    if c.vocab_size_per_layer_input < c.vocab_size:
+        raise NotDescribed(f"vocab_size_per_layer_input={c.vocab_size_per_layer_input}")
+    return PerLayerInputs(
+        "model.embed_tokens_per_layer.weight",
+        torch.tensor(width**0.5).to(c.number_format).item(),
+        tensors("model.per_layer_model_projection"),
+        c.hidden_size**-0.5,
+        rms(c, "model.per_layer_projection_norm"),
+        width,
+        2**-0.5,
+    )
+
+
+def _source(c: Config, i: int) -> int | None:
+    """Return the layer whose keys and values layer `i` reads: the last of its kind with its own."""
+    first = c.num_hidden_layers - c.num_kv_shared_layers
+    if i < first:
+        return None
+    own = [j for j in range(first) if c.layer_types[j] == c.layer_types[i]]
+    if not own:
+        raise NotDescribed("layers whose keys and values are those of no layer")
+    return own[-1]
+
+
+def _attention(c: Config, i: int) -> Attention:
+    at, kind, source = f"model.layers.{i}.self_attn", c.layer_types[i], _source(c, i)
+    if kind not in ("full_attention", "sliding_attention"):
+        raise NotDescribed(f"a layer of kind {kind}")
+    of, full = c.layer(i), kind == "full_attention"
+    dim, kv_heads = of.head_dim, of.num_key_value_heads
+    both = bool(full and c.get("attention_k_eq_v"))
+    if full and not of.get("per_layer_config"):  # as published
+        dim = of.get("global_head_dim", 512)
+        kv_heads = (both and of.get("num_global_key_value_heads")) or kv_heads
+    names = ["q_proj"]
+    if source is None:
+        names += ["k_proj"] if both else ["k_proj", "v_proj"]
+    return Attention(
+        tensors(*(f"{at}.{name}" for name in names), bias=c.attention_bias),
+        tensors(f"{at}.o_proj", bias=c.attention_bias),
+        heads=c.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        scaling=1.0,
+        window=None if full else c.sliding_window,
+        rotary=Rotary(kind),
+        turned=turned(c, dim, kind),
+        norms=(rms(c, f"{at}.q_norm"), rms(c, f"{at}.{'k_norm' if source is None else 'q_norm'}")),
+        value_norm=True,
+        values_are_keys=both and source is None,
+        source=source,
+    )
+
+
+def _layer(c: Config, i: int) -> Layer:
+    at = f"model.layers.{i}"
+
+    def norm(name: str) -> Norm:
+        return rms(c, f"{at}.{name}")
+
+    more: dict[str, Any] = {"scalar": f"{at}.layer_scalar"}
+    c.get("use_double_wide_mlp")  # the weights say it
+    if c.enable_moe_block:
+        more["beside"] = _beside(c, at, i)
+    else:
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            c.get(name)
+    if c.hidden_size_per_layer_input:
+        more["per_layer"] = PerLayerInput(
+            tensors(f"{at}.per_layer_input_gate"),
+            activation(c.hidden_activation),
+            tensors(f"{at}.per_layer_projection"),
+            norm("post_per_layer_input_norm"),
+        )
+    return Layer(
+        _attention(c, i),
+        gated(c, i, act=c.hidden_activation),
+        norm("input_layernorm"),
+        norm("pre_feedforward_layernorm"),
+        norm("post_attention_layernorm"),
+        norm("post_feedforward_layernorm"),
+        **more,
+    )
+
+
+def _beside(c: Config, at: str, i: int) -> Beside:
+    routing = Routing(
+        tensors(f"{at}.router.proj"),
+        c.top_k_experts,
+        renormalised=True,
+        scale=f"{at}.router.per_expert_scale",
+    )
+    chosen = experts(c, i, routing, c.num_experts, name="", act=c.hidden_activation)
+    router = Norm((f"{at}.router.scale",), c.rms_norm_eps, factor=c.hidden_size**-0.5)
+    return Beside(
+        chosen,
+        rms(c, f"{at}.pre_feedforward_layernorm_2"),
+        router,
+        rms(c, f"{at}.post_feedforward_layernorm_2"),
+        rms(c, f"{at}.post_feedforward_layernorm_1"),
+    )
