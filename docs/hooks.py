@@ -156,6 +156,7 @@ def words_of(layer: Any) -> tuple[str, str, str]:
             "softcap": getattr(one, "softcap", None),
             "sinks": getattr(one, "sinks", None),
             "output gate": getattr(one, "gated", False),
+            "another layer's keys and values": getattr(one, "source", None) is not None,
         }
         how = [word for word, there in said.items() if there]
         mixers.append("attention" + (f" ({', '.join(how)})" if how else ""))

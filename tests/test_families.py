@@ -544,17 +544,6 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
         "gemma4-per_layer",
         lambda s: replace(s, per_layer=replace(s.per_layer, scale=0.0)),
     ),
-    "per-layer inputs of another layer": (
-        "gemma4-per_layer",
-        lambda s: replace(
-            s,
-            layers=(
-                replace(s.layers[0], per_layer=s.layers[1].per_layer),
-                replace(s.layers[1], per_layer=s.layers[0].per_layer),
-                *s.layers[2:],
-            ),
-        ),
-    ),
     "experts without their scales": (
         "gemma4-experts",
         each_layer(lambda one: replace(one, beside=unscaled(one.beside))),

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cases import few
-from models import SIZES
+from models import SIZES, VOCAB
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain
@@ -35,7 +35,17 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
-from test_families import CONVOLVED, DELTA, EXPERTS, HYBRID_EXPERTS, IDS, LINEAR, MIXED, off
+from test_families import (
+    CONVOLVED,
+    DELTA,
+    EXPERTS,
+    GEMMA4,
+    HYBRID_EXPERTS,
+    IDS,
+    LINEAR,
+    MIXED,
+    off,
+)
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -57,6 +67,9 @@ def axes(*sections: int, **more: Any) -> dict[str, Any]:
 
 TEXT: dict[str, dict[str, Any]] = {
     "gemma3": MIXED | {"head_dim": 8, "sliding_window": 6},
+    "gemma4": GEMMA4
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    | {"num_kv_shared_layers": 3},
     "glm4v": axes(1, 0, 1, partial_rotary_factor=0.5),
     "lfm2_vl": {"layer_types": CONVOLVED},
     "qwen2_5_vl": axes(1, 1, 2),
@@ -175,6 +188,26 @@ def test_flat_and_old_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fields["transformers_version"] = "4.41.2"
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert torch.equal(logits_of(tmp_path), right)
+
+
+def test_gemma_4_as_published(tmp_path: Path) -> None:
+    """Sizes of full layers by other names, and tensors that layers with others' keys don't need."""
+    model = made("gemma4")
+    model.save_pretrained(tmp_path)
+    right = logits_of(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    own = fields["text_config"].pop("per_layer_config")
+    (head_dim,) = {one["head_dim"] for one in own.values()}
+    fields["text_config"] |= {"global_head_dim": head_dim, "num_global_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"model.language_model.layers.5.self_attn.k_proj.weight": torch.ones(32, 32)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(tmp_path), right)
+    found = Checkpoint(tmp_path, torch.float32)
+    table = "model.embed_tokens_per_layer.weight"
+    assert torch.equal(found.mapped(table), found(table))
+    assert torch.equal(Checkpoint(tmp_path, torch.bfloat16).mapped(table), found(table).bfloat16())
 
 
 # --- prompts ---

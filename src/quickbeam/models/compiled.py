@@ -16,7 +16,7 @@ from torch import nn
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.beside import CompiledPerLayerInputs
 from quickbeam.models.compiled_layer import CompiledLayer
-from quickbeam.models.compiled_norm import CompiledNorm
+from quickbeam.models.compiled_norm import CompiledNorm, add_norm
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.formats import head_format
 from quickbeam.models.linear import NativeLinear
@@ -28,8 +28,8 @@ from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Pack
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters, embedding_of
 from quickbeam.models.recurrent import place_states
-from quickbeam.models.stack import Attention, Experts, Linear, Stack, Tensor, linears
-from quickbeam.models.stack_tensors import rows_of
+from quickbeam.models.stack import Attention, Experts, Linear, Stack, Tensor
+from quickbeam.models.stack_tensors import linears, rows_of
 from quickbeam.models.weight_file import WeightFile
 
 
@@ -210,7 +210,7 @@ class CompiledStack:
         x, normed, recurrent = buffers["x"], buffers["normed"], layer.layer.recurrent
         if layer.layer.attention is None and recurrent is None:
             return
-        _normed(program, x, normed, layer.attention_before)
+        add_norm(program, x, normed, layer.attention_before)
         if layer.layer.parallel and layer.fed_before is not None:
             layer.fed_before.add(program, x, buffers["beside"])
         if layer.layer.attention is not None:
@@ -270,7 +270,7 @@ class CompiledStack:
         if layer.layer.parallel and layer.fed_before is not None:
             source = "beside"
         elif not layer.layer.parallel:
-            _normed(program, buffers["x"], buffers["normed"], layer.fed_before)
+            add_norm(program, buffers["x"], buffers["normed"], layer.fed_before)
         if isinstance(fed, CompiledExperts):
             fed.add(program, buffers, buffers[source], buffers["made"])
             self._add_made(program, buffers, layer.fed_after, factor)
@@ -392,11 +392,3 @@ class CompiledStack:
     def weight_bytes(self) -> int:
         """Bytes of weights that the products of a pass read."""
         return self._weights.nbytes
-
-
-def _normed(program: Program, source: Buffer, target: Buffer, norm: CompiledNorm | None) -> None:
-    """Add a norm, or a copy where there is none."""
-    if norm is None:
-        program.copy(source, target)
-    else:
-        norm.add(program, source, target)

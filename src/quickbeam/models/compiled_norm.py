@@ -31,3 +31,11 @@ class CompiledNorm:
             centred=self.centred,
             **more,
         )
+
+
+def add_norm(program: Program, source: Buffer, target: Buffer, norm: CompiledNorm | None) -> None:
+    """Add a norm to a program, or a copy where there is none."""
+    if norm is None:
+        program.copy(source, target)
+    else:
+        norm.add(program, source, target)

@@ -10,7 +10,6 @@ Names are those of the parameters of transformers' causal language model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -399,41 +398,3 @@ class Stack:
     def query_scale(self) -> QueryScale | None:
         """Return the queries' factor by position; all layers that have one have the same."""
         return next((attention.query_scale for attention in self.attentions), None)
-
-
-def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
-    """Yield all weights but routers', as a pass reads them, and whether each is gated."""
-    if stack.per_layer is not None:
-        yield stack.per_layer.projection, False
-    for layer in stack.layers:
-        if layer.attention is not None:
-            yield layer.attention.qkv, False
-            yield layer.attention.out, False
-            if layer.attention.latent is not None:
-                yield from ((one, False) for _, one in layer.attention.latent.parts)
-        if layer.recurrent is not None:
-            yield layer.recurrent.into, False
-            yield layer.recurrent.out, False
-        for one in feed_forwards(layer):
-            yield one.up, one.gated
-            yield one.down, False
-        if layer.per_layer is not None:
-            yield layer.per_layer.gate, False
-            yield layer.per_layer.out, False
-    yield stack.head, False
-
-
-def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
-    """Return a layer's feed-forward, or all of its experts, or both."""
-    of = layer.feed_forward
-    first = of.all if isinstance(of, Experts) else (of,) if of is not None else ()
-    return first if layer.beside is None else (*first, *layer.beside.experts.all)
-
-
-def experts(stack: Stack) -> Iterator[Experts]:
-    """Yield the feed-forwards that are of experts."""
-    for layer in stack.layers:
-        if isinstance(layer.feed_forward, Experts):
-            yield layer.feed_forward
-        if layer.beside is not None:
-            yield layer.beside.experts

@@ -18,8 +18,8 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import refuse_place
 from quickbeam.models.native import library
 from quickbeam.models.packed_file import Plan, make
-from quickbeam.models.stack import Linear, Tensor, experts, linears
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack import Linear, Tensor
+from quickbeam.models.stack_tensors import experts, linears, names
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.streamed_stack import BUFFERS, StreamedStack
 from quickbeam.models.weight_file import WeightFile

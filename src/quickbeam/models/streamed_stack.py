@@ -25,7 +25,8 @@ from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters
-from quickbeam.models.stack import Linear, Stack, linears
+from quickbeam.models.stack import Linear, Stack
+from quickbeam.models.stack_tensors import linears
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 

@@ -42,8 +42,8 @@ from quickbeam.models.families.qwen import (
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
 from quickbeam.models.families.starcoder2 import starcoder2
-from quickbeam.models.stack import Stack, linears
-from quickbeam.models.stack_tensors import names, tensor_of
+from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import linears, names, tensor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -225,9 +225,8 @@ class Program:
         layer in a page, in numbers. `centred`: layer norms. `rotary`: how many dimensions turn, all
         if None. `angles`: where the layer's angles begin in the rows of `run`'s. `interleaved`:
         dimensions 2i and 2i + 1 turn together. `query_scale`: the column of the cosines that holds
-        a factor of the queries. `value_norm`: values are normed, without a weight.
-        `values_are_keys`: what keys are made of stands for the values, too. `borrowed`: there are
-        queries alone, and keys and values are those of another layer, whose `shape` is given.
+        a factor of the queries. `value_norm`: values are normed, without a weight. A source may
+        have no values (`values_are_keys`), or queries alone: `shape` is another's (`borrowed`).
         """
         query_norm, key_norm = (None, None) if norms is None else map(in_float32, norms)
         own = query_norm is not None and query_norm.numel() > shape.key_dim
