@@ -1,0 +1,50 @@
+"""The kernels' tests again on ARM64, by an emulator: with bfloat16 and byte products of the
+processor, and without.
+
+pytest tests/test_arm.py -m long
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import foreign
+
+CPUS = {"neon-bf16": "max", "neon-dot": "neoverse-n1", "neon": "cortex-a53"}
+HERE = Path(__file__).parent
+FILES = (
+    *("test_native_kernels", "test_native_experts", "test_native_float32", "test_native_bits"),
+    *("test_native_drafter", "test_recurrent", "test_weights", "test_noise", "test_largest"),
+)
+# In the tests' names `plain` is the set that the emulated kernels stand for. What is left out takes
+# minutes there, and has a smaller sibling that runs.
+TESTS = "plain and not rows_of_a_product"
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(foreign.reason_against()), reason=foreign.reason_against()),
+]
+
+
+@pytest.mark.parametrize("isa", CPUS)
+def test_the_tests_of_the_kernels_pass_on_arm(isa: str, tmp_path: Path) -> None:
+    files = [str(HERE / f"{name}.py") for name in FILES]
+    done = foreign.run(foreign.compiled(isa), CPUS[isa], tmp_path, "-k", TESTS, *files)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 1000, done.stdout
+
+
+def test_a_mistake_on_arm_is_seen(tmp_path: Path) -> None:
+    """A processor without products of bytes stops at the first of them."""
+    done = foreign.run(
+        foreign.compiled("neon-dot"),
+        "cortex-a53",
+        tmp_path,
+        "-k",
+        "plain and int8",
+        "-x",
+        str(HERE / "test_native_experts.py"),
+    )
+    assert done.returncode == 1 and "ended the driver" in done.stdout, done.stdout[-2000:]
