@@ -1,13 +1,16 @@
-"""What hatch asks when it builds a wheel: on Linux on x86-64 the native kernels go in, compiled for
-every instruction set.
+"""What hatch asks when it builds a wheel: the native kernels go in, compiled for every instruction
+set of the platform.
 
-Without a compiler, and elsewhere, the wheel is the same for every platform and holds the kernels'
-sources alone, which are compiled on first use. An editable install compiles on first use too.
+`_PYTHON_HOST_PLATFORM=linux-aarch64` and a cross compiler in CXX make another platform's wheel.
+Without a compiler, and on platforms without kernels, the wheel is the same for every platform and
+holds the kernels' sources alone, which are compiled on first use. An editable install compiles on
+first use too.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +30,8 @@ class KernelsHook(BuildHookInterface):
             self.app.display_info("kernels: none for this platform; the wheel is the same for all")
             return
         self.folder = tempfile.TemporaryDirectory()
-        results = build.build_all(list(build.SETS), self.compile(build))
+        tag = platform_tag(*build.target())
+        results = build.build_all(build.platform_sets(), self.compile(build))
         built = [name for name, result in results.items() if isinstance(result, Path)]
         for name, result in results.items():
             if name in built:
@@ -39,7 +43,7 @@ class KernelsHook(BuildHookInterface):
                 "kernels: the wheel is the same for all platforms and compiles them on first use"
             )
             return
-        build_data["pure_python"], build_data["tag"] = False, "py3-none-linux_x86_64"
+        build_data["pure_python"], build_data["tag"] = False, f"py3-none-{tag}"
         self.app.display_info(f"kernels: {', '.join(built)} in the wheel")
 
     def compile(self, build: Any) -> Any:
@@ -53,6 +57,13 @@ class KernelsHook(BuildHookInterface):
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "folder"):
             self.folder.cleanup()
+
+
+def platform_tag(system: str, machine: str) -> str:
+    if system == "darwin":  # the compiler reads the variable, too
+        oldest = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")
+        return f"macosx_{oldest.replace('.', '_')}_{machine}"
+    return f"{'win' if system == 'win32' else system}_{machine}"
 
 
 def load_build(root: Path) -> Any:

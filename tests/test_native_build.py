@@ -309,6 +309,40 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) ->
     )
 
 
+@pytest.mark.long
+@needs_compiler
+def test_without_openmp_calls_have_threads_of_their_own(tmp_path: Path) -> None:
+    """As on macOS and Windows."""
+    made, here = tmp_path / "own.so", Path(__file__).parent
+    build.compile_to(made, "plain", ["-O1", "-fno-openmp", "-pthread"])
+    files = [str(here / f"test_native_{name}.py") for name in ("bits", "experts")]
+    code = 'import pytest\nsys.exit(pytest.main(["-q", "-k", "plain and threads", *sys.argv[3:]]))'
+    done = subprocess.run(
+        [sys.executable, "-c", SANITIZED + code, "plain", str(made), *files],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("compiler", "platform"),
+    [("x86_64-w64-mingw32-g++-posix", "win-amd64"), ("aarch64-linux-gnu-g++", "linux-aarch64")],
+)
+def test_every_set_of_another_platform_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, platform: str
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not there")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
+    for name in build.platform_sets():
+        build.compile_to(tmp_path / build.file_name(name), name, ["-O1"])
+        assert (tmp_path / build.file_name(name)).is_file()
+
+
 @pytest.mark.parametrize("isa", SETS[:1])
 def test_libraries_of_several_sets_share_nothing(isa: str) -> None:
     """Objects that are unique in a process would be those of the set that was loaded first."""
