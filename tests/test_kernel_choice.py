@@ -224,3 +224,56 @@ def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
         "'platformdirs', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "best", "suffix"),
+    [
+        ("linux-x86_64", "amx", "so"),
+        ("linux-aarch64", "neon-bf16", "so"),
+        ("macosx-11.0-arm64", "neon-bf16", "dylib"),
+        ("win-amd64", "avx512", "dll"),
+        ("linux-riscv64", None, "so"),
+    ],
+)
+def test_a_platform_has_sets_of_its_own(monkeypatch, named, best, suffix):
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", named)
+    sets = build.platform_sets()
+    assert sets[:1] == ((best,) if best else ()) and build.has_kernels() == bool(best)
+    assert set(sets) <= build.SETS.keys() and (not sets or sets[-1] == "plain")
+    assert build.file_name("plain").endswith(f".{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("line", "sets"),
+    [
+        ("Features\t: fp asimd evtstrm crc32 cpuid", ["neon", "plain"]),
+        ("Features\t: fp asimd asimdhp asimddp", ["neon-dot", "neon", "plain"]),
+        ("Features\t: fp asimd asimddp i8mm bf16", ["neon-bf16", "neon-dot", "neon", "plain"]),
+        ("flags\t: fma avx2", ["plain"]),
+        ("", ["plain"]),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc/cpuinfo")
+def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(
+    monkeypatch, tmp_path, line, sets
+):
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    build.CPUINFO.write_text(f"processor\t: 0\n{line}\n")
+    assert build.machine_sets() == sets
+
+
+def test_compilers_are_told_what_they_understand(monkeypatch):
+    def flags(compiler: str, platform: str, name: str) -> list[list[str]]:
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
+        return build.commands([compiler], name, [], Path("part"), Path("result"))
+
+    (one,) = flags(r"clang-cl.exe", "win-amd64", "avx2")
+    assert {"/DQB_AVX2", "/arch:AVX2", "/Feresult"} <= set(one)
+    assert not [flag for flag in one if flag.startswith(("-f", "-m"))]
+    assert "/arch:AVX512" in flags("cl", "win-amd64", "avx512")[0]
+    compile_, link = flags("g++", "linux-x86_64", "plain")
+    assert "-fopenmp" in compile_ and "-fopenmp" not in link
+    for step in (*flags("clang++", "macosx-11.0-arm64", "neon"),):
+        assert "-fopenmp" not in step

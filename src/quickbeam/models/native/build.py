@@ -29,6 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # libraries that a wheel brings
+CPUINFO = Path("/proc/cpuinfo")
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -123,7 +124,7 @@ def features() -> set[str]:
         present = ctypes.windll.kernel32.IsProcessorFeaturePresent
         return {word for word, number in _WINDOWS.items() if present(number)}
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
     found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
@@ -188,11 +189,12 @@ def compiler() -> list[str] | None:
     """Return the C++ compiler's command, or None if there is none.
 
     It is the command in the variable CXX. Without CXX it is the first of g++, c++ and clang++ that
-    is there, on Windows of clang-cl and cl before them.
+    is there, on Windows of clang-cl, cl and clang++. (On Windows g++ misaligns AVX registers.)
     """
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
-    names = (*(("clang-cl", "cl") if sys.platform == "win32" else ()), "g++", "c++", "clang++")
+    windows = sys.platform == "win32"
+    names = ("clang-cl", "cl", "clang++") if windows else ("g++", "c++", "clang++")
     return next(([found] for found in names if shutil.which(found)), None)
 
 
