@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 
 from models import tiny
+from quickbeam.models import disk
+from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.formats import weights_format
+from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.streamed_loading import Streamed, open_streamed
+from quickbeam.models.packing import PackedWeights
 from quickbeam.models.target import Target
+from quickbeam.models.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -30,26 +35,25 @@ def saved(
     return str(folder)
 
 
-def opened(folder: str, memory: int, weights: str = "bfloat16") -> Streamed:
-    """What `open_streamed` gives for a model that does not fit."""
-    found = open_streamed(folder, memory, weights)
-    assert found is not None
-    return found
+def limits(
+    folder: str, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
+) -> list[int]:
+    """Memory for no resident group, one, … as far as that is less than the model takes."""
+    checkpoint, kernels = Checkpoint(Path(folder), dtype), library.kernels()
+    assert kernels is not None
+    packed = PackedWeights(checkpoint, checkpoint.stack, kernels, weights_format(weights, dtype))
+    piece = disk.piece(packed)
+    every = range(packed.small + 2 * piece, packed.small + packed.size, piece)
+    return [limit for limit in every if disk.limit(checkpoint, checkpoint.stack, weights, limit)]
 
 
-def limits(folder: str, weights: str = "bfloat16") -> list[int]:
-    """Memory for no resident segment, one, … and all but one, with two buffers, as far as that is
-    less than the model takes."""
-    source = opened(folder, 120_000, weights).source
-    every = (source.least + i * source.plan.piece for i in range(len(source.plan.segments)))
-    return [limit for limit in every if limit < source.whole]
-
-
-def on_disk(folder: str, memory: int, weights: str = "bfloat16") -> Target:
+def on_disk(
+    folder: str, memory: int, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
+) -> Target:
     """The model with so much memory for its weights."""
-    found = opened(folder, memory, weights)
-    checkpoint = found.checkpoint
-    target = Target(NativeModel(checkpoint, checkpoint.stack, weights=weights, source=found.source))
+    checkpoint, kept = Checkpoint(Path(folder), dtype), WeightFile.of(folder, None, weights, None)
+    more = {"weights": weights, "kept": kept, "memory": memory}
+    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))  # type: ignore[arg-type]
     assert target.model.streamed is not None and target.model.exact
     return target
 

@@ -30,7 +30,7 @@ from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.opening import make_model, open_model
+from quickbeam.models.opening import make_model
 from quickbeam.models.states import States
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
@@ -367,10 +367,7 @@ def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind: str) -> None:
 
 
 @every_kind
-def test_pytorch_and_streaming_refuse_them_by_name(kind: str, tmp_path: Any) -> None:
+def test_pytorch_refuses_them_by_name(kind: str) -> None:
     plain = tiny("", torch.bfloat16, config=KINDS[kind])
     with pytest.raises(InvalidInput, match=r"recurrent or hybrid.*only the native kernels"):
         make_model(plain, native=False)
-    plain.save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match="recurrent or hybrid, whose weights stay in memory"):
-        open_model(str(tmp_path), None, torch.device("cpu"), memory=1 << 16)

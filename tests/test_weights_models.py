@@ -180,11 +180,10 @@ def test_a_checkpoint_that_changes_is_quantised_again(
 def test_a_full_disk_is_a_warning(
     toy_folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(tensors: object, path: Path) -> None:
-        path.write_bytes(b"part")
+    def full(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weight_file, "save_file", full)
+    monkeypatch.setattr(os, "fsync", full)
     with caplog.at_level(logging.WARNING):
         logits(toy_folder, INT8, [])
     assert (
@@ -199,7 +198,7 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path
     (tmp_path / "adapter_config.json").write_text("{}")
     for place in ("somebody/model", str(tmp_path)):
         file = WeightFile.of(place, None, INT8, None)
-        file.write(torch.zeros(3, dtype=torch.uint8))
+        file.write(3, lambda: [torch.zeros(3, dtype=torch.uint8)], "")
         assert file.path is None and file.read(3) is None
     assert (
         WeightFile.of("somebody/model", "c0ffee", INT8, None).path

@@ -17,11 +17,16 @@ from quickbeam.engine.engine import MOST_ACTIVE
 from quickbeam.errors import InvalidInput
 from quickbeam.machine import in_own_thread
 from quickbeam.methods import preset, stand_in
-from quickbeam.models.formats import check_weights, pick_device, refuse_place, wanted_dtype
+from quickbeam.models.formats import (
+    check_weights,
+    pick_device,
+    refuse_memory,
+    refuse_place,
+    wanted_dtype,
+)
 from quickbeam.models.native import choice, library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
-from quickbeam.models.streamed_loading import refuse_memory
 from quickbeam.options import check_vocab
 from quickbeam.sizes import parse_bytes
 

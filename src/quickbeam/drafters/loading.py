@@ -19,8 +19,7 @@ from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.opening import Opened, open_model, open_packed
-from quickbeam.models.streamed_stack import StreamedStack
+from quickbeam.models.opening import open_model
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +52,12 @@ def load_drafter(
                 f"draft_weights={weights!r}: {name} is a feature drafter, which "
                 "stays bfloat16; leave it out"
             )
-        if isinstance(target.streamed, StreamedStack):
-            logger.warning(
-                "a feature drafter shares the model's embedding and head: %s",
-                target.streamed.shared_in_words,
-            )
+        if target.streamed is not None:
+            logger.warning("the model's embedding and head are in memory for this drafter, too")
         return _feature_drafter(place, target)
     weights = weights or target.weights
-    opened = _open(place, target, weights, progress, trust_remote_code)
+    told: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
+    opened = open_model(str(place), target.dtype, target.device, weights=weights, **told)
     if opened.model.vocab_size >= target.vocab_size:
         sizes = target.vocab_size, opened.model.vocab_size
         check_vocabulary(tokenizer, opened.tokenizer, sizes)
@@ -90,21 +87,6 @@ def _feature_drafter(folder: Path, target: Model) -> Drafter:
     )
     drafter.folder = folder
     return drafter
-
-
-def _open(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Opened:
-    """Open a smaller model.
-
-    Beside a target that doesn't fit into memory, its packed weights come from a file, and loading
-    it never takes more memory than they do.
-    """
-    told: dict[str, Any] = {"weights": weights, "progress": progress, "trust_remote_code": code}
-    if isinstance(target.streamed, StreamedStack):
-        try:
-            return open_packed(str(place), **told)
-        except InvalidInput as error:
-            logger.info("the drafter is loaded as a whole: %s", error)
-    return open_model(str(place), target.dtype, target.device, **told)
 
 
 def _fetch(name: str, code: bool) -> Path:

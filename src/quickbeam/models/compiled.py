@@ -6,31 +6,36 @@ rotary angles are in float32 here, where that code rounds each of them to the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from quickbeam.errors import QuickbeamError
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.beside import CompiledPerLayerInputs
 from quickbeam.models.compiled_layer import CompiledLayer
 from quickbeam.models.compiled_norm import CompiledNorm, add_norm
+from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.experts import CompiledExperts
-from quickbeam.models.formats import head_format
+from quickbeam.models.formats import weights_format
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.packing import PackedWeights
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters, embedding_of
 from quickbeam.models.recurrent import place_states
-from quickbeam.models.stack import Attention, Experts, Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import linears, rows_of
+from quickbeam.models.stack import Attention, Experts, Stack
 from quickbeam.models.weight_file import WeightFile
+
+logger = logging.getLogger(__name__)
 
 
 def kv_shapes(stack: Stack) -> list[KVShape]:
@@ -48,7 +53,9 @@ class CompiledStack:
 
     `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
-    the file where quantised weights are found or written. The embedding stays as it is.
+    the file where packed weights are found or written. `memory`: the bytes that weights may take,
+    where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
+    embedding stays as it is.
     """
 
     _per_layer: CompiledPerLayerInputs | None = None
@@ -60,46 +67,8 @@ class CompiledStack:
         pages: PagePool,
         name: str = BFLOAT16,
         kept: WeightFile | None = None,
+        memory: int | None = None,
     ) -> None:
-        self._begin(parameters, stack, pages)
-        self._table = embedding_of(parameters(stack.embedding), stack.scale)
-        name = FLOAT32 if self._float32 else name
-        # All weights are in one piece of memory. They follow one another as a pass reads them.
-        pack, head_pack = Packer(pages.kernels, name), Packer(pages.kernels, head_format(name))
-        *of_layers, _ = linears(stack)
-        sizes = [pack.size(self._empty_rows_of(linear), gated) for linear, gated in of_layers]
-        total = sum(sizes) + head_pack.size(self._empty_rows_of(stack.head))
-        found = None if kept is None else kept.read(total)
-        self._weights = room_for_weights(total, pack.dtype) if found is None else found
-        used = 0
-
-        def place(linear: Linear, gated: bool, pack: Packer = pack) -> AnyPacked:
-            nonlocal used
-            weights, first = self._rows_of(linear), used
-            used += pack.size(weights, gated)
-            room = self._weights[first:used]
-            return pack.pack(weights, self._bias_of(linear), gated, room, found is not None)
-
-        def experts(of: Experts) -> CompiledExperts:
-            return CompiledExperts(of, place, self._parameter, pages.kernels, self._float32)
-
-        if (of := stack.per_layer) is not None:
-            self._per_layer = CompiledPerLayerInputs(of, len(stack.layers), place, parameters)
-        self.layers: list[CompiledLayer] = []
-        for i, layer in enumerate(stack.layers):
-            if kept is not None and found is None:
-                kept.progress(f"quantising to {name}", i / len(stack.layers))
-            self.layers.append(CompiledLayer(layer, place, self._parameter, experts))
-            parameters.release(stack.inside, i)
-        self._recur(pages)
-        packed = place(stack.head, False, head_pack)
-        self._head, self.vocab = NativeLinear(self._kernels, packed), packed.outputs
-        if kept is not None and found is None:
-            kept.write(self._weights)
-        parameters.release(stack.inside, None)
-
-    def _begin(self, parameters: Parameters, stack: Stack, pages: PagePool) -> None:
-        """Set what does not depend on where the weights are."""
         self.stack, self._parameter = stack, parameters
         self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
         self._float32 = pages.dtype is torch.float32
@@ -108,44 +77,74 @@ class CompiledStack:
         self._angles = AngleTable(parameters.config, stack)
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
-        # the likeliest token of each row of the last pass whose logits were wanted; -1 where they
-        # are not finite
-        self.best: list[int] = []
+        # the likeliest token of each row of the last pass whose logits were wanted, -1 where they
+        # are not finite; None where they are not known
+        self.best: list[int] | None = None
         self._program: Program | None = None
+        # in place of what lies on disk, made when they are asked for
+        self._table: nn.Module | None = None
+        self._linear_head: NativeLinear | None = None
+        name = weights_format(name, pages.dtype)
+        self._packed = PackedWeights(parameters, stack, pages.kernels, name)
+        self.disk: WeightsOnDisk | None = None
+        self.layers: list[CompiledLayer] = []
+        if kept is not None and memory is not None:
+            self.disk = WeightsOnDisk(kept, self._packed, parameters, stack.embedding, memory)
+            self._place(None, name)
+        else:
+            self._table = embedding_of(parameters(stack.embedding), stack.scale)
+            self._load(name, kept)
+        recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
+        if recurrent:  # how a state follows from another
+            pages.recurrences = place_states(recurrent, self.stack)
 
-    def _recur(self, pages: PagePool) -> None:
-        """Tell the pool how a state follows from another."""
-        found = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
-        if found:
-            pages.recurrences = place_states(found, self.stack)
+    def _load(self, name: str, kept: WeightFile | None) -> None:
+        """Bring all weights into memory."""
+        packed = self._packed
+        found = None if kept is None else kept.read(packed.size)
+        packed.filled = found is not None
+        packed.memory = room_for_weights(packed.size, torch.uint8) if found is None else found
+        self._place(None if packed.filled else kept, name)
+        if kept is not None and not packed.filled:
+            try:
+                kept.write(packed.size, lambda: [packed.memory], f"keeping {name} weights")
+            except QuickbeamError as error:
+                logger.warning("%s; the next load packs them again", error)
 
-    def _stored(self, one: Tensor) -> torch.Tensor:
-        if one.expert is None:
-            return rows_of(one, self._parameter(one.name))
-        alone = self._parameter.rows(one.name, one.expert, one.expert + 1)
-        return rows_of(replace(one, expert=0), alone)
+    def _place(self, kept: WeightFile | None, name: str) -> None:
+        """Make the layers and the head, whose weights are packed unless they are already."""
 
-    def _rows_of(self, linear: Linear) -> list[torch.Tensor]:
-        return [self._stored(one) for one in linear.weights]
+        def experts(of: Experts) -> CompiledExperts:
+            return CompiledExperts(of, self._packed, self._parameter, self._kernels, self._float32)
 
-    def _empty_rows_of(self, linear: Linear) -> list[torch.Tensor]:
-        """Return what `_rows_of` does without the numbers."""
-        shapes = [(one, self._parameter.shape(one.name)) for one in linear.weights]
-        return [rows_of(one, torch.empty(shape, device="meta")) for one, shape in shapes]
-
-    def _bias_of(self, linear: Linear) -> torch.Tensor | None:
-        parts = [self._stored(one) for one in linear.biases]
-        return torch.cat(parts) if parts else None
+        if (of := self.stack.per_layer) is not None:
+            self._per_layer = CompiledPerLayerInputs(
+                of, len(self.stack.layers), self._packed, self._parameter
+            )
+        for i, layer in enumerate(self.stack.layers):
+            if kept is not None:
+                kept.progress(f"quantising to {name}", i / len(self.stack.layers))
+            self.layers.append(CompiledLayer(layer, self._packed, self._parameter, experts))
+            self._parameter.release(self.stack.inside, i)
+        self._head = self._packed(self.stack.head, False)
+        self.vocab = self._head.outputs
+        self._parameter.release(self.stack.inside, None)
 
     @property
     def embedding(self) -> nn.Module:
         """The module from token ids to what the first layer reads."""
+        if self.disk is not None and self._table is None:
+            self._table = embedding_of(self.disk.table(), self.stack.scale)
+        assert self._table is not None
         return self._table
 
     @property
     def head(self) -> NativeLinear:
         """The module from hidden states after the final norm to logits before scale and cap."""
-        return self._head
+        if self._linear_head is None:
+            packed = self._head if self.disk is None else self.disk.head()
+            self._linear_head = NativeLinear(self._kernels, packed)
+        return self._linear_head
 
     def watch(self, layers: Sequence[int]) -> None:
         """Keep the hidden states after `layers` (`hf_attention.Features`) from now on."""
@@ -216,7 +215,7 @@ class CompiledStack:
         if layer.layer.attention is not None:
             self._attend(program, buffers, layer, layer.layer.attention, i)
         if layer.recurrent is not None and recurrent is not None:
-            self._linear(program, layer.recurrent.into, normed, buffers["qkv"])
+            program.linear(layer.recurrent.into, normed, buffers["qkv"])
             layer.recurrent.add(program, buffers["qkv"], buffers["recurred"])
             after, weight = layer.attention_after, layer.recurrent.out
             factor = layer.layer.residual * recurrent.factor
@@ -235,7 +234,7 @@ class CompiledStack:
         shape, offset = self._shapes[i], self._offsets[i]
         width = of.heads * of.value_dim
         buffers = buffers | {"attended": replace(buffers["attended"], width=width)}
-        self._linear(program, layer.qkv, buffers["normed"], buffers["qkv"])
+        program.linear(layer.qkv, buffers["normed"], buffers["qkv"])
         angles = 0 if of.rotary is None else self._angles.columns[of.rotary]
         if layer.latent is not None:
             layer.latent.add(program, buffers, shape, offset, angles)
@@ -276,10 +275,10 @@ class CompiledStack:
             self._add_made(program, buffers, layer.fed_after, factor)
             return
         epilogue = library.GATED if fed.of.gated else library.ACTIVATE
-        more = {"activation": fed.of.activation, "scaling": fed.of.gate_scale}
-        self._linear(program, fed.up, buffers[source], buffers["inner"], epilogue, **more)
+        more: dict[str, Any] = {"activation": fed.of.activation, "scaling": fed.of.gate_scale}
+        program.linear(fed.up, buffers[source], buffers["inner"], epilogue, **more)
         if layer.beside is not None and layer.fed_after is not None:
-            self._linear(program, fed.down, buffers["inner"], buffers["made"])
+            program.linear(fed.down, buffers["inner"], buffers["made"])
             both = layer.beside.add(program, buffers)
             layer.fed_after.add(program, both, buffers["x"], add=factor)
             return
@@ -296,8 +295,7 @@ class CompiledStack:
     ) -> None:
         """Add a product, normed or not, to the residual stream."""
         if after is None:
-            self._linear(
-                program,
+            program.linear(
                 weight,
                 buffers[source],
                 buffers["x"],
@@ -305,7 +303,7 @@ class CompiledStack:
                 scaling=factor,
             )
             return
-        self._linear(program, weight, buffers[source], buffers["made"])
+        program.linear(weight, buffers[source], buffers["made"])
         self._add_made(program, buffers, after, factor)
 
     @staticmethod
@@ -323,25 +321,18 @@ class CompiledStack:
 
     def _embed(self, program: Program, target: Buffer) -> None:
         """Add the tokens' embeddings to the program."""
-        program.embed(self._table.weight.detach(), target, scale=self.stack.scale)
-
-    def _linear(
-        self,
-        program: Program,
-        weight: Any,
-        source: Buffer,
-        target: Buffer,
-        epilogue: int = library.STORE,
-        **more: Any,
-    ) -> None:
-        """Add a product of a layer to the program."""
-        program.linear(weight, source, target, epilogue, **more)
+        if self.disk is not None:
+            given = program.given("embedded", self._width, self._float32)
+            program.copy(given, target, scale=self.stack.scale)
+            return
+        weight: Any = self.embedding.weight
+        program.embed(weight.detach(), target, scale=self.stack.scale)
 
     def _project(self, program: Program, source: Buffer) -> None:
         """Add the product of the head to the program."""
         logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
         program.linear(
-            self._head.packed,
+            self._head,
             source,
             logits,
             library.BEST,
@@ -356,6 +347,8 @@ class CompiledStack:
     def _whole(self) -> Program:
         if self._program is None:
             self._program = self._make()
+            if self.disk is not None:
+                self.disk.attach(self._program)
         return self._program
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -373,22 +366,17 @@ class CompiledStack:
 
         `last_position`: no row has a larger position. Sets `hidden` and `best`.
         """
-        given = self._results(rows)
-        self._whole().run(rows, given, self._angles.up_to(last_position))
-        self.hidden, self.best = given["hidden"], given["best"].tolist()
+        given, program = self._results(rows), self._whole()
+        angles = self._angles.up_to(last_position)
+        if self.disk is None:
+            program.run(rows, given, angles)
+            self.best = given["best"].tolist()
+        else:
+            self.disk.run(rows, given | {"embedded": self.disk.embedded(rows.tokens)}, angles)
+        self.hidden = given["hidden"]
         return given["logits"]
-
-    def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
-        """Return a function that runs a pass of the operations of these kinds alone.
-
-        It takes the time that these operations take (`Program.subset`).
-        """
-        program = self._whole().subset(kinds)
-        return lambda rows, last_position: program.run(
-            rows, self._results(rows), self._angles.up_to(last_position)
-        )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the products of a pass read."""
-        return self._weights.nbytes
+        return self._packed.size

@@ -112,16 +112,15 @@ class CompiledLayer:
         layer: Layer,
         place: Callable[[Linear, bool], Any],
         parameter: Callable[[str], torch.Tensor],
-        experts: Callable[[Experts], CompiledExperts] | None = None,
+        experts: Callable[[Experts], CompiledExperts],
     ) -> None:
         self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
-        if mixer is not None:
-            self.qkv, self.out = place(mixer.qkv, False), place(mixer.out, False)
-        self.latent = (
-            None
-            if mixer is None or mixer.latent is None
-            else CompiledLatent(mixer, mixer.latent, place, parameter)
-        )
+        self.latent: CompiledLatent | None = None
+        if mixer is not None:  # in the order in which a pass reads them
+            self.qkv = place(mixer.qkv, False)
+            if mixer.latent is not None:
+                self.latent = CompiledLatent(mixer, mixer.latent, place, parameter)
+            self.out = place(mixer.out, False)
         self.recurrent = (
             None
             if layer.recurrent is None
@@ -131,7 +130,6 @@ class CompiledLayer:
         if isinstance(fed, FeedForward):
             self.fed = CompiledFeedForward(fed, place)
         elif fed is not None:
-            assert experts is not None  # models of experts are not streamed
             self.fed = experts(fed)
 
         def norm(of: Norm | None) -> CompiledNorm | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT4, INT8
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AUTO = "auto"  # the dtype that a checkpoint's own configuration names
@@ -72,6 +75,41 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
         raise InvalidInput(
             f"weights={name!r} go with rows of bfloat16, not {kind}: leave dtype out, or weights"
         )
+
+
+def refuse_memory(device: torch.device, dtype: torch.dtype | None, device_map: Any) -> None:
+    """Raise `InvalidInput` if no model's weights could be streamed under these settings.
+
+    CUDA needs no more than that `device_map` is None. A CPU also needs the native kernels, and a
+    `dtype` that they run (or none).
+    """
+    if device_map is not None:
+        raise InvalidInput("memory and device_map don't go together: leave one of them out")
+    if device.type == "cuda":
+        return
+    if device.type != "cpu":
+        raise InvalidInput(
+            f"memory is for a CPU or CUDA, not for {device.type}: leave memory out, "
+            "or take device='cpu'"
+        )
+    if dtype not in (torch.bfloat16, torch.float32, None):
+        raise InvalidInput(
+            "memory goes with bfloat16 or float32, not "
+            f"{str(dtype).removeprefix('torch.')}: leave dtype out, or memory"
+        )
+    if library.kernels() is None:
+        raise InvalidInput(
+            f"memory needs the native kernels, and {library.describe()} are used "
+            "here; leave memory out"
+        )
+
+
+def weights_format(name: str, dtype: torch.dtype) -> str:
+    """Return the format of the weights that products read, where `name` is asked for.
+
+    `dtype`: of the rows. Weights that keep every bit have the same.
+    """
+    return FLOAT32 if dtype is torch.float32 else name
 
 
 def head_format(name: str) -> str:

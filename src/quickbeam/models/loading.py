@@ -105,7 +105,7 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
     if family in FAMILIES:
         raise InvalidInput(
             f"{name} is recurrent or hybrid ({has}), which only the native kernels run, on a CPU "
-            "in bfloat16 or float32 with all weights in memory: use device cpu and no memory bound"
+            "in bfloat16 or float32: use device cpu"
         )
     raise InvalidInput(
         f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "

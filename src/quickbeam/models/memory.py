@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import warnings
 from contextlib import suppress
 
 import psutil
@@ -30,6 +31,16 @@ def room_for_weights(size: int, dtype: torch.dtype) -> torch.Tensor:
     whole = torch.frombuffer(block, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE
     return whole[begin : begin + bytes_needed].view(dtype)
+
+
+def reserved(size: int) -> torch.Tensor:
+    """Return `size` bytes of addresses that nothing else gets. They can't be read or written."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(size, dtype=torch.uint8)
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory that can't be written
+        return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def free_memory(device: torch.device) -> int:

@@ -35,8 +35,6 @@ from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
-from quickbeam.models.streamed_pass import Source
-from quickbeam.models.streamed_stack import StreamedStack
 from quickbeam.models.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -65,8 +63,7 @@ class NativeModel(Model):
     """Runs a model that is described by `stack`, with its `parameters`.
 
     `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
-    `int4`. With `int4`, the head has 8 bits. `kept`: the file where quantised weights are found or
-    written. `source`: a file that weights are read from while computing.
+    `int4`. With `int4`, the head has 8 bits. `kept` and `memory`: as of `CompiledStack`.
     """
 
     exact = True
@@ -79,7 +76,7 @@ class NativeModel(Model):
         chunk: int = CHUNK,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
-        source: Source | None = None,
+        memory: int | None = None,
     ) -> None:
         kernels = library.kernels()
         if kernels is None:
@@ -89,10 +86,9 @@ class NativeModel(Model):
         with torch.inference_mode():
             pages = PagePool(kv_shapes(stack), kernels, None, dtype, state_shape(stack))
             super().__init__(parameters.config, dtype, torch.device("cpu"), vocab_size, pages)
-            if source is None:
-                self._compiled = CompiledStack(parameters, stack, pages, weights, kept)
-            else:
-                self._compiled = self.streamed = StreamedStack(parameters, stack, pages, source)
+            self._compiled = CompiledStack(parameters, stack, pages, weights, kept, memory)
+            if self._compiled.disk is not None:
+                self.streamed = self._compiled.disk
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
         one, every = expert_bytes(self._compiled.layers)

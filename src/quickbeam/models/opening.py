@@ -16,17 +16,17 @@ import torch
 from quickbeam import hub
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
+from quickbeam.models import disk
 from quickbeam.models.base import CHUNK, Model
 from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.formats import check_weights, refuse_place
+from quickbeam.models.formats import check_weights, refuse_place, weights_format
 from quickbeam.models.generation import eos_ids, model_eos_ids, sampling_defaults
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
 from quickbeam.models.parameters import ModelParameters
-from quickbeam.models.streamed_loading import open_streamed
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.models.weight_file import WeightFile
 
@@ -106,24 +106,27 @@ def open_model(
 
     `memory`: bytes that the weights may take on `device`, where `refuse_memory` allows a bound;
     None for no bound. On a CPU, the weights beyond it are read from disk in every pass
-    (`streamed_loading.py`). On CUDA, they are copied from host memory in every pass (`pinned.py`).
+    (`disk.py`). On CUDA, they are copied from host memory in every pass (`pinned.py`).
     The other arguments are those of `make_model` and `loading.load_model`.
 
     Raises `InvalidInput` for what can't be run like this.
     """
     told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if memory is not None and reads_disk(device):
-        if (streamed := open_streamed(name, memory, weights, progress, **told)) is not None:
-            return _opened(streamed.checkpoint, weights, source=streamed.source)
-        memory = None
     reason = ""
-    if memory is None and device_map is None and device.type == "cpu":
-        found = open_checkpoint(name, dtype, **told)
-        if isinstance(found, Checkpoint):
-            refuse_place(weights, device, found.dtype)
-            kept = _kept(str(found.folder), None, weights, progress)
-            return _opened(found, weights, kept=kept)
-        reason = found
+    if device_map is None and device.type == "cpu":
+        try:
+            checkpoint = open_checkpoint(name, dtype, **told)
+        except NotDescribed as error:
+            if memory is not None:
+                raise InvalidInput(
+                    "memory is for models that the native kernels run in one call, not for "
+                    f"{name} ({error}); leave memory out"
+                ) from error
+            reason = str(error)
+            logger.info("%s is loaded by transformers: %s", name, reason)
+        else:
+            refuse_place(weights, device, checkpoint.dtype)
+            return _from_checkpoint(checkpoint, weights, memory, progress)
     try:
         return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
     except InvalidInput as error:
@@ -132,47 +135,47 @@ def open_model(
         raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
 
 
-def open_packed(
-    name: str, *, weights: str, progress: Progress | None, trust_remote_code: bool
+def _from_checkpoint(
+    checkpoint: Checkpoint, weights: str, memory: int | None, progress: Progress | None
 ) -> Opened:
-    """Load a model whose packed weights come from a file, all of them into memory.
-
-    Loading takes no more memory than they do. Raises `InvalidInput` as `open_streamed` does.
-    """
-    found = open_streamed(name, None, weights, progress, trust_remote_code=trust_remote_code)
-    assert found is not None
-    return _opened(found.checkpoint, weights, source=found.source)
-
-
-def reads_disk(device: torch.device) -> bool:
-    """Whether weights that don't fit are read from disk, not kept in the host's memory."""
-    return device.type == "cpu"
+    folder, stack, kept = checkpoint.folder, checkpoint.stack, None
+    name = weights_format(weights, checkpoint.dtype)
+    if memory is not None:
+        memory = disk.limit(checkpoint, stack, name, memory)
+    if memory is not None:
+        kept = WeightFile.of(str(folder), None, f"{name}-disk", progress)
+    elif weights != BFLOAT16:
+        kept = WeightFile.of(str(folder), None, weights, progress)
+    model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
+    generation = read_json(folder / "generation_config.json")
+    tokenizer = load_tokenizer(folder, checkpoint.config)
+    ends = eos_ids(generation, checkpoint.config, tokenizer)
+    return Opened(model, tokenizer, ends, sampling_defaults(generation))
 
 
 def open_checkpoint(
     name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
-) -> Checkpoint | str:
+) -> Checkpoint:
     """Return a model's parameters where it is described, and the native kernels can run it.
 
-    For models that transformers has to load: why, or an empty word. Raises `InvalidInput` for
-    checkpoints that are not whole.
+    Raises `NotDescribed`, with a reason where there is one, for models that transformers has to
+    load, and `InvalidInput` for checkpoints that are not whole.
     """
     if dtype not in (None, *DTYPES) or library.kernels() is None:
-        return ""
+        raise NotDescribed("")
     hub.check_source(name)
     path = Path(name).expanduser()
     if revision is not None and path.exists():
-        return ""
+        raise NotDescribed("")
     folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
+    if (folder / "adapter_config.json").exists():
+        raise NotDescribed("it holds an adapter")
+    if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
+        raise NotDescribed("it comes with code of its own")
     try:
-        if (folder / "adapter_config.json").exists():
-            raise NotDescribed("it holds an adapter")
-        if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
-            raise NotDescribed("it comes with code of its own")
         return Checkpoint(folder, dtype)
-    except NotDescribed as error:
-        logger.info("%s is loaded by transformers: %s", name, error)
-        return str(error)
+    except NotDescribed:
+        raise
     except InvalidInput as error:
         raise InvalidInput(f"can't load {name!r}: {error}") from error
 
@@ -195,22 +198,9 @@ def _by_transformers(
     pinned = None if memory is None else pin_layers(loaded, memory, device)
     if memory is not None and pinned is None:
         loaded = loaded.to(device)
-    kept = _kept(name, getattr(loaded.config, "_commit_hash", None), weights, progress)
+    commit = getattr(loaded.config, "_commit_hash", None)
+    kept = None if weights == BFLOAT16 else WeightFile.of(name, commit, weights, progress)
     model = make_model(loaded, weights=weights, kept=kept, pinned=pinned)
     generation = getattr(loaded, "generation_config", None)
     sampling = sampling_defaults({} if generation is None else generation.to_diff_dict())
     return Opened(model, tokenizer, model_eos_ids(loaded, tokenizer), sampling)
-
-
-def _kept(
-    folder: str, commit: str | None, weights: str, progress: Progress | None
-) -> WeightFile | None:
-    return None if weights == BFLOAT16 else WeightFile.of(folder, commit, weights, progress)
-
-
-def _opened(checkpoint: Checkpoint, weights: str, **more: Any) -> Opened:
-    model = NativeModel(checkpoint, checkpoint.stack, weights=weights, **more)
-    generation = read_json(checkpoint.folder / "generation_config.json")
-    tokenizer = load_tokenizer(checkpoint.folder, checkpoint.config)
-    ends = eos_ids(generation, checkpoint.config, tokenizer)
-    return Opened(model, tokenizer, ends, sampling_defaults(generation))

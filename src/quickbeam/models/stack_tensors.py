@@ -27,9 +27,9 @@ def linears(stack: Stack) -> Iterator[tuple[Linear, bool]]:
     for layer in stack.layers:
         if layer.attention is not None:
             yield layer.attention.qkv, False
-            yield layer.attention.out, False
             if layer.attention.latent is not None:
                 yield from ((one, False) for _, one in layer.attention.latent.parts)
+            yield layer.attention.out, False
         if layer.recurrent is not None:
             yield layer.recurrent.into, False
             yield layer.recurrent.out, False

@@ -1,4 +1,4 @@
-"""Quantised weights on disk, so that the next load need not quantise again.
+"""Packed weights on disk, so that the next load need not pack them again.
 
 This module does not know what the bytes mean.
 """
@@ -6,22 +6,23 @@ This module does not know what the bytes mean.
 from __future__ import annotations
 
 import hashlib
-import logging
+import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from quickbeam.cache import alone, cache_folder, sweep
+from quickbeam.cache import Progress, alone, cache_folder, sweep
+from quickbeam.errors import QuickbeamError
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import build
 
-logger = logging.getLogger(__name__)
-
-NAME = "weights"
+ALIGNED = 4096  # bytes: the weights begin there, and reads past the page cache at multiples of it
+SPARE = 64 << 20  # bytes that are left free on the disk
+ORDER = 2  # version of the order in which weights follow one another
 # files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 # sources that define what the bytes mean and how weights are rounded
@@ -29,32 +30,26 @@ LAYOUT = ("quantised.h", "bytes.h", "quantised.py")
 
 
 class WeightFile:
-    """The file with one model's weights of one kind.
+    """The file with one model's weights of one kind: a safetensors file of one tensor of bytes.
 
     `path`: where it is; None if nothing is kept. `progress(stage, fraction)` is called while
-    weights are quantised.
+    weights are packed.
     """
 
-    def __init__(
-        self, path: Path | None, progress: Callable[[str, float | None], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path | None, progress: Progress | None = None) -> None:
         self.path = path
         self.progress = progress or (lambda stage, fraction: None)
 
     @classmethod
     def of(
-        cls,
-        folder: str,
-        commit: str | None,
-        weights: str,
-        progress: Callable[[str, float | None], None] | None,
+        cls, folder: str, commit: str | None, kind: str, progress: Progress | None
     ) -> WeightFile:
         """Return the file of a checkpoint.
 
         `folder`: a folder, which is identified by the sizes and times of its files, or a Hugging
-        Face id at a `commit`. `weights`: the kind. Another checkpoint, or another version of the
-        layout, has another file. Nothing is kept of an id without a commit. Nothing is kept of an
-        adapter either, as the model that it belongs to may change elsewhere.
+        Face id at a `commit`. Another checkpoint, or another version of the layout, has another
+        file. Nothing is kept of an id without a commit. Nothing is kept of an adapter either, as
+        the model that it belongs to may change elsewhere.
         """
         place = Path(folder)
         if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
@@ -63,73 +58,102 @@ class WeightFile:
             letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
         )
         checkpoint = _digest([folder, str(commit), *_state(place)])
-        return cls(
-            cache_folder()
-            / "weights"
-            / f"{name}-{weights}-{checkpoint}-{_digest(_layout())}.safetensors",
-            progress,
-        )
+        file = f"{name}-{kind}-{checkpoint}-{_digest(_layout())}.safetensors"
+        return cls(cache_folder() / "weights" / file, progress)
+
+    def is_whole(self, size: int) -> bool:
+        """Whether the file is there, with `size` bytes of weights.
+
+        Raises `QuickbeamError` if it can't be read.
+        """
+        if self.path is None:
+            return False
+        try:
+            with open(self.path, "rb") as file:
+                whole = os.fstat(file.fileno()).st_size == ALIGNED + size
+                return whole and file.read(ALIGNED) == _header(size)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise QuickbeamError(
+                f"{self.path} can't be read: {error.strerror or error}; delete it to have it made "
+                "again"
+            ) from error
 
     def read(self, size: int) -> torch.Tensor | None:
-        """Return the weights, `[size]` uint8.
-
-        Returns None if there is no file, or none with that many bytes. Logs a warning and returns
-        None if the file can't be read.
-        """
-        if self.path is None or not self.path.is_file():
+        """Return the weights, `[size]` uint8; None if there is no file with that many bytes."""
+        if self.path is None or not self.is_whole(size):
             return None
-        try:
-            with safe_open(self.path, "pt") as file:
-                found = file.get_tensor(NAME)
-                if found.dtype is torch.uint8 and found.numel() == size:
-                    return room_for_weights(size, torch.uint8).copy_(found)
-        except (OSError, SafetensorError) as error:
-            logger.warning(
-                "quantised weights in %s can't be read (%s): quantising again", self.path, error
-            )
-        return None
+        found = room_for_weights(size, torch.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(ALIGNED)
+            done, room = 0, _bytes(found)
+            while done < size and (count := file.readinto(room[done:])):
+                done += count
+        return found if done == size else None
 
-    def write(self, weights: torch.Tensor) -> None:
-        """Keep the weights in the file.
+    def write(self, size: int, pieces: Callable[[], Iterable[torch.Tensor]], stage: str) -> None:
+        """Keep weights of `size` bytes, unless the file is there; one process at a time.
 
-        The file appears in one rename, so that no reader finds a part of it. Files of earlier
-        layouts are deleted, and so is what interrupted processes left. If writing fails, a warning
-        says so.
+        `pieces()` yields tensors that are written one after the other. `stage`: words for the
+        progress. The file appears in one rename, so that no reader finds a part of it. Files of
+        earlier layouts are deleted, and so is what interrupted processes left. Raises
+        `QuickbeamError` if the disk has no room for it or refuses it.
         """
         if self.path is None:
             return
+        folder = self.path.parent
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with alone(
                 self.path.with_name(f".{self.path.name}.lock"),
-                lambda: self.progress("waiting for another process that keeps its weights", None),
+                lambda: self.progress("waiting for another process that packs its weights", None),
             ):
-                self._write(self.path, weights)
-        except (OSError, SafetensorError) as error:
-            logger.warning(
-                "quantised weights (%.0f MB) can't be kept in %s (%s): the next load quantises "
-                "again; "
-                "free some space there, or set QUICKBEAM_CACHE to another folder",
-                weights.nbytes / 1e6,
-                self.path.parent,
-                error,
-            )
+                if not self.is_whole(size):
+                    self._write(self.path, size, pieces, stage)
+        except OSError as error:
+            raise QuickbeamError(
+                f"packed weights ({size / 1e6:.0f} MB) can't be kept in {folder} "
+                f"({error.strerror or error}): free some space there, or set QUICKBEAM_CACHE to "
+                "another folder"
+            ) from error
 
-    @staticmethod
-    def _write(path: Path, weights: torch.Tensor) -> None:
+    def _write(
+        self, path: Path, size: int, pieces: Callable[[], Iterable[torch.Tensor]], stage: str
+    ) -> None:
         """Write the file. The caller holds its lock."""
         sweep(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        free = shutil.disk_usage(path.parent).free
+        if free < size + SPARE:
+            raise OSError(f"{free / 1e6:.0f} MB are free there")
+        part, done = path.with_name(f".{path.name}.{os.getpid()}.tmp"), 0
         try:
-            save_file({NAME: weights}, part)
-            with open(part, "rb+") as handle:
-                os.fsync(handle.fileno())
+            with open(part, "wb") as file:
+                file.write(_header(size))
+                for piece in pieces():
+                    self.progress(stage, done / size)
+                    done += file.write(_bytes(piece))
+                assert done == size, (done, size)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.safetensors"):
+        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
             if other != path:  # of an earlier layout
                 other.unlink(missing_ok=True)
+
+
+def _header(size: int) -> bytes:
+    """Return the beginning of the file: safetensors' header, with spaces up to byte `ALIGNED`."""
+    field = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    return (ALIGNED - 8).to_bytes(8, "little") + json.dumps({"weights": field}).encode().ljust(
+        ALIGNED - 8
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.uint8).flatten().numpy().data
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -147,5 +171,6 @@ def _state(folder: Path) -> Iterator[str]:
 
 
 def _layout() -> Iterator[str]:
+    yield str(ORDER)
     for name in LAYOUT:
         yield hashlib.sha256((build.HERE / name).read_bytes()).hexdigest()

@@ -175,7 +175,7 @@ struct Grouped {
   }
 };
 
-// One feed-forward of experts over the rows of a call. T: numbers of `x` and `inner`.
+// Some experts of a feed-forward over the rows of a call, one after the other. T: numbers of `x` and `inner`.
 template <class T>
 struct ExpertPass {
   const Experts& of;
@@ -184,8 +184,9 @@ struct ExpertPass {
   const T* x;
   int64_t x_stride, rows, inputs, outputs;
   T* inner;       // [rows * top][of.inner], then [rows][of.shared]
-  float* target;  // [rows][target_stride]
+  float* target;  // [rows][target_stride], to which the results are added
   int64_t target_stride;
+  int64_t begin, end;  // of the experts that it runs
 
   int64_t wide(int64_t e) const { return e < of.count ? of.inner : of.shared; }
   T* inside(const Grouped& grouped, int64_t e) const {
@@ -197,9 +198,9 @@ struct ExpertPass {
     const auto cost = [&](int64_t e) { return 8 + grouped.begin[size_t(e) + 1] - grouped.begin[size_t(e)]; };  // of two blocks: reading, and rows
     const auto pairs = [&](int64_t e) { return grouped.begin[size_t(e) + 1] > grouped.begin[size_t(e)] ? (wide(e) + 15) / 16 : 0; };
     int64_t total = 0, at = 0;
-    for (int64_t e = 0; e <= of.count; ++e) total += pairs(e) * cost(e);
+    for (int64_t e = begin; e < end; ++e) total += pairs(e) * cost(e);
     const int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
-    for (int64_t e = 0; e <= of.count && at < high; at += pairs(e) * cost(e), ++e) {
+    for (int64_t e = begin; e < end && at < high; at += pairs(e) * cost(e), ++e) {
       const auto place = [&](int64_t where) { return std::min((std::max<int64_t>(0, where - at) + cost(e) - 1) / cost(e), pairs(e)); };
       if (place(low) < place(high)) up_of(grouped, e, place(low), place(high), sums);
     }
@@ -210,8 +211,7 @@ struct ExpertPass {
     const int64_t blocks = (outputs + 15) / 16, first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
     const int64_t low = first * 16, high = std::min(outputs, last * 16);
     if (low >= high) return;
-    for (int64_t r = 0; r < rows; ++r) std::fill(target + r * target_stride + low, target + r * target_stride + high, 0.0f);
-    for (int64_t e = 0; e <= of.count; ++e) {
+    for (int64_t e = begin; e < end; ++e) {
       const int64_t slot = grouped.begin[size_t(e)], n = grouped.begin[size_t(e) + 1] - slot;
       if (!n) continue;
       const float* bias = of.expert[e].down_bias;

@@ -94,6 +94,7 @@ class Op(Structure):
             )
         ),
         ("experts", c_void_p),
+        *((name, c_int64) for name in ("first_expert", "last_expert")),
     )
 
 

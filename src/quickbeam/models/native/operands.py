@@ -123,21 +123,6 @@ def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
 
-class PackedPart(NamedTuple):
-    """Some blocks of a packed weight, whose address each call sets (`Program.set`).
-
-    `column`: the number of their first output.
-    """
-
-    inputs: int
-    outputs: int
-    gated: bool
-    format: int
-    bias: torch.Tensor | None
-    column: int
-    data: None = None
-
-
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
 

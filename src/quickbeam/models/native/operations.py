@@ -82,6 +82,8 @@ def experts(
         value=routes.index,
         best=inner.index,
         experts=experts,
+        first_expert=-1,
+        last_expert=experts.count + 1,
         activation=library.ACTIVATIONS.index(activation),
         softcap=limit,
         scaling=slope,

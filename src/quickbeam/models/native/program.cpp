@@ -54,6 +54,7 @@ struct Op {
   int32_t values_are_keys;                  // of HEADS: values are what keys are made of, and not in the source
   int32_t borrowed;                         // of HEADS: only queries; keys and values are another layer's
   Experts* experts;                         // of EXPERTS, whose scores are in `key`, routes in `value`, inner numbers in `best`
+  int64_t first_expert, last_expert;        // only these, the last excluded; -1 first: the first one, with routes made and the target cleared
 };
 
 struct Call {
@@ -356,12 +357,18 @@ class Worker {
     const int64_t stride = of.count + of.gated;
     const float* scores = at<float>(op.key);
     Route* routes = at<Route>(op.value);
-    Router router(of);
-    for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) router.route(scores + r * stride, routes + r * of.top);
-    meet();
+    if (op.first_expert < 0) {
+      Router router(of);
+      for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
+        router.route(scores + r * stride, routes + r * of.top);
+        std::fill_n(at<float>(op.target) + r * op.target_stride, op.outputs, 0.0f);
+      }
+      meet();
+    }
     const Grouped grouped(of, routes, batch_.rows, scores, stride);
     const ExpertPass<T> pass{of, op.format, op.activation, op.softcap, op.scaling, at<T>(op.source), op.source_stride, batch_.rows, op.inputs,
-                             op.outputs, at<T>(op.best), at<float>(op.target), op.target_stride};
+                             op.outputs, at<T>(op.best), at<float>(op.target), op.target_stride,
+                             std::max<int64_t>(0, op.first_expert), op.last_expert};
     if (thread_ == 0) op.experts->read = grouped.read(of.count);
     pass.up(grouped, thread_, threads_, sums_);
     meet();

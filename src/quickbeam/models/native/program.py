@@ -7,7 +7,7 @@ of some architectures only are in `operations.py`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Op
-from quickbeam.models.native.operands import KVShape, PackedPart, Rows
+from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.quantised import AnyPacked
 
 
@@ -53,7 +53,7 @@ class Program:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
         self._table: Any = None
         self._widths: list[tuple[int, torch.dtype] | None] = []
         self._owned: list[torch.Tensor | None] = []
@@ -93,7 +93,7 @@ class Program:
             elif isinstance(value, ctypes.Structure):
                 value = ctypes.addressof(value)
             setattr(op, name, value)
-        self._ops.append(op)
+        self.ops.append(op)
         self._table = None
 
     def embed(
@@ -153,7 +153,7 @@ class Program:
 
     def linear(
         self,
-        packed: AnyPacked | PackedPart,
+        packed: AnyPacked,
         source: Buffer,
         target: Buffer,
         epilogue: int = library.STORE,
@@ -320,7 +320,7 @@ class Program:
         `given`: a tensor for each buffer of that kind, by name. `angles`: cosine and sine by
         position, `[positions, columns]` float32 each. `blocks`: int64 numpy array for `chosen`.
         """
-        self.prepare(rows, given, angles, blocks)(0, len(self._ops))
+        self.prepare(rows, given, angles, blocks)(0, len(self.ops))
 
     def prepare(
         self,
@@ -354,27 +354,9 @@ class Program:
 
         return some
 
-    @property
-    def operations(self) -> int:
-        """How many operations there are."""
-        return len(self._ops)
-
-    def places(self, kinds: Collection[int]) -> dict[int, int]:
-        """Return, for the number of each operation of these kinds, its number in their `subset`."""
-        kept = [i for i, op in enumerate(self._ops) if op.kind in kinds]
-        return {operation: place for place, operation in enumerate(kept)}
-
-    def subset(self, kinds: Collection[int]) -> Program:
-        """Return a program of only the operations of these kinds.
-
-        It has the same weights and buffers of its own. Its results mean nothing, but it takes the
-        time that these operations take.
-        """
-        part = Program(self.kernels)
-        part._ops = [Op.from_buffer_copy(op) for op in self._ops if op.kind in kinds]
-        part._widths, part._owned = list(self._widths), [None] * len(self._owned)
-        part._names, part._keep = dict(self._names), list(self._keep)
-        return part
+    def address(self, buffer: int) -> int:
+        """Return where a buffer's rows of the last call are, by the buffer's number."""
+        return int(self._table[buffer])
 
     def set(self, operation: int, **fields: int) -> None:
         """Change an operation's fields for the next calls.
@@ -382,7 +364,7 @@ class Program:
         An example is strides that depend on the number of rows.
         """
         for name, value in fields.items():
-            setattr(self._ops[operation], name, value)
+            setattr(self.ops[operation], name, value)
             if self._table is not None:
                 setattr(self._list[operation], name, value)
 
@@ -397,4 +379,4 @@ class Program:
             if held is None or held.numel() < self._capacity * width:
                 held = self._owned[i] = torch.zeros(self._capacity * width, dtype=dtype)
             self._table[i] = held.data_ptr()
-        self._list = (Op * len(self._ops))(*self._ops)
+        self._list = (Op * len(self.ops))(*self.ops)

@@ -1,0 +1,140 @@
+"""The packed weights of a `Stack`: one after the other, in the order in which a pass reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.models.formats import head_format
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import BLOCK
+from quickbeam.models.native.quantised import AnyPacked, Packer
+from quickbeam.models.parameters import Parameters
+from quickbeam.models.stack import Linear, Stack, Tensor
+from quickbeam.models.stack_tensors import experts, linears, names, rows_of
+
+CHUNK = 16 << 20  # bytes of a weight that are packed at once for a file, about
+
+
+class Place(NamedTuple):
+    """Where one weight is: from byte `first` to `last` (excluded) of all."""
+
+    linear: Linear
+    gated: bool
+    packer: Packer
+    first: int
+    last: int
+
+
+class PackedWeights:
+    """The weights of a stack in the format `name`, and what the layers get of them.
+
+    Called for each weight in the order of `linears`, it returns the packed weight. `memory`: all of
+    them, uint8, to be set before. `filled`: it holds them already; else they are packed into it.
+    `size`: its bytes.
+    """
+
+    memory: torch.Tensor
+
+    def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
+        self._parameters, self._stack, self.filled = parameters, stack, False
+        self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
+        self._places, self.size = list[Place](), 0
+        for linear, gated in linears(stack):
+            packer = self._packers[linear is stack.head]
+            end = self.size + self._bytes(linear, gated, packer)
+            self._places.append(Place(linear, gated, packer, self.size, end))
+            self.size = end
+        self._left = iter(self._places)
+
+    def __call__(self, linear: Linear, gated: bool) -> AnyPacked:
+        place = next(self._left)
+        assert place.linear is linear
+        room = self.memory[place.first : place.last].view(place.packer.dtype)
+        weights = self._shapes(linear) if self.filled else self._stored(linear.weights)
+        return place.packer.pack(weights, self._bias(linear), gated, room, self.filled)
+
+    def head(self, memory: torch.Tensor) -> AnyPacked:
+        """Return the packed head, whose bytes are in `memory`."""
+        linear, _, packer, _, _ = self.head_place
+        room = memory.view(packer.dtype)
+        return packer.pack(self._shapes(linear), self._bias(linear), False, room, True)
+
+    @property
+    def head_place(self) -> Place:
+        """Where the head is."""
+        return self._places[-1]
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield all packed bytes in parts, without ever holding more than one of them."""
+        for linear, gated, packer, _, _ in self._places:
+            for weights in self._chunks(linear, gated):
+                yield packer.pack(weights, None, gated).data.view(torch.uint8)
+
+    @property
+    def unit(self) -> int:
+        """The bytes of the largest part that can't be divided: two blocks, or an expert."""
+        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._places]
+        several = [
+            self._bytes(one.up, one.gated, self._packers[0])
+            + self._bytes(one.down, False, self._packers[0])
+            for of in experts(self._stack)
+            for one in {of.all[0], of.all[-1]}
+        ]
+        return max([*blocks, *several])
+
+    @property
+    def small(self) -> int:
+        """Bytes of all that always stays in memory: norms, biases, routers, positions."""
+        large = {one.name for place in self._places for one in place.linear.weights}
+        tables = {self._stack.embedding, getattr(self._stack.per_layer, "table", "")}
+        few = names(self._stack) - large - tables  # of which a pass reads single rows
+        sizes = [torch.Size(self._parameters.shape(name)).numel() for name in few]
+        return sum(sizes) * self._parameters.dtype.itemsize
+
+    def _blocks(self, place: Place) -> int:
+        rows = [len(one) for one in self._shapes(place.linear)]
+        return sum(-(-n // BLOCK) for n in (rows if place.gated else [sum(rows)]))
+
+    def _bytes(self, linear: Linear, gated: bool, packer: Packer) -> int:
+        return packer.size(self._shapes(linear), gated) * packer.dtype.itemsize
+
+    def _shapes(self, linear: Linear) -> list[torch.Tensor]:
+        """Return tensors without memory in the shapes of a weight's parts."""
+        shapes = ((one, self._parameters.shape(one.name)) for one in linear.weights)
+        return [rows_of(one, torch.empty(shape, device="meta")) for one, shape in shapes]
+
+    def _bias(self, linear: Linear) -> torch.Tensor | None:
+        parts = self._stored(linear.biases)
+        return torch.cat(parts) if parts else None
+
+    def _stored(self, parts: tuple[Tensor, ...]) -> list[torch.Tensor]:
+        return [self._rows(one) for one in parts]
+
+    def _rows(self, one: Tensor) -> torch.Tensor:
+        if one.expert is None:
+            return rows_of(one, self._parameters(one.name))
+        alone = self._parameters.rows(one.name, one.expert, one.expert + 1)
+        return rows_of(replace(one, expert=0), alone)
+
+    def _chunks(self, linear: Linear, gated: bool) -> Iterator[list[torch.Tensor]]:
+        """Yield a weight's rows in parts whose packed blocks follow one another."""
+        parts, counts = linear.weights, [len(one) for one in self._shapes(linear)]
+        whole = gated or not any(count % BLOCK for count in counts[:-1])
+        if not whole or not all(one.plain for one in parts):
+            yield self._stored(parts)
+            return
+        inputs = self._parameters.shape(parts[0].name)[1]
+        step = max(1, CHUNK // (4 * inputs * BLOCK)) * BLOCK
+        for together in [parts] if gated else [(one,) for one in parts]:
+            count = self._parameters.shape(together[0].name)[0] // together[0].parts
+            for first in range(0, count, step):
+                last = min(first + step, count)
+                begins = [one.part * count + first for one in together]
+                yield [
+                    self._parameters.rows(one.name, begin, begin + last - first)
+                    for one, begin in zip(together, begins, strict=True)
+                ]

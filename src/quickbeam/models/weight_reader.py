@@ -1,0 +1,246 @@
+"""Reads parts of a file ahead of the code that uses them, into a few buffers.
+
+Reads bypass the page cache (`O_DIRECT`). Where the file system refuses that, they go through it,
+and it is told to drop what was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.errors import QuickbeamError
+from quickbeam.models.weight_file import ALIGNED
+
+logger = logging.getLogger(__name__)
+
+READERS = 2  # threads: one reads while the other hands over its buffer
+REFUSED = (22, 95)  # EINVAL, EOPNOTSUPP: what file systems without direct reads say
+
+
+def aligned(size: int) -> torch.Tensor:
+    """Return `size` uninitialised bytes (uint8) at an address that is a multiple of `ALIGNED`."""
+    room = torch.empty(size + ALIGNED, dtype=torch.uint8)
+    begin = -room.data_ptr() % ALIGNED
+    return room[begin : begin + size]
+
+
+class File:
+    """A file that is read past the page cache, if the file system allows it (`direct`)."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises `QuickbeamError` if it can't be read."""
+        self.path = path
+        try:
+            self.direct = _direct(path)
+            self.fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
+            self._cached = os.open(path, os.O_RDONLY)
+            self._seen = self._state()
+        except OSError as error:
+            raise QuickbeamError(f"{path} can't be read: {error.strerror or error}") from error
+        if sys.platform == "darwin":
+            import fcntl
+
+            fcntl.fcntl(self.fd, fcntl.F_NOCACHE, 1)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
+        for fd in (self.fd, self._cached):
+            weakref.finalize(self, os.close, fd)
+
+    def _state(self) -> tuple[int, int]:
+        state = os.fstat(self.fd)
+        return state.st_size, state.st_mtime_ns
+
+    def check(self) -> None:
+        """Raise `QuickbeamError` if the file's size or time changed since it was opened."""
+        if self._state() != self._seen:
+            raise QuickbeamError(f"{self.path} was changed while in use: load the model again")
+
+    def read(self, offset: int, room: torch.Tensor) -> None:
+        """Fill `room`, bytes at an aligned address, from byte `offset` on.
+
+        At the end of the file the rest stays as it is. Raises `QuickbeamError`, which names the
+        file, if reading fails or the file is shorter than it was.
+        """
+        self._fill(self.fd, offset, room)
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, offset, len(room), os.POSIX_FADV_DONTNEED)
+
+    def read_cached(self, offset: int, room: torch.Tensor) -> None:
+        """The same through the page cache, for few bytes that are wanted again."""
+        self._fill(self._cached, offset, room)
+
+    def _fill(self, fd: int, offset: int, room: torch.Tensor) -> None:
+        buffer, done = room.numpy().data, 0
+        size = min(len(buffer), self._seen[0] - offset)
+        while done < size:
+            try:
+                count = os.preadv(fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise QuickbeamError(
+                    f"reading {self.path} at byte {offset + done} failed: {error.strerror or error}"
+                ) from error
+            if count == 0:
+                raise QuickbeamError(
+                    f"{self.path} ends at byte {offset + done}: it was cut while "
+                    "in use; load the model again"
+                )
+            done += count
+
+
+def _direct(path: Path) -> bool:
+    """Whether the file system takes reads past the page cache; a warning is logged if not."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        os.preadv(fd, [aligned(ALIGNED).numpy().data], 0)
+    except OSError as error:
+        if error.errno in REFUSED:
+            logger.warning(
+                "%s can't be read past the page cache (%s): it is read through it",
+                path,
+                error.strerror,
+            )
+            return False
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return True
+
+
+class Extent(NamedTuple):
+    """Bytes `first` to `last` (excluded) of a file, multiples of `ALIGNED`."""
+
+    first: int
+    last: int
+
+
+class Ring:
+    """Reads the extents of rounds, each round the same, in their order.
+
+    `begin` a round, `take` each extent, and `release` it before the next. Meanwhile free buffers
+    are filled with what follows, the next round included. `parts(i, round)` says what is wanted of
+    extent i in a round; None as long as that is not known.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        extents: Sequence[Extent],
+        buffers: int,
+        parts: Callable[[int, int], Sequence[Extent] | None],
+    ) -> None:
+        self._file, self._extents, self._parts = file, extents, parts
+        self.size = buffers * max(one.last - one.first for one in extents)
+        memory = aligned(self.size)
+        self._buffers = list(memory.view(buffers, -1))
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = self.round = 0
+        self._ended = True  # whether the last round is over
+        self._clear()
+        self._lock = threading.Lock()
+        self._reading, self._since, self._seconds, self.bytes = 0, 0.0, 0.0, 0
+        self.waited = 0.0  # seconds that `take` waited in all
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, over the time in which anything was read; 0 before the first read."""
+        with self._lock:
+            now = time.perf_counter() - self._since if self._reading else 0.0
+            seconds = self._seconds + now
+        return self.bytes / seconds if seconds else 0.0
+
+    def begin(self) -> None:
+        """Begin a round. Reading starts anew if the one before was broken off or failed.
+
+        Raises `QuickbeamError` if the file changed.
+        """
+        self._file.check()
+        if not self._ended or self._pid != os.getpid():
+            self.close()
+        if self._pool is None:
+            self._pool, self._pid = ThreadPoolExecutor(READERS, "weights"), os.getpid()
+        self._ended = False
+        self.read_ahead()
+
+    def take(self) -> torch.Tensor:
+        """Return the next extent's bytes, once they are there.
+
+        Raises `QuickbeamError`, which names the file, if they can't be read.
+        """
+        self.read_ahead()
+        buffer, future = self._ahead.popleft()
+        began = time.perf_counter()
+        future.result()
+        self.waited += time.perf_counter() - began
+        self._taken = buffer
+        return buffer
+
+    def release(self) -> None:
+        """Free the buffer of the extent that was taken last."""
+        self._free.append(self._taken)
+        self.read_ahead()
+
+    def end(self) -> None:
+        """End a round. Raises `QuickbeamError` if the file changed meanwhile."""
+        self._file.check()
+        self._ended, self.round = True, self.round + 1
+
+    def close(self) -> None:
+        """Stop reading, until the next round. Waits for the reads that are under way."""
+        if self._pool is not None and self._pid == os.getpid():
+            for _, future in self._ahead:
+                future.cancel()
+            wait([future for _, future in self._ahead])
+            self._pool.shutdown()
+        elif self._pool is not None:  # of the process that this one was forked from
+            self._lock, self._reading = threading.Lock(), 0
+        self._pool = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._free = deque(self._buffers)
+        self._ahead = deque[tuple[torch.Tensor, Future[None]]]()
+        self._next = self.round * len(self._extents)  # counted over all rounds
+
+    def read_ahead(self) -> None:
+        """Have free buffers filled, as far as it is known with what."""
+        assert self._pool is not None
+        while self._free:
+            number, extent = divmod(self._next, len(self._extents))
+            if (parts := self._parts(extent, number)) is None:
+                return
+            buffer = self._free.popleft()
+            begin = self._extents[extent].first
+            future = self._pool.submit(self._read, parts, begin, buffer)
+            self._ahead.append((buffer, future))
+            self._next += 1
+
+    def _read(self, parts: Sequence[Extent], begin: int, buffer: torch.Tensor) -> None:
+        with self._lock:
+            if not self._reading:
+                self._since = time.perf_counter()
+            self._reading += 1
+        try:
+            for part in parts:
+                self._file.read(part.first, buffer[part.first - begin : part.last - begin])
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self.bytes += sum(part.last - part.first for part in parts)
+                if not self._reading:
+                    self._seconds += time.perf_counter() - self._since

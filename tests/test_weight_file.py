@@ -1,0 +1,167 @@
+"""The file of packed weights, and reading it ahead: what they hold, and what becomes of them where
+something fails.
+
+pytest tests/test_weight_file.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from models import tiny
+from quickbeam.errors import QuickbeamError
+from quickbeam.models.families import describe
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import Packer
+from quickbeam.models.packing import PackedWeights
+from quickbeam.models.parameters import ModelParameters
+from quickbeam.models.weight_file import ALIGNED, WeightFile
+from quickbeam.models.weight_reader import Extent, File, Ring
+
+DATA = torch.randint(0, 256, (10_000,), dtype=torch.uint8, generator=torch.Generator())
+
+
+def pieces() -> Iterator[torch.Tensor]:
+    yield from DATA.split(3000)
+
+
+def made(
+    path: Path, progress: Callable[[str, float | None], None] = lambda stage, done: None
+) -> WeightFile:
+    file = WeightFile(path, progress)
+    file.write(len(DATA), pieces, "packing")
+    return file
+
+
+def test_what_is_written_is_read_and_is_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "weights" / "w.safetensors"
+    file = made(path)
+    read = file.read(len(DATA))
+    assert read is not None and torch.equal(read, DATA) and file.read(len(DATA) + 1) is None
+    with safe_open(path, "pt") as other:
+        assert torch.equal(other.get_tensor("weights"), DATA)
+
+
+def test_a_full_disk_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(QuickbeamError, match="0 MB are free there"):
+        made(tmp_path / "w.safetensors")
+    assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights").symlink_to(tmp_path / "gone")
+    with pytest.raises(QuickbeamError, match=r"weights.*QUICKBEAM_CACHE"):
+        made(tmp_path / "weights" / "w.safetensors")
+    (tmp_path / ".w.safetensors.lock").mkdir()
+    with pytest.raises(QuickbeamError, match="QUICKBEAM_CACHE"):
+        made(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "w.safetensors"
+
+    def broken() -> Iterator[torch.Tensor]:
+        yield DATA[:3000]
+        raise error
+
+    with pytest.raises(QuickbeamError if isinstance(error, OSError) else KeyboardInterrupt):
+        WeightFile(path).write(len(DATA), broken, "packing")
+    assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
+    (tmp_path / ".w.safetensors.1.tmp").write_bytes(b"of a process that was killed")
+    made(path)
+    assert path.is_file() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
+    path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", [""]
+    earlier.write_bytes(b"of an earlier layout")
+    made(path, lambda stage, done: told.append(stage))
+    first, count = path.read_bytes(), len(told)
+    assert count > 3 and not earlier.exists()
+    made(path, lambda stage, done: told.append(stage))
+    assert len(told) == count
+    os.truncate(path, len(first) - 1)
+    made(path)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("layout", ["qwen2", "gpt2", "gpt-oss-sinks"])
+def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(
+    layout: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, model = library.kernels(), tiny(layout, torch.bfloat16, wide=True)
+    assert kernels is not None
+    weights = PackedWeights(ModelParameters(model), describe(model), kernels, kind)
+    monkeypatch.setattr("quickbeam.models.packing.CHUNK", 1)
+    got = torch.cat(list(weights.pieces()))
+    whole = [
+        Packer(kernels, place.packer.name).pack(weights._stored(place.linear.weights), None, gated)
+        for place in weights._places
+        for gated in [place.gated]
+    ]
+    assert torch.equal(got, torch.cat([one.data.view(torch.uint8).flatten() for one in whole]))
+    assert len(got) == weights.size
+
+
+@pytest.mark.parametrize("buffers", [2, 3, 5])
+@pytest.mark.parametrize("direct", [True, False])
+def test_extents_come_in_their_order_again_and_again(
+    tmp_path: Path, buffers: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data"
+    data = os.urandom(7 * ALIGNED - 100)  # the last extent ends behind the file
+    path.write_bytes(data)
+    if not direct:
+        monkeypatch.setattr("quickbeam.models.weight_reader._direct", lambda _: False)
+    pages = [(0, 2), (2, 3), (4, 7)]
+    extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in pages]
+    known = 0
+
+    def parts(extent: int, turn: int) -> list[Extent] | None:
+        return [extents[extent]] if extent != 1 or turn < known else None
+
+    ring = Ring(File(path), extents, buffers, parts)
+    for _ in range(5):
+        ring.begin()
+        for number, (first, last) in enumerate(extents):
+            known += number == 1  # only now it is known what of it is wanted
+            right = data[first:last]
+            assert bytes(ring.take().numpy()[: len(right)]) == right
+            ring.release()
+        ring.end()
+    assert ring.rate > 0 and ring.size == buffers * 3 * ALIGNED
+    ring.close()
+
+
+def test_a_file_system_without_direct_reads_is_said_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, opened = tmp_path / "data", os.open
+    path.write_bytes(bytes(range(256)) * 16)
+
+    def refuse(name: object, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(name, flags, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = File(path)
+    assert not file.direct and "through it" in caplog.text
+    room = torch.zeros(256, dtype=torch.uint8)
+    file.read(0, room)
+    assert room.tolist() == list(range(256))
