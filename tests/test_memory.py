@@ -121,7 +121,11 @@ def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("lfm2_moe", torch.bfloat16), ("qwen3_5", torch.float32), ("deepseek_v3", torch.bfloat16)],
+    [
+        ("lfm2_moe", torch.bfloat16),
+        ("qwen3_5", torch.float32),
+        ("granite_hybrid-moe", torch.bfloat16),
+    ],
 )
 def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(
     tmp_path: Path, name: str, dtype: torch.dtype

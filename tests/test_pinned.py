@@ -7,6 +7,7 @@ pytest tests/test_pinned.py
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from transformers import PreTrainedModel
 from models import tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models import opening
-from quickbeam.models.opening import make_model
+from quickbeam.models.opening import Opened, _by_transformers, make_model
 from quickbeam.models.pinned import (
     BUFFERS,
     Copies,
@@ -186,8 +186,12 @@ def test_an_llm_gives_the_answers_of_the_whole_model(
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
     limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
-    monkeypatch.setattr(opening, "reads_disk", lambda device: False)
-    monkeypatch.setattr("quickbeam.llm.refuse_memory", lambda *_: None)
+
+    def as_on_cuda(name: str, dtype: torch.dtype, place: torch.device, **told: Any) -> Opened:
+        more = {"revision": told["revision"], "trust_remote_code": told["trust_remote_code"]}
+        return _by_transformers(name, dtype, place, "bfloat16", told["memory"], None, None, more)
+
+    monkeypatch.setattr("quickbeam.llm.open_model", as_on_cuda)
     llm = LLM(
         big,
         dtype="float32",

@@ -69,8 +69,8 @@ FURTHER = ("mtp.", "model.mtp.")
 # other names of published checkpoints, by `model_type`
 MIXTRAL = ((".block_sparse_moe.", ".mlp."),)
 GRANITE = (
-    (".input_linear.weight", ".experts.gate_up_proj"),
-    (".output_linear.weight", ".experts.down_proj"),
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".router.layer.weight", ".router.weight"),
 )
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
