@@ -5,6 +5,7 @@ pytest tests/test_checkpoint.py
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GptOssForCausalLM, LlamaConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -22,6 +25,7 @@ from quickbeam.models.angles import Angles, frequencies, hold
 from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import describe, stack_of
 from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native_model import NativeModel
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
 from test_families import CONFIGS, made
 
@@ -90,6 +94,37 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
         Checkpoint(tmp_path, torch.float32)
+
+
+def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS["gpt_oss"])
+    config.intermediate_size = 64
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    right = dict[str, torch.Tensor]()
+    for name, (rows, groups) in {"gate_up_proj": (128, 1), "down_proj": (32, 2)}.items():
+        for i in range(3):
+            at = f"model.layers.{i}.mlp.experts.{name}"
+            blocks = torch.randint(0, 256, (5, rows, groups, 16), dtype=torch.uint8)
+            # all exponents in the first layer, those of weights in the others
+            lowest, highest = ((0, 256), (118, 126))[i > 0]
+            scales = torch.randint(lowest, highest, (5, rows, groups), dtype=torch.uint8)
+            stored |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
+            del stored[at]
+            right[at] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, tmp_path / "model.safetensors")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantised}))
+    found = Checkpoint(tmp_path, torch.bfloat16)
+    for name, tensor in right.items():
+        assert torch.equal(found(name).nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+        assert torch.equal(found.rows(name, 3, 4).nan_to_num(7.0), tensor[3:4].nan_to_num(7.0))
+        assert found.shape(name) == list(tensor.shape)
+    for weights in ("bfloat16", "int8", "int4"):
+        assert NativeModel(found, found.stack, weights=weights).exact
 
 
 def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path: Path) -> None:

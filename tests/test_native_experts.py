@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen2MoeConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, PreTrainedConfig, Qwen2MoeConfig
 
 import interpreter
 from cases import few
 from kernels import SETS, best_set, every_set, load, number, plain_rows
-from models import SIZES, tiny
+from models import SIZES, VOCAB, tiny
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
@@ -253,6 +253,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         first_k_dense_replace=1,
         num_mtp_layers=0,
+    ),
+    "beside": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=6,
+        head_dim=8,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
     ),
 }
 

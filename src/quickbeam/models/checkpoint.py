@@ -25,8 +25,10 @@ from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
 from quickbeam.models.stack_tensors import names
 from quickbeam.models.stored import (
     TURNED,
+    Mxfp4,
     Stored,
     Whole,
+    in_mxfp4,
     language_part,
     one_by_one,
     own_names,
@@ -164,7 +166,8 @@ class Checkpoint:
         says, and `InvalidInput` for tensors that are missing, or have another shape.
         """
         self.folder, self.config = folder, read_config(folder)
-        if self.config.__dict__.get("quantization_config"):
+        quantised = self.config.__dict__.get("quantization_config") or {}
+        if quantised and quantised.get("quant_method") != "mxfp4":
             raise NotDescribed("its weights are quantised")
         if dtype is None:
             own = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
@@ -175,6 +178,7 @@ class Checkpoint:
         hold(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
         self._files = TensorFiles(folder)
+        self._last = (("", 0, 0), torch.empty(0))  # the last rows that were read from blocks
         self._stored = self._places(self.stack)
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
@@ -192,14 +196,15 @@ class Checkpoint:
             if name in named:
                 found[name] = stacked(name, named[name], self._files, config.hidden_size)
         for name in wanted - named.keys():
-            if (apart := one_by_one(name, named)) is not None:
+            if (apart := one_by_one(name, named) or in_mxfp4(name, named)) is not None:
                 found[name] = apart
         read = {name for one in found.values() for name in one.names}
+        blocks = {name for one in found.values() if isinstance(one, Mxfp4) for name in one.names}
         read |= {named[name] for name in stack.unread if name in named}
         if odd := sorted(name for name, one in named.items() if one not in read):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
-        if kinds := {self._files.kind(name) for name in read} - NUMBERS:
+        if kinds := {self._files.kind(name) for name in read - blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
 
@@ -226,7 +231,13 @@ class Checkpoint:
         where it can't be read.
         """
         last = self.shape(name)[0] if last is None else last
-        return self._stored[name].rows(self._files, first, last).to(self.dtype)
+        stored = self._stored[name]
+        if not isinstance(stored, Mxfp4):
+            return stored.rows(self._files, first, last).to(self.dtype)
+        if self._last[0] != (name, first, last):  # gates, and then what they let through
+            rows = stored.rows(self._files, first, last).to(self.dtype)
+            self._last = ((name, first, last), rows)
+        return self._last[1]
 
     def release(self, layers: str, layer: int | None) -> None:
         """Do nothing: what was read is nowhere kept."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
 # sounds, as the whole does.
@@ -196,7 +197,46 @@ class OneByOne:
         return torch.stack([torch.cat([*map(whole, one)]) for one in self.experts[first:last]])
 
 
-Stored = Whole | OneByOne
+@dataclass(frozen=True)
+class Mxfp4:
+    """Matrices `[experts, inputs, outputs]` in MXFP4 (OCP Microscaling Formats 1.0), as of GPT-OSS.
+
+    `blocks`: `[experts, outputs, groups, 16]` bytes of two numbers each, the first in the low bits.
+    `scales`: `[experts, outputs, groups]` exponents of 2, plus 127.
+    """
+
+    blocks: str
+    scales: str
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self.blocks, self.scales)
+
+    def shape(self, files: Files) -> list[int]:
+        count, outputs, groups, half = files.shape(self.blocks)
+        return [count, groups * 2 * half, outputs]
+
+    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+        blocks, scales = (files.rows(name, first, last) for name in self.names)
+        found = F.embedding(blocks.int(), PAIRS).flatten(-2)
+        return torch.ldexp(found, scales.int()[..., None] - 127).flatten(-2).transpose(1, 2)
+
+
+SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of E2M1, without their signs
+VALUES = torch.cat([SIZES, -SIZES])
+PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], 1)  # by byte
+Stored = Whole | OneByOne | Mxfp4
+
+
+def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
+    """Return where the blocks and scales of a parameter are, or None.
+
+    `stored`: the stored name of each parameter.
+    """
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    if blocks not in stored or scales not in stored:
+        return None
+    return Mxfp4(stored[blocks], stored[scales])
 
 
 def stacked(name: str, as_stored: str, files: Files, width: int) -> Whole:

@@ -70,6 +70,7 @@ HARMLESS = {
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
+    "quantization_config",  # who reads the weights heeds it
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
