@@ -29,24 +29,11 @@ def write_gguf(path):
     tokens = [*specials, *sorted(ByteLevel.alphabet()), "ĊĊ", "ĊĊĊ"]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
-    for field, value in {
-        "context_length": 128,
-        "embedding_length": dim,
-        "block_count": 1,
-        "feed_forward_length": hidden,
-        "head_count": heads,
-        "head_count_kv": 1,
-        "layer_norm_rms_eps": 1e-5,
-        "rope_freq_base": 10000.0,
-        "rope_dimension_count": dim // heads,
-        "vocab_size": len(tokens),
-        "tokenizer_model": "gpt2",
-        "tokenizer_pre": "smollm",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unk_token_id": 0,
-        "pad_token_id": 2,
-    }.items():
+    sizes = dict(context_length=128, embedding_length=dim, block_count=1, vocab_size=len(tokens))
+    sizes |= dict(feed_forward_length=hidden, head_count=heads, head_count_kv=1)
+    sizes |= dict(layer_norm_rms_eps=1e-5, rope_freq_base=1e4, rope_dimension_count=dim // heads)
+    about = dict(tokenizer_model="gpt2", tokenizer_pre="smollm", unk_token_id=0, pad_token_id=2)
+    for field, value in (sizes | about | dict(bos_token_id=1, eos_token_id=2)).items():
         getattr(writer, f"add_{field}")(value)
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
@@ -156,27 +143,3 @@ def test_the_library_is_left_as_it_was(file):
     assert contents[0] == contents[1]
     for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
         assert mine.name == other.name and (mine.data == other.data).all()
-
-
-@pytest.mark.slow
-def test_the_real_model_ends_its_answers(smollm2):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
-        "Face<|im_end|>\n"
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    model = AutoModelForCausalLM.from_pretrained(smollm2)
-    assert model.dtype == torch.bfloat16 and model.config.vocab_size == len(tokenizer) == 49152
-    given = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    answer = model.generate(**given, max_new_tokens=60, do_sample=False)[
-        0, given["input_ids"].shape[1] :
-    ]
-    assert "Paris" in tokenizer.decode(answer)
-    assert tokenizer.convert_ids_to_tokens(int(answer[-1])) == "<|im_end|>"

@@ -11,12 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 from tqdm.auto import tqdm
 
 from cases import few
@@ -173,37 +171,6 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
             llm.generate("hello " * 60, PARAMS)
     with pytest.raises(InvalidInput, match="kv_memory"):
         LLM(toy_folder, "ar", kv_memory=page // 2)
-
-
-SKIPPED = (type, types.ModuleType, types.FunctionType, types.MethodType)
-
-
-def tensors(*roots, without=()):
-    """All that these keep alive, classes, functions and what is in `without` aside."""
-    seen, found, left = {id(one) for one in without}, [], list(roots)
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, SKIPPED):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        left += gc.get_referents(one)
-    return found
-
-
-def test_finished_answers_keep_no_tensors(llm):
-    """A list of prompts holds all of its streams until the last is over."""
-    methods = ("ar", "pld", "logitspec")
-    streams = [
-        llm.stream(f"{i} and so on", SamplingParams(max_tokens=4 + i % 5), method=methods[i % 3])
-        for i in range(50)
-    ]
-    for stream in streams:
-        stream.result()
-    shared = [llm, llm.engine, llm.thread, llm.tokenizer, *llm.drafting.policies.values()]
-    kept = [one.untyped_storage() for one in tensors(*streams, without=shared)]
-    assert sum(one.nbytes() for one in kept) == 0
 
 
 def noted(llm, monkeypatch):

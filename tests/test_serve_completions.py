@@ -206,14 +206,11 @@ def test_prompt_logprobs_have_vllms_form(runner, llm):
     assert found["usage"]["completion_tokens"] == 0 and choice["logprobs"] is None
     assert choice["prompt_logprobs"][0] is None
     for entry, one in zip(right[1:], choice["prompt_logprobs"][1:], strict=True):
-        ranks = {token: rank for rank, token in enumerate(entry.top, 1)}
-        logprobs = {entry.token: entry.logprob, **entry.top}
-        assert one == {
-            str(token): {
-                "logprob": logprob, "rank": ranks.get(token), "decoded_token": texts.text_of(token)
-            }
-            for token, logprob in logprobs.items()
-        }  # fmt: skip
+        ranks, told = {token: rank for rank, token in enumerate(entry.top, 1)}, {}
+        for token, logprob in {entry.token: entry.logprob, **entry.top}.items():
+            spelled = {"rank": ranks.get(token), "decoded_token": texts.text_of(token)}
+            told[str(token)] = {"logprob": logprob, **spelled}
+        assert one == told
 
 
 def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(scripted):

@@ -30,6 +30,7 @@ request_decode_time_seconds_bucket request_prompt_tokens_bucket request_generati
 """
 PROMQL = "sum rate by le avg max increase histogram_quantile on group_left"
 LABELS = {"model_name", "finished_reason", "reason", "source", "position"}
+ASKED = {"model": "tiny", "prompt": "hello"}
 
 
 @pytest.fixture(scope="module")
@@ -51,58 +52,56 @@ async def read(client):
     return found
 
 
+async def answered(runner, jobs):
+    """The completions of jobs that run side by side, each a request."""
+    streams = [stream for one in jobs for stream in await begun(runner, one)]
+    for stream in streams:
+        async for _ in stream.deltas():
+            pass
+    await until(lambda: idle(runner))
+    return [stream.completion for stream in streams]
+
+
 async def test_what_is_counted_is_what_was_answered(llm):
     prompts = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b " * 40]
     sampled = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     asked = [job(llm, text, params) for text in prompts for params in (LONG, sampled)]
     llm.reset()
     async with served(llm, served_name="tiny") as (runner, client):
-        streams = [stream for one in asked for stream in await begun(runner, one)]
-        for stream in streams:
-            async for _ in stream.deltas():
-                pass
-        await until(lambda: idle(runner))
+        counts = [one.statistics for one in await answered(runner, asked)]
         found = await read(client)
-        every = [stream.completion for stream in streams]
-        counts = [one.statistics for one in every]
-        plain = {
-            "vllm:prompt_tokens_total": sum(len(one.prompt) for one in asked),
-            "vllm:generation_tokens_total": sum(len(one.token_ids) for one in every),
-            "vllm:prefix_cache_queries_total": sum(len(one.prompt) for one in asked),
-            "vllm:prefix_cache_hits_total": sum(one.cached_tokens for one in counts),
-            "vllm:spec_decode_num_draft_tokens_total": sum(one.nodes - one.steps for one in counts),
-            "vllm:spec_decode_num_accepted_tokens_total": sum(
-                source.accepted for one in counts for source in one.sources.values()
-            ),
-            "vllm:time_to_first_token_seconds_count": len(every),
-            "vllm:e2e_request_latency_seconds_count": len(every),
-            "vllm:request_queue_time_seconds_count": len(every),
-            "vllm:inter_token_latency_seconds_count": sum(one.new_tokens - 1 for one in counts),
-            "vllm:time_per_output_token_seconds_count": sum(one.new_tokens - 1 for one in counts),
-            "vllm:request_generation_tokens_sum": sum(one.new_tokens for one in counts),
-            "quickbeam:nodes_per_step_count": sum(one.steps for one in counts),
-            "quickbeam:nodes_per_step_sum": sum(one.nodes for one in counts),
-            "vllm:num_requests_running": 0,
-            "vllm:num_requests_waiting": 0,
-            "vllm:kv_cache_usage_perc": 0,
-        }
-        assert {name: found[name][""] for name in plain} == plain
-        assert (
-            plain["vllm:spec_decode_num_accepted_tokens_total"] > 0
-            and plain["vllm:prefix_cache_hits_total"] > 0
-        )
-        depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-        assert sum(depths.values()) == plain["vllm:spec_decode_num_accepted_tokens_total"]
-        falling = [depths[str(depth)] for depth in range(5)]
-        assert (
-            falling == sorted(falling, reverse=True)
-            and falling[0] <= found["vllm:spec_decode_num_drafts_total"][""]
-        )
-        assert found["vllm:request_success_total"] == {"length": len(every)}
-        drafted = {
-            name: sum(one.sources[name].drafted for one in counts) for name in counts[0].sources
-        }
-        assert found["quickbeam:drafted_tokens_total"] == drafted
+    read_tokens, new = sum(len(one.prompt) for one in asked), [one.new_tokens for one in counts]
+    sources = [source for one in counts for source in one.sources.values()]
+    plain = {
+        "vllm:prompt_tokens_total": read_tokens,
+        "vllm:generation_tokens_total": sum(new),
+        "vllm:prefix_cache_queries_total": read_tokens,
+        "vllm:prefix_cache_hits_total": sum(one.cached_tokens for one in counts),
+        "vllm:spec_decode_num_draft_tokens_total": sum(one.nodes - one.steps for one in counts),
+        "vllm:spec_decode_num_accepted_tokens_total": sum(one.accepted for one in sources),
+        "vllm:time_to_first_token_seconds_count": len(counts),
+        "vllm:e2e_request_latency_seconds_count": len(counts),
+        "vllm:request_queue_time_seconds_count": len(counts),
+        "vllm:inter_token_latency_seconds_count": sum(new) - len(counts),
+        "vllm:time_per_output_token_seconds_count": sum(new) - len(counts),
+        "vllm:request_generation_tokens_sum": sum(new),
+        "quickbeam:nodes_per_step_count": sum(one.steps for one in counts),
+        "quickbeam:nodes_per_step_sum": sum(one.nodes for one in counts),
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": 0,
+    }
+    assert {name: found[name][""] for name in plain} == plain
+    accepted = plain["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted > 0 and plain["vllm:prefix_cache_hits_total"] > 0
+    depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert sum(depths.values()) == accepted
+    falling = [found["vllm:spec_decode_num_drafts_total"][""], *(depths[str(i)] for i in range(5))]
+    assert falling == sorted(falling, reverse=True)
+    assert found["vllm:request_success_total"] == {"length": len(counts)}
+    names = counts[0].sources
+    drafted = {name: sum(one.sources[name].drafted for one in counts) for name in names}
+    assert found["quickbeam:drafted_tokens_total"] == drafted
 
 
 async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
@@ -117,20 +116,14 @@ async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
             (stream,) = await task
             runner.settings = replace(runner.settings, queue_timeout=0.2)
             await until(lambda: bool(llm.engine.nodes))
-            found = await read(client)
-            assert found["vllm:num_requests_running"] == {"": 1} and found[
-                "vllm:num_requests_waiting"
-            ] == {"": 0}
-            assert (
-                found["vllm:kv_cache_usage_perc"][""]
-                == llm.model.pool.used / llm.model.pool.limit
-                > 0
-            )
-            assert 1 <= found["quickbeam:budget_nodes"][""] <= 6
-            body = {"model": "tiny", "prompt": "hello"}
+            found = {name: by.get("") for name, by in (await read(client)).items()}
+            assert found["vllm:num_requests_running"] == 1 + found["vllm:num_requests_waiting"] == 1
+            share = llm.model.pool.used / llm.model.pool.limit
+            assert found["vllm:kv_cache_usage_perc"] == share > 0
+            assert 1 <= found["quickbeam:budget_nodes"] <= 6
             # after its time in the queue
-            assert (await client.post("/v1/completions", json=body)).status_code == 503
-            assert (await client.post("/v1/completions", json=body)).status_code == 429
+            assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
+            assert (await client.post("/v1/completions", json=ASKED)).status_code == 429
         stream.close()
         await until(lambda: idle(runner))
         found = await read(client)
@@ -139,58 +132,32 @@ async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
         assert found["vllm:time_to_first_token_seconds_count"] == {"": 1}
 
 
-def test_preemptions_are_counted(toy_folder):
+async def test_preemptions_are_counted(toy_folder):
     page = LLM(toy_folder, "ar").model.pool.page_bytes
     with LLM(toy_folder, "ar", kv_memory=5 * page) as llm:
-
-        async def main():
-            async with served(llm, served_name="tiny") as (runner, client):
-                streams = [
-                    stream
-                    for i in range(4)
-                    for stream in await begun(runner, job(llm, f"{i} " * 20))
-                ]
-                for stream in streams:
-                    async for _ in stream:
-                        pass
-                await until(lambda: idle(runner))
-                found = await read(client)
-                times = sum(stream.completion.statistics.preemptions for stream in streams)
-                assert times > 0
-                assert found["vllm:num_preemptions_total"][""] == times
-                # plain decoding drafts nothing
-                assert found["vllm:spec_decode_num_drafts_total"][""] == 0
-
-        asyncio.run(main())
-
-
-def test_the_dashboard_asks_for_metrics_that_there_are(llm):
-    board = json.loads(files("quickbeam.serve").joinpath("grafana.json").read_text())
-    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    expressions += [
-        one["definition"].partition("(")[2].partition(",")[0]
-        for one in board["templating"]["list"]
-        if "definition" in one
-    ]
-    asked = {name for text in expressions for name in metrics_of(text)}
-    assert len(asked) > 15 and len({panel["id"] for panel in board["panels"]}) == len(
-        board["panels"]
-    )
-
-    async def main():
         async with served(llm, served_name="tiny") as (runner, client):
-            assert not {f"vllm:{name}" for name in VLLM.split()} - {*await read(client)}
-            for stream in await begun(runner, job(llm)):
-                async for _ in stream:
-                    pass
-            runner.gate.inside += 1000
-            asked = {"model": "tiny", "prompt": "hello"}
-            assert (await client.post("/v1/completions", json=asked)).status_code == 429
-            runner.gate.inside -= 1000
-            await until(lambda: idle(runner))
-            return {*await read(client)}
+            every = await answered(runner, [job(llm, f"{i} " * 20) for i in range(4)])
+            found, times = await read(client), sum(one.statistics.preemptions for one in every)
+            assert found["vllm:num_preemptions_total"][""] == times > 0
+            # plain decoding drafts nothing
+            assert found["vllm:spec_decode_num_drafts_total"][""] == 0
 
-    assert asked - asyncio.run(main()) == set()
+
+async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
+    board = json.loads(files("quickbeam.serve").joinpath("grafana.json").read_text())
+    panels, variables = board["panels"], board["templating"]["list"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    defined = [one["definition"] for one in variables if "definition" in one]
+    expressions += [one.partition("(")[2].partition(",")[0] for one in defined]
+    asked = {name for text in expressions for name in metrics_of(text)}
+    assert len(asked) > 15 and len({panel["id"] for panel in panels}) == len(panels)
+    async with served(llm, served_name="tiny") as (runner, client):
+        assert not {f"vllm:{name}" for name in VLLM.split()} - {*await read(client)}
+        await answered(runner, [job(llm)])
+        runner.gate.inside += 1000
+        assert (await client.post("/v1/completions", json=ASKED)).status_code == 429
+        runner.gate.inside -= 1000
+        assert asked - {*await read(client)} == set()
     text, _ = Runner(ServeSettings(served_name="tiny")).metrics.expose("")  # one that is loading
     assert b'vllm:num_requests_waiting{model_name="tiny"} 0.0' in text
 
@@ -198,8 +165,4 @@ def test_the_dashboard_asks_for_metrics_that_there_are(llm):
 def metrics_of(expression):
     """Names in a PromQL expression that are metrics."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", expression)
-    return {
-        name
-        for name in re.findall(r"[a-zA-Z_][\w:]*", bare)
-        if name not in LABELS.union(PROMQL.split())
-    }
+    return {*re.findall(r"[a-zA-Z_][\w:]*", bare)} - LABELS - {*PROMQL.split()}

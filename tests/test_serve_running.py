@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import threading
@@ -187,28 +188,27 @@ async def test_what_takes_too_long_to_end_is_ended(llm):
 
 
 @pytest.mark.parametrize("stream", (False, True))
-async def test_a_client_that_leaves_frees_its_answer(llm, stream):
+@pytest.mark.parametrize("steps", (0, 4))
+async def test_a_client_that_leaves_frees_its_answer(llm, stream, steps):
     """Before the engine has taken it up, and while it is made."""
     async with listening(llm) as (one, client):
-        for steps in (0, 4):
-            with braked(llm.engine) as brake:
-                asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
-                task = asyncio.create_task(client.post("/v1/completions", json=asked))
-                await until(brake.waits.is_set)
-                # the second answer was begun, too
-                await until(lambda: begun_answers(one.runner) == 2)
-                if steps:
-                    brake.release(steps)
-                    await until(lambda: any(s.started for s in llm.engine.scheduler.active))
-                assert one.runner.gate.inside == 2
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                for tries in range(150):  # answers need 200 steps
-                    brake.release(1)
-                    await asyncio.sleep(0.01 if tries < 20 else 0.2)
-                    if idle(one.runner):
-                        break
-                assert idle(one.runner)
+        with braked(llm.engine) as brake:
+            asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
+            task = asyncio.create_task(client.post("/v1/completions", json=asked))
+            await until(brake.waits.is_set)
+            # the second answer was begun, too
+            await until(lambda: begun_answers(one.runner) == one.runner.gate.inside == 2)
+            if steps:
+                brake.release(steps)
+                await until(lambda: any(s.started for s in llm.engine.scheduler.active))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            for tries in range(150):  # answers need 200 steps
+                brake.release(1)
+                await asyncio.sleep(0.01 if tries < 20 else 0.2)
+                if idle(one.runner):
+                    break
+            assert idle(one.runner)
         llm.reset()
         assert llm.model.pool.used == 0
 
@@ -242,9 +242,8 @@ async def test_health_fails_when_the_engine_is_silent(llm):
             await until(brake.waits.is_set)
             await until(lambda: bool(runner.unhealthy_reason))
             response = await client.get("/health")
-            assert response.status_code == 503 and re.search(
-                r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"]
-            )
+            assert response.status_code == 503
+            assert re.search(r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"])
             brake.release()
             for stream in await task:
                 stream.close()
@@ -276,9 +275,8 @@ async def test_a_dead_thread_begins_nothing(llm, monkeypatch):
     async with served(llm) as (runner, client):
         monkeypatch.setattr(llm.thread._loop, "error", MemoryError("no more"))
         health = await client.get("/health")
-        assert health.status_code == 503 and health.json() == {
-            "status": "the engine's thread has ended"
-        }
+        assert health.status_code == 503
+        assert health.json() == {"status": "the engine's thread has ended"}
         asked = BODY | {"model": runner.name}
         assert (await client.post("/v1/completions", json=asked)).status_code == 503
     monkeypatch.undo()
@@ -378,7 +376,7 @@ async def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "cache_folder", lambda: tmp_path / "cache")
-    read, digest = list[Path](), fingerprint._digest
+    read, digest, of = list[Path](), fingerprint._digest, fingerprint.digest_of
     monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file) or digest(file))
     first = fingerprint.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first) and read
@@ -388,18 +386,14 @@ def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
         assert fingerprint.fingerprint_of(other) != first
     with LLM(toy_folder, "logitspec") as other:
         assert fingerprint.fingerprint_of(other) == first  # no method changes an answer
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in Path(toy_folder).iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    assert fingerprint.digest_of(str(copy)) == fingerprint.digest_of(toy_folder)
+    copy = shutil.copytree(toy_folder, tmp_path / "copy")
+    assert of(str(copy)) == of(toy_folder)
     weights = copy / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(1, 1))
-    assert fingerprint.digest_of(str(copy)) != fingerprint.digest_of(toy_folder)
-    assert fingerprint.digest_of("nobody/knows-this") == "nobody/knows-this"
+    assert of(str(copy)) != of(toy_folder) and of("nobody/knows-this") == "nobody/knows-this"
     (tmp_path / "cache" / fingerprint.KNOWN).write_text("[broken")
     assert fingerprint.fingerprint_of(llm) == first
 

@@ -26,16 +26,10 @@ from quickbeam.serve.tools import Call, CallReader, calling
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
-SCHEMA = {
-    "type": "object",
-    "properties": {"x": {"type": "integer"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "Add one.", "parameters": SCHEMA},
-}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+SCHEMA["additionalProperties"] = False
+ADD = {"name": "f", "description": "Add one.", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": ADD}
 TOOL_F = {"type": "function", "function": {"name": "f"}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 TOOLS = [Tool.model_validate(TOOL), Tool.model_validate(OTHER)]
@@ -153,14 +147,11 @@ def test_one_call_where_one_is_asked_for():
 def test_a_tokenizers_own_template_comes_first():
     """As those that transformers defines: calls in tags, whose arguments get their types from the
     schemas."""
-    field = {
-        "open_pattern": r"<call=(?P<name>\w+)>",
-        "close": "</call>",
-        "repeats": True,
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-    }
+    field = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "repeats": True}
+    field |= {"content": "xml-inline"}
+    field |= {"content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"}}
+    called = {"name": "{name}", "arguments": "{content}"}
+    field |= {"transform": {"type": "function", "function": called}}
     own = SimpleNamespace(
         get_chat_template=lambda **_: "{{ tools }}",
         response_template={"fields": {"tool_calls": field}},
@@ -304,9 +295,8 @@ def test_calls_are_forced_by_a_grammar(runner, asked, stream):
     strict = {"type": "function", "function": {**STRICT["function"], "parameters": limit}}
     fields = dict(tools=[strict], tool_choice=asked, temperature=0.8, seed=4, max_tokens=200)
     if stream:
-        every = [
-            one["choices"][0] for one in chunks(ask(runner, PATH, body(**fields, stream=True)))
-        ]
+        told = chunks(ask(runner, PATH, body(**fields, stream=True)))
+        every = [one["choices"][0] for one in told]
         calls = [call for one in every for call in one["delta"].get("tool_calls", [])]
         message, reason = {"tool_calls": calls}, every[-1]["finish_reason"]
     else:
@@ -347,18 +337,16 @@ def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
     writing = form.writing
     begin, middle, end = writing.parts
     call = f'{begin}f{middle}{{"x": 3}}{end}'
-    one, two = (
-        writing.before + between.join([call] * n) + writing.after
-        for n, between in ((1, ""), (2, writing.between or ""))
-    )
     several = writing.between is not None
-    assert matches(forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, one)
-    assert matches(forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, two) == several
-    assert not matches(forcing_grammar(form, TOOLS, False, tokenizer), tokenizer, two)
-    assert not matches(
-        forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, one.replace("3", '"3"')
-    )
-    assert not matches(forcing_grammar(form, TOOLS[1:], True, tokenizer), tokenizer, one)
+    one = f"{writing.before}{call}{writing.after}"
+    two = f"{writing.before}{call}{writing.between or ''}{call}{writing.after}"
+
+    def allows(tools, more, text):
+        return matches(forcing_grammar(form, tools, more, tokenizer), tokenizer, text)
+
+    assert allows(TOOLS, True, one) and allows(TOOLS, True, two) == several
+    assert not allows(TOOLS, False, two) and not allows(TOOLS[1:], True, one)
+    assert not allows(TOOLS, True, one.replace("3", '"3"'))
     assert read(form, one, 5) == [("f", {"x": 3})] and (not several or len(read(form, two, 5)) == 2)
 
 
@@ -383,11 +371,8 @@ def test_strict_grammars_allow_text_and_hold_calls_to_schemas(name, tokenizer):
     if name == "llama3" or "<tool_call>" not in tokenizer.get_added_vocab():
         assert lark is None
         return
-    assert (
-        matches(lark, tokenizer, text)
-        and matches(lark, tokenizer, "Just text, {1} or <tool_c")
-        and matches(lark, tokenizer, "")
-    )
+    for allowed in (text, "Just text, {1} or <tool_c", ""):
+        assert matches(lark, tokenizer, allowed)
     assert not matches(lark, tokenizer, text.replace('"x": 3', '"x": "3"'))
     # which is not strict
     assert matches(lark, tokenizer, text.replace('"f"', '"g"').replace('"x": 3', '"y": "3"'))
