@@ -57,10 +57,8 @@ class Answer:
         self.changed.set()
 
     async def next(self) -> Delta | None:
-        """Return everything new as soon as there is something; None at the end.
-
-        Raises the error that ended the answer.
-        """
+        """Return everything new as soon as there is something; None at the end. Raises what ended
+        it."""
         while not any(self.delta):
             if self.over and self.stream.error is not None:
                 raise self.stream.error
@@ -124,10 +122,8 @@ class AsyncStream(AsyncIterator[str]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is new in the answer, step by step.
-
-        If steps come faster than they are taken, one delta holds several of them.
-        """
+        """Yield what is new in the answer: a step, or several where they come faster than they are
+        taken."""
         while (delta := await self._next()) is not None:
             yield delta
 
@@ -148,10 +144,8 @@ class AsyncStream(AsyncIterator[str]):
         self._answer.on_begun, self._answer.on_over = begun, over
 
     async def begun(self) -> None:
-        """Wait until the engine has taken the answer up, or the answer is over.
-
-        Raises the error that ended it, if there is one by then.
-        """
+        """Wait until the engine has taken the answer up, or it is over. Raises what ended it by
+        then."""
         await self._answer.begun.wait()
         if self._answer.over and self._answer.stream.error is not None:
             raise self._answer.stream.error

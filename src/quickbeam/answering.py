@@ -79,11 +79,8 @@ class Answering:
         self._bound_memory()
 
     def _bound_memory(self) -> None:
-        """Set how many pages of keys and values there may be.
-
-        A page counts the target's bytes and the drafter's. Raises `InvalidInput` where fewer than 2
-        pages fit.
-        """
+        """Set how many pages of keys and values there may be, of the target and the drafter
+        together."""
         pool, drafter = self.model.pool, self.drafting.drafter
         if self._kv_memory is None:
             self._kv_memory = int(SHARE * free_memory(self.model.device))
@@ -141,7 +138,6 @@ class Answering:
         return self.drafting.drafter if self.drafting.drafts(method) else None
 
     def _load_drafter(self, asked: Asked) -> None:
-        """Do so on the engine's thread."""
         self.drafting.prepare(asked, self.model, self.tokenizer)
         self._bound_memory()
 

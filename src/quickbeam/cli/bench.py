@@ -95,10 +95,7 @@ def bench(
 
 
 def compare(asked: Conversations, target: Target, given: Report, params: SamplingParams) -> None:
-    """Load the methods, ask the questions, then show and write the figures.
-
-    Raises `InvalidInput` if no prompt could be answered.
-    """
+    """Load the methods, ask the questions, then show and write the figures."""
     items, questions = prepare(asked, target, given, params)
     with loading_progress(target.model, target.drafter) as loading:
         from quickbeam.bench import report
@@ -182,10 +179,8 @@ def throughput(
 def prepare(
     asked: Asked, target: Target, report: Report, params: SamplingParams
 ) -> tuple[list[MethodItem], list[Question]]:
-    """Return the entries of `--methods` and the questions.
-
-    Raises `InvalidInput` for what can be seen to be wrong before PyTorch is imported.
-    """
+    """Return the entries of `--methods` and the questions, or refuse them before torch is
+    imported."""
     if params.max_tokens < 2:
         raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
     given = (target.drafter, target.model, target.vocab, target.shortlist)

@@ -31,10 +31,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def stderr() -> Console:
-    """Return a console on the present stderr.
-
-    It stays on that stream while stderr is redirected for a loader.
-    """
+    """Return a console on the present stderr, where it stays while a loader's is redirected."""
     return Console(file=sys.stderr, highlight=False)
 
 

@@ -25,10 +25,7 @@ from quickbeam.sizes import parse_bytes
 
 
 def biases(given: list[str]) -> dict[int, float]:
-    """Return what `SamplingParams` takes for `--logit-bias`, given as ID=VALUE.
-
-    Raises `InvalidInput` for other text and for a token that is named twice.
-    """
+    """Return what `SamplingParams` takes for `--logit-bias`, given as ID=VALUE."""
     read: dict[int, float] = {}
     for text in given:
         token, equals, value = text.partition("=")
@@ -133,7 +130,6 @@ def _default(field: Field[Any], given: Any) -> Any:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a field's value from its option's."""
     if name in WORDS:
         return WORDS[name].read(value)
     if isinstance(value, list):

@@ -74,10 +74,7 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
 
 
 def read(prompt: str) -> str:
-    """Return the prompt. `-` reads it from standard input, without its last line end.
-
-    Raises `InvalidInput` if it is empty or not UTF-8.
-    """
+    """Return the prompt. `-` reads it from standard input, without its last line end."""
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()

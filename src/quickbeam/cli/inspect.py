@@ -104,10 +104,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def page(trace: dict[str, Any]) -> str:
-    """Return the whole HTML page: figures and answer at the top, then one tree for each step.
-
-    The page loads nothing and runs no script.
-    """
+    """Return the HTML page: figures and answer, then a tree for each step. It runs no script."""
     sources, answer, steps = by_source(trace), trace["answer"], trace["steps"]
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
     trees = "\n".join(draw_step(i, step, colours) for i, step in enumerate(steps, 1))

@@ -66,10 +66,8 @@ class Target:
     """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
 
     def nodes(self) -> int | None:
-        """Return what `LLM` takes for `--budget`: a number of nodes, 0 for auto, None if not given.
-
-        Raises `InvalidInput` for other values.
-        """
+        """Return what `LLM` takes for `--budget`: a number of nodes, 0 for auto, None if not
+        given."""
         if self.budget is None or self.budget == "auto":
             return None if self.budget is None else 0
         if not self.budget.isascii() or not self.budget.isdecimal() or int(self.budget) < 1:
@@ -201,10 +199,7 @@ class Follow:
     """The answer follows this Lark grammar, whose first rule is start."""
 
     def grammar(self) -> Grammar | None:
-        """Return what `SamplingParams` takes for these options.
-
-        Raises `InvalidInput` if more than one is given, and for files that can't be read.
-        """
+        """Return what `SamplingParams` takes for these options."""
         given = [name for name, value in vars(self).items() if value not in (None, False)]
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)

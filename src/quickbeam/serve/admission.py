@@ -162,10 +162,8 @@ class Gate:
             )
 
     def retry_after(self, choices: int = 1) -> int:
-        """Estimate the seconds until the waiting answers and `choices` more are started.
-
-        The estimate uses the rate of recent starts. It is at least 1 and at most `LONGEST_WAIT`.
-        """
+        """Estimate the seconds until the waiting answers and `choices` more are started, from
+        recent starts."""
         now = time.perf_counter()
         recent = [at for at in self.starts if now - at < LONGEST_WAIT]
         if len(recent) < 2:
@@ -175,7 +173,6 @@ class Gate:
         return max(1, min(LONGEST_WAIT, wait))
 
     def leave(self, tenant: Hashable) -> None:
-        """Record that an answer is over."""
         self.inside -= 1
         self._inside_of[tenant] -= 1
         if not self._inside_of[tenant]:

@@ -139,10 +139,7 @@ class Reply:
 
 
 class Choices(Reply):
-    """The reply of chats and completions, whose answers are `choices`.
-
-    `prefix` begins the response's id, and `kind` is its `object`.
-    """
+    """The reply of chats and completions. `prefix` begins its id, `kind` is its `object`."""
 
     def __init__(
         self, runner: Runner, request: GenerationRequest, answers: Answers, prefix: str, kind: str
@@ -209,10 +206,7 @@ class Choices(Reply):
 
 
 async def done_events(chunks: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
-    """Yield chunks as server-sent events, and then `[DONE]`.
-
-    If an error ends the chunks, its error object is sent in place of the rest.
-    """
+    """Yield chunks as server-sent events, the error object of what ends them, and `[DONE]`."""
     try:
         async for chunk in chunks:
             yield {"data": json.dumps(chunk)}

@@ -95,10 +95,8 @@ def model(name: str, http: Request) -> dict[str, Any]:
 
 
 def _model(runner: Runner, name: str) -> dict[str, Any]:
-    """Return OpenAI's model object.
-
-    It also has vLLM's `root` and `max_model_len`, and the methods that `speculation` may name.
-    """
+    """Return OpenAI's model object, with vLLM's fields and the methods that `speculation` may
+    name."""
     llm = runner.loaded.llm
     return {
         "id": name,

@@ -24,10 +24,8 @@ async def begin(runner: Runner, request: ChatRequest) -> Chat:
 async def begin_conversation(
     runner: Runner, request: ChatRequest | ResponsesRequest
 ) -> tuple[Answers, Calling]:
-    """Have the engine begin to answer a conversation, and return what is asked in tool calls, too.
-
-    Raises as `convert.begin` does.
-    """
+    """Have the engine begin to answer a conversation, and return what is asked in tool calls,
+    too."""
     llm, asked = runner.llm, request.conversation
     several = request.parallel_tool_calls
     calling = tools.calling(asked.tools, request.choice, several, llm.tokenizer)

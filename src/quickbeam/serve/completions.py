@@ -43,10 +43,8 @@ def _text(llm: LLM, prompt: str | list[int]) -> str:
 
 
 class Texts(Choices):
-    """A completions request while it is answered.
-
-    `echoes` holds, for each prompt, the text that its answers begin with.
-    """
+    """A completions request while it is answered. `echoes`: what answers to each prompt begin
+    with."""
 
     def __init__(
         self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]
@@ -64,7 +62,6 @@ class Texts(Choices):
         ]
 
     def _prompt(self, index: int) -> list[int]:
-        """Return the token ids of the prompt of an answer."""
         return self.answers.prompts[index // self.answers.n]
 
     def choice(self, index: int, completion: Completion) -> Json:

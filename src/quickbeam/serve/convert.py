@@ -141,11 +141,7 @@ def check_model(runner: Runner, model: str | None) -> None:
 
 
 def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the request's sampling parameters, without the final length of the answer.
-
-    `defaults` holds parameters for requests that don't give them. Raises `InvalidInput` for values
-    that can't be used.
-    """
+    """Return the request's sampling parameters; its length is not final where no limit is given."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
     given = {**defaults, **given}
     if given.get("top_k") == -1:  # vLLM's value for off
@@ -167,11 +163,7 @@ def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) ->
 
 
 def _measured(llm: LLM, request: Request, given: Prompts) -> tuple[list[list[int]], list[int]]:
-    """Return each prompt's token ids, and the number of tokens that its answer may have.
-
-    Raises `Refused` for an empty prompt, before any other is answered, and for one that leaves too
-    little room in the context.
-    """
+    """Return each prompt's token ids, and the number of tokens that its answer may have."""
     (name, asked), param = request.asked_length, request.prompt_field
     method = request.speculation.method if request.speculation else None
     if given.tokens is None:
@@ -194,10 +186,8 @@ def _measured(llm: LLM, request: Request, given: Prompts) -> tuple[list[list[int
 
 
 def check_size(llm: LLM, size: int, param: str, prompts: int = 1) -> None:
-    """Raise `Refused` for texts that can't fit however they are tokenised, which would take long.
-
-    A token may stand for twice its characters, as a tokenizer may leave some out.
-    """
+    """Raise `Refused` for texts that can't fit: a token may stand for twice its characters at
+    most."""
     room = llm.room(0)
     if size > 2 * room * _longest_token(llm.tokenizer) * prompts:
         raise too_long(room, f"and {size} characters can't fit: shorten the prompt", param)
@@ -214,7 +204,6 @@ def _longest_token(tokenizer: Any) -> int:
 
 
 def _grammar(request: Request) -> Grammar | None:
-    """Return the grammar that a request asks for; None if any text will do."""
     if not request.grammars:
         return None
     _, kind, value = request.grammars[0]
@@ -229,10 +218,7 @@ def _grammar(request: Request) -> Grammar | None:
 def encode_conversation(
     llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None
 ) -> list[int]:
-    """Return the token ids of a conversation's prompt.
-
-    Raises `InvalidInput` for what the model's chat template does not take.
-    """
+    """Return the token ids of a conversation's prompt."""
     arguments = asked.chat_template_kwargs or {}
     own = {
         *inspect.signature(LLM.encode_chat).parameters,
@@ -254,10 +240,7 @@ def encode_conversation(
 
 
 def _effort(template: str, effort: str | None) -> dict[str, Any]:
-    """Return the variables by which a chat template is told how much to reason.
-
-    Raises `InvalidInput` for what the template can't be told.
-    """
+    """Return the variables by which a chat template is told how much to reason."""
     if effort is None:
         return {}
     if "reasoning_effort" in template:
@@ -271,10 +254,7 @@ def _effort(template: str, effort: str | None) -> dict[str, Any]:
 
 
 def encode_infill(llm: LLM, prompt: str, suffix: str) -> list[int]:
-    """Return the token ids that ask for the text between `prompt` and `suffix`.
-
-    Raises `Refused` for a tokenizer without the tokens for that.
-    """
+    """Return the token ids that ask for the text between `prompt` and `suffix`."""
     known = llm.tokenizer.get_added_vocab()
     marks = next((marks for marks in INFILL if known.keys() >= {*marks}), None)
     if marks is None:

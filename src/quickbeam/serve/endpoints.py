@@ -50,10 +50,7 @@ ENDPOINTS = {
 
 
 async def answer(runner: Runner, path: str, body: Any) -> dict[str, Any]:
-    """Return the response object to a request, without HTTP.
-
-    Raises what `Endpoint.begin` does, and the error that ended an answer.
-    """
+    """Return the response object to a request, without HTTP."""
     return await _whole(runner, ENDPOINTS[path], check(body, ENDPOINTS[path].kind))
 
 
@@ -85,10 +82,7 @@ def responder(endpoint: Endpoint) -> Handler:
 
 
 async def read(http: Request, kind: Any) -> Any:
-    """Return the request that a body holds; `kind` is a model, or a union of models.
-
-    Raises `Refused` for what is not JSON, and for a request that can't be served.
-    """
+    """Return the request that a body holds; `kind` is a model, or a union of models."""
     # A web page may send any other type to any address without asking the server first.
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -124,10 +118,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def guarded(handler: Handler) -> Handler:
-    """Return a handler that answers the errors of another one.
-
-    Nothing gets past it to the libraries, whose logs would quote the error and with it a prompt.
-    """
+    """Answer all errors: the logs of the libraries would quote them, and with them a prompt."""
 
     async def handle(http: Request) -> Response:
         try:

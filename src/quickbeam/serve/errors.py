@@ -86,10 +86,7 @@ KINDS: dict[type[QuickbeamError], tuple[int, str | None]] = {
 
 
 def problem(error: BaseException) -> Problem:
-    """Return what a client is told of an error, whatever its kind.
-
-    An unknown kind of error is logged, without its message, which may quote a prompt.
-    """
+    """Return what a client is told of an error. An unknown kind is logged without its message."""
     if isinstance(error, Refused):
         return error.problem
     if isinstance(error, HTTPException):
@@ -144,10 +141,7 @@ def invalid(error: ValidationError, body: Any) -> Refused:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
-    """Return where in the body an error is.
-
-    This is the error's location without the type names that pydantic inserts.
-    """
+    """Return where in the body an error is, without the type names that pydantic inserts."""
     parts, value, path = list(error["loc"]), body, list[str | int]()
     for i, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (

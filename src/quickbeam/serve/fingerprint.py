@@ -24,20 +24,15 @@ KNOWN = "digests.json"  # in the cache folder: digests of files by path, size an
 
 
 def fingerprint_of(llm: LLM) -> str:
-    """Return a hash of version, model files, number format, kind of device and kernels.
-
-    Reads the model's files unless their digests are known already.
-    """
+    """Return a hash of version, model files, number format, kind of device and kernels."""
     model = llm.model
     parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def digest_of(model: str) -> str:
-    """Return a hash of a model's files, which are in a folder or in the Hugging Face cache.
-
-    If there are no such files, the model's name is returned as it is.
-    """
+    """Return a hash of a model's files, in a folder or Hugging Face's cache; its name without
+    any."""
     path = Path(model)
     if not path.exists():
         try:

@@ -111,10 +111,7 @@ class CompletionLogprobs:
         self._offset = echo - len(spelled)
 
     def add(self, tokens: Sequence[int], entries: Sequence[Logprob | None]) -> dict[str, Any]:
-        """Return the log-probabilities of further tokens, each with its entry.
-
-        A prompt's first token has None.
-        """
+        """Return the log-probabilities of further tokens; a prompt's first one has None."""
         offsets = []
         for token in tokens:
             offsets.append(max(self._offset, 0))
@@ -127,10 +124,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: Logprob) -> dict[str, float]:
-        """Return log-probabilities by token text, with the emitted token's included.
-
-        Of tokens with the same text, the most probable one counts.
-        """
+        """Return log-probabilities by text, the emitted one included; of equal texts the most
+        probable."""
         top: dict[str, float] = {}
         for token, logprob in [*entry.top.items(), (entry.token, entry.logprob)]:
             top.setdefault(self._texts.text_of(token), max(logprob, LOWEST))

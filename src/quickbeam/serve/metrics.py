@@ -84,10 +84,7 @@ class Metrics:
         self._gauge("vllm:num_requests_waiting", waiting, lambda: gate.waiting)
 
     def watch(self, engine: Engine, heartbeat: Callable[[], float]) -> None:
-        """Add an engine's state to the metrics.
-
-        `heartbeat` returns the seconds since the engine's thread last gave a sign of life.
-        """
+        """Add an engine's state. `heartbeat`: seconds since its thread last gave a sign of life."""
         age = "Since the engine's thread last gave a sign of life."
         self._gauge("quickbeam:heartbeat_age_seconds", age, heartbeat)
         running = "Answers that are being read or made."
@@ -106,10 +103,7 @@ class Metrics:
         self.of("quickbeam:refused_requests", type(error).__name__.lower()).inc()
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """Return the text that Prometheus reads, and its content type.
-
-        `accept` is the request's Accept header.
-        """
+        """Return what Prometheus reads, and its content type for this Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 

@@ -23,10 +23,7 @@ from quickbeam.serve.tools import Call, Calling
 
 
 async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
-    """Yield the events with numbers, in the form of server-sent events.
-
-    If an error is raised, it becomes the last event.
-    """
+    """Yield the events with numbers, as server-sent events; an error becomes the last one."""
     number = 0
     try:
         async for event in events:
@@ -127,10 +124,7 @@ class Responses(Reply):
 
 
 class Items:
-    """The output items of a response, and the events by which they grow.
-
-    `texts` is given if log-probabilities are asked for.
-    """
+    """The output items of a response, and the events by which they grow. `texts`: for logprobs."""
 
     def __init__(self, texts: TokenTexts | None) -> None:
         self.output = list[Json]()
@@ -152,11 +146,8 @@ class Items:
                 yield from self._text(piece, None if last else len(piece.encode()))
 
     def end(self, cut: bool) -> Iterator[Json]:
-        """End the output, and yield the events of that.
-
-        `cut` says that the answer reached its length limit. A response without any output gets an
-        empty message.
-        """
+        """End the output, and yield the events of that. `cut`: the answer reached its length
+        limit."""
         if self._open is None and not self.output:
             yield from self._begin()
         yield from self._close("incomplete" if cut else "completed")

@@ -85,10 +85,8 @@ class Runner:
 
     @property
     def llm(self) -> LLM:
-        """The model, for a request.
-
-        Raises `Unavailable` if none is loaded yet, and counts the request as refused.
-        """
+        """The model, for a request: if none is loaded, it is counted as refused, and `Unavailable`
+        raised."""
         try:
             return self.loaded.llm
         except Unavailable as error:
@@ -201,10 +199,8 @@ class Runner:
         return f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
 
     async def drain(self) -> bool:
-        """Refuse new requests, and wait up to `drain_timeout` seconds for those under way.
-
-        Returns whether all of them finished.
-        """
+        """Refuse new requests; return whether those under way finish within `drain_timeout`
+        seconds."""
         self.gate.phase = Phase.draining
         with anyio.move_on_after(self.settings.drain_timeout):
             await self.gate.empty.wait()

@@ -81,11 +81,7 @@ class Body(BaseModel):
 
 
 class Returned(Body):
-    """A part of an answer, as clients send it back.
-
-    Fields that say nothing to a model are dropped: clients add fields of their own to what they
-    read.
-    """
+    """A part of an answer, as clients send it back, with fields of their own, which are dropped."""
 
     model_config = ConfigDict(extra="ignore")
 

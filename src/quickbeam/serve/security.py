@@ -90,10 +90,7 @@ class Guard:
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """Return a `receive` that ends with the body's limits of size and time.
-
-        It counts the bytes, because the Content-Length header may be missing or wrong.
-        """
+        """Return a `receive` that ends with the limits of size, which is counted, and of time."""
         settings, seen, complete = self._settings, 0, False
         deadline = asyncio.get_running_loop().time() + settings.read_timeout
 

@@ -82,11 +82,7 @@ def config(runner: Runner) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains before it ends.
-
-    After a first signal it finishes the answers under way, while new requests get a 503. A second
-    signal ends it at once.
-    """
+    """A uvicorn server that drains after a first signal, and ends at once after a second one."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner

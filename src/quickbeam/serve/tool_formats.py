@@ -79,10 +79,7 @@ MISTRAL = ToolFormat(
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
-    """Return how calls are written with this tokenizer's chat template.
-
-    Raises `Refused` if the template takes no tools, or if its format is not known.
-    """
+    """Return how this tokenizer's chat template writes calls. Raises `Refused` if nothing tells."""
     template = _chat_template(tokenizer)
     if not re.search(r"\btools\b", template):
         raise Refused(
@@ -199,10 +196,8 @@ def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: An
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
-    """Return text as terminals of a grammar.
-
-    Added tokens are written by their ids, because their characters alone are not the same tokens.
-    """
+    """Return text as terminals of a grammar; added tokens by their ids, as characters are
+    others."""
     added: dict[str, int] = tokenizer.get_added_vocab()
     pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
     parts = re.split(f"({pattern})", text) if added else [text]
