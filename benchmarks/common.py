@@ -20,6 +20,7 @@ from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
 from quickbeam.cli.common import save
 from quickbeam.errors import QuickbeamError
+from quickbeam.models.base import Model
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
@@ -92,15 +93,15 @@ def comb(nodes: int, vocab: int) -> TokenTree:
     return tree
 
 
-def pass_of(llm: LLM, context: int) -> Callable[[int], object]:
+def pass_of(model: Model, context: int) -> Callable[[int], object]:
     """Return a pass of the model over so many rows, behind `context` tokens, whichever they are."""
-    target = Target(llm.model)
+    target = Target(model)
     target.prefill([7])
 
     def run(rows: int) -> object:
         target.store.reserve(context + rows + 2)
         target.store.length = max(context, 1)
-        return target.verify(comb(rows, llm.model.vocab_size))[0, 0].item()
+        return target.verify(comb(rows, model.vocab_size))[0, 0].item()
 
     return run
 

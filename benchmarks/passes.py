@@ -62,7 +62,7 @@ def main() -> None:
     given = parser.parse_args()
     llm = load(given, "ar", weights=given.weights)
     contexts, widths = ([int(one) for one in numbers(x)] for x in (given.contexts, given.widths))
-    ways = {("ours", context): pass_of(llm, context) for context in contexts}
+    ways = {("ours", context): pass_of(llm.model, context) for context in contexts}
     if given.transformers:
         model = AutoModelForCausalLM.from_pretrained(llm.folder, dtype=llm.model.dtype)
         model.to(llm.model.device).eval()

@@ -80,7 +80,7 @@ def main() -> None:
     kinds, widths = given.weights.split(","), [int(one) for one in numbers(given.widths)]
     llms = {kind: load(given, weights=kind) for kind in kinds}
     first = llms[kinds[0]]
-    passes = {kind: pass_of(llm, given.context) for kind, llm in llms.items()}
+    passes = {kind: pass_of(llm.model, given.context) for kind, llm in llms.items()}
     works = {
         (kind, rows): lambda run=run, rows=rows: run(rows)
         for kind, run in passes.items()
