@@ -260,18 +260,22 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
   const int64_t w_stride = inputs * 16;
 #ifdef QB_AMX
   if constexpr (std::is_same_v<W, bf16>) if (inputs % 32 == 0 && rows) {
+    constexpr int64_t HELD = 1 << 18;  // numbers of rows that stay in the second cache while weights pass by, where all would not
     const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
-    each([&](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; b += most) {
-        const int64_t some = b + most < last ? most : last - b;
-        const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
-        for (int64_t r = 0; r < rows; r += group) {
-          const int64_t count = r + group < rows ? group : rows - r;
-          tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r ? nullptr : next);
-          done(r, count, b, some, sums, some * 16);
+    const int64_t held = rows * inputs <= 2 * HELD ? rows : std::max<int64_t>(2, HELD / 32 / inputs) * 32;
+    for (int64_t low = 0; low < rows; low += held)
+      each([&](int64_t first, int64_t last) {
+        const int64_t high = std::min(rows, low + held);
+        for (int64_t b = first; b < last; b += most) {
+          const int64_t some = b + most < last ? most : last - b;
+          const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
+          for (int64_t r = low; r < high; r += group) {
+            const int64_t count = std::min(group, high - r);
+            tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r > low ? nullptr : next);
+            done(r, count, b, some, sums, some * 16);
+          }
         }
-      }
-    });
+      });
     return;
   }
 #endif
