@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,20 @@ def test_a_file_system_without_direct_reads_is_said_and_read(
     room = torch.zeros(256, dtype=torch.uint8)
     file.read(0, room)
     assert room.tolist() == list(range(256))
+
+
+def test_on_windows_threads_read_a_file_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").write_bytes(data := os.urandom(1 << 16))
+    for missing in ("preadv", "O_DIRECT"):
+        monkeypatch.delattr(os, missing, raising=False)
+    file = File(tmp_path / "data")
+
+    def read(place: int) -> bytes:
+        room = torch.zeros(512, dtype=torch.uint8)
+        file.read_cached(place * 512, room)
+        return bytes(room.numpy())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert b"".join(threads.map(read, range(128))) == data

@@ -111,10 +111,12 @@ def made(folder: Path) -> tuple[Path, Path]:
 
 
 RUN = """
+import mmap
 import sys
 from pathlib import Path
 import pytest
 import foreign
+del mmap.MADV_HUGEPAGE  # weights in huge pages would lie elsewhere
 from quickbeam.models.native import library
 path, cpu, driver = sys.argv[1:4]
 command = [foreign.EMULATOR, "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu", driver]

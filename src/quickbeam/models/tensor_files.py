@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,6 +24,24 @@ DTYPES = {
 }
 
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
+_one_at_a_time = threading.Lock()
+
+
+def read_into(room: memoryview, file: int, at: int) -> int:
+    """Fill `room` with bytes of an open file from byte `at` on. Returns how many were read.
+
+    Several threads may read one file. Raises `OSError`.
+    """
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [room], at)
+    with _one_at_a_time:  # Windows can't read elsewhere than at the file's position
+        os.lseek(file, at, os.SEEK_SET)
+        data = os.read(file, len(room))
+    room[: len(data)] = data
+    return len(data)
+
+
 class _Shard:
     """A safetensors file, whose tensors are read past PyTorch's memory maps.
 
@@ -32,14 +51,18 @@ class _Shard:
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `OSError` and `ValueError` where it can't be read."""
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = os.open(path, os.O_RDONLY | BINARY)
         weakref.finalize(self, os.close, self._fd)
-        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        size = int.from_bytes(self._bytes(8, 0), "little")
         if not 0 < size < os.fstat(self._fd).st_size:
             raise ValueError("it is no safetensors file")
-        self.tensors: dict[str, dict[str, Any]] = json.loads(os.pread(self._fd, size, 8))
+        self.tensors: dict[str, dict[str, Any]] = json.loads(self._bytes(size, 8))
         self.tensors.pop("__metadata__", None)
         self._begin = 8 + size
+
+    def _bytes(self, size: int, at: int) -> bytes:
+        data = bytearray(size)
+        return bytes(data[: read_into(memoryview(data), self._fd, at)])
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
@@ -52,7 +75,7 @@ class _Shard:
         room: Any = data.numpy()
         left, at = memoryview(room), self._begin + about["data_offsets"][0] + first * row
         while left:
-            count = os.preadv(self._fd, [left], at)
+            count = read_into(left, self._fd, at)
             if not count:
                 raise OSError("the file ends too early")
             left, at = left[count:], at + count

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import QuickbeamError
+from quickbeam.models.tensor_files import BINARY, read_into
 from quickbeam.models.weight_file import ALIGNED
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class File:
         self.path = path
         try:
             self.direct = _direct(path)
-            self.fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
-            self._cached = os.open(path, os.O_RDONLY)
+            self.fd = os.open(path, os.O_RDONLY | BINARY | (os.O_DIRECT if self.direct else 0))
+            self._cached = os.open(path, os.O_RDONLY | BINARY)
             self._seen = self._state()
         except OSError as error:
             raise QuickbeamError(f"{path} can't be read: {error.strerror or error}") from error
@@ -86,7 +87,7 @@ class File:
         size = min(len(buffer), self._seen[0] - offset)
         while done < size:
             try:
-                count = os.preadv(fd, [buffer[done:]], offset + done)
+                count = read_into(buffer[done:], fd, offset + done)
             except OSError as error:
                 raise QuickbeamError(
                     f"reading {self.path} at byte {offset + done} failed: {error.strerror or error}"
