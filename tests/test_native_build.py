@@ -347,8 +347,8 @@ def test_every_set_of_another_platform_compiles(
 def test_libraries_of_several_sets_share_nothing(isa: str) -> None:
     """Objects that are unique in a process would be those of the set that was loaded first."""
     nm = shutil.which("nm")
-    if nm is None:
-        pytest.skip("nm is not there")
+    if nm is None or sys.platform != "linux":
+        pytest.skip("no nm that lists a library's names")
     listed = subprocess.run(
         [nm, "-D", build.build(isa)], capture_output=True, text=True, check=True
     )
