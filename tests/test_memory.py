@@ -122,7 +122,8 @@ def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("lfm2_moe", torch.bfloat16),
+        ("ernie4_5_moe", torch.bfloat16),
+        ("qwen3_moe", torch.bfloat16),
         ("qwen3_5", torch.float32),
         ("granite_hybrid-moe", torch.bfloat16),
     ],

@@ -22,7 +22,7 @@ from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack_tensors import experts, names
 from quickbeam.models.stored import (
     TURNED,
     Mxfp4,
@@ -180,6 +180,7 @@ class Checkpoint:
         self._files = TensorFiles(folder)
         self._last = (("", 0, 0), torch.empty(0))  # the last rows that were read from blocks
         self._stored = self._places(self.stack)
+        self._as_stored = {of.routing.correction for of in experts(self.stack)}
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
@@ -227,13 +228,14 @@ class Checkpoint:
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
 
-        The numbers are those that loading the model gives. Raises `QuickbeamError` naming the file
-        where it can't be read.
+        The numbers are those that loading the model gives: corrections of routers keep every bit.
+        Raises `QuickbeamError` naming the file where it can't be read.
         """
         last = self.shape(name)[0] if last is None else last
         stored = self._stored[name]
         if not isinstance(stored, Mxfp4):
-            return stored.rows(self._files, first, last).to(self.dtype)
+            found = stored.rows(self._files, first, last)
+            return found if name in self._as_stored else found.to(self.dtype)
         if self._last[0] != (name, first, last):  # gates, and then what they let through
             rows = stored.rows(self._files, first, last).to(self.dtype)
             self._last = ((name, first, last), rows)

@@ -95,6 +95,7 @@ ATTRIBUTES = {
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
+    "qwen3_moe": {"num_experts": "num_local_experts"},
     "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
 }
 
