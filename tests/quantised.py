@@ -1,5 +1,5 @@
 """Products with weights of 8 or 4 bits in plain PyTorch: what the native kernels compute, bit for
-bit (`native/quantised.h`).
+bit (`native/quantised.h`, `native/quantise.h`).
 
 Each row of inputs is quantised by itself, in groups of 32. A group becomes whole numbers from -127
 to 127 and one scale. `int8` weights are whole numbers in the same range, with one scale per output.

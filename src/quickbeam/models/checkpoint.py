@@ -225,6 +225,9 @@ class Checkpoint:
     def shape(self, name: str) -> list[int]:
         return self._stored[name].shape(self._files)
 
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
 

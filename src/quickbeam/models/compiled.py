@@ -22,7 +22,7 @@ from quickbeam.models.compiled_norm import CompiledNorm, add_norm
 from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.experts import CompiledExperts
 from quickbeam.models.formats import weights_format
-from quickbeam.models.linear import NativeLinear
+from quickbeam.models.linear import NativeLinear, embedding_of
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape, Rows
@@ -30,7 +30,7 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.pages import PagePool
-from quickbeam.models.parameters import Parameters, embedding_of
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.recurrent import place_states
 from quickbeam.models.stack import Attention, Experts, Stack
 from quickbeam.models.weight_file import WeightFile
@@ -92,7 +92,8 @@ class CompiledStack:
             self.disk = WeightsOnDisk(kept, self._packed, parameters, stack.embedding, memory)
             self._place(None, name)
         else:
-            self._table = embedding_of(parameters(stack.embedding), stack.scale)
+            self._embedded = parameters(stack.embedding)
+            self._table = embedding_of(self._kernels, self._embedded, stack.scale)
             self._load(name, kept)
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]
         if recurrent:  # how a state follows from another
@@ -134,7 +135,7 @@ class CompiledStack:
     def embedding(self) -> nn.Module:
         """The module from token ids to what the first layer reads."""
         if self.disk is not None and self._table is None:
-            self._table = embedding_of(self.disk.table(), self.stack.scale)
+            self._table = embedding_of(self._kernels, self.disk.table(), self.stack.scale)
         assert self._table is not None
         return self._table
 
@@ -215,7 +216,7 @@ class CompiledStack:
         if layer.layer.attention is not None:
             self._attend(program, buffers, layer, layer.layer.attention, i)
         if layer.recurrent is not None and recurrent is not None:
-            program.linear(layer.recurrent.into, normed, buffers["qkv"])
+            operations.product(program, layer.recurrent.into, normed, buffers["qkv"])
             layer.recurrent.add(program, buffers["qkv"], buffers["recurred"])
             after, weight = layer.attention_after, layer.recurrent.out
             factor = layer.layer.residual * recurrent.factor
@@ -234,7 +235,7 @@ class CompiledStack:
         shape, offset = self._shapes[i], self._offsets[i]
         width = of.heads * of.value_dim
         buffers = buffers | {"attended": replace(buffers["attended"], width=width)}
-        program.linear(layer.qkv, buffers["normed"], buffers["qkv"])
+        operations.product(program, layer.qkv, buffers["normed"], buffers["qkv"])
         angles = 0 if of.rotary is None else self._angles.columns[of.rotary]
         if layer.latent is not None:
             layer.latent.add(program, buffers, shape, offset, angles)
@@ -276,9 +277,9 @@ class CompiledStack:
             return
         epilogue = library.GATED if fed.of.gated else library.ACTIVATE
         more: dict[str, Any] = {"activation": fed.of.activation, "scaling": fed.of.gate_scale}
-        program.linear(fed.up, buffers[source], buffers["inner"], epilogue, **more)
+        operations.product(program, fed.up, buffers[source], buffers["inner"], epilogue, **more)
         if layer.beside is not None and layer.fed_after is not None:
-            program.linear(fed.down, buffers["inner"], buffers["made"])
+            operations.product(program, fed.down, buffers["inner"], buffers["made"])
             both = layer.beside.add(program, buffers)
             layer.fed_after.add(program, both, buffers["x"], add=factor)
             return
@@ -295,7 +296,8 @@ class CompiledStack:
     ) -> None:
         """Add a product, normed or not, to the residual stream."""
         if after is None:
-            program.linear(
+            operations.product(
+                program,
                 weight,
                 buffers[source],
                 buffers["x"],
@@ -303,7 +305,7 @@ class CompiledStack:
                 scaling=factor,
             )
             return
-        program.linear(weight, buffers[source], buffers["made"])
+        operations.product(program, weight, buffers[source], buffers["made"])
         self._add_made(program, buffers, after, factor)
 
     @staticmethod
@@ -325,8 +327,7 @@ class CompiledStack:
             given = program.given("embedded", self._width, self._float32)
             program.copy(given, target, scale=self.stack.scale)
             return
-        weight: Any = self.embedding.weight
-        program.embed(weight.detach(), target, scale=self.stack.scale)
+        program.embed(self._embedded, target, scale=self.stack.scale)
 
     def _project(self, program: Program, source: Buffer) -> None:
         """Add the product of the head to the program."""

@@ -1,6 +1,8 @@
-"""Packed weights of the native kernels as a linear layer."""
+"""Weights of the native kernels as PyTorch's modules."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch import nn
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import Packed, plain_rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import AnyPacked
+from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight, dense_rows
 
 
 class NativeLinear(nn.Module):
@@ -44,3 +46,37 @@ class NativeLinear(nn.Module):
         if rows := x.numel() // self.in_features:
             self._program.run(plain_rows(rows), {"x": x, "y": out})
         return out
+
+
+class BlockEmbedding(nn.Module):
+    """Token ids `[...]` to rows of blocks, times `scale`, `[..., d]` bfloat16."""
+
+    def __init__(self, kernels: Kernels, rows: BlockRows, scale: float) -> None:
+        super().__init__()
+        self._kernels, self._rows, self._scale = kernels, rows, scale
+        self.num_embeddings, self.embedding_dim = rows.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        chosen = BlockRows(self._rows.data[ids.flatten()], self._rows.name)
+        rows = dense_rows(self._kernels, chosen) * self._scale
+        return rows.to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows times a factor."""
+
+    scale = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
+def embedding_of(kernels: Kernels, weight: Weight, scale: float) -> nn.Module:
+    """Return the module from token ids `[...]` to what the first layer reads, `[..., d]`."""
+    if isinstance(weight, BlockRows):
+        return BlockEmbedding(kernels, weight, scale)
+    kind: Any = nn.Embedding if scale == 1 else ScaledEmbedding
+    found: nn.Embedding = kind.from_pretrained(weight)
+    if isinstance(found, ScaledEmbedding):
+        found.scale = scale
+    return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
-from quickbeam.models.native.quantised import AnyPacked, Packer
+from quickbeam.models.native.quantised import AnyPacked, Packer, Weight
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
@@ -50,18 +50,17 @@ class PackedWeights:
             self.size = end
         self._left = iter(self._places)
 
-    def __call__(self, linear: Linear, gated: bool) -> AnyPacked:
+    def __call__(self, linear: Linear, gated: bool) -> Any:
         place = next(self._left)
         assert place.linear is linear
-        room = self.memory[place.first : place.last].view(place.packer.dtype)
+        room = self.memory[place.first : place.last]
         weights = self._shapes(linear) if self.filled else self._stored(linear.weights)
-        return place.packer.pack(weights, self._bias(linear), gated, room, self.filled)
+        return place.packer.pack_apart(weights, self._bias(linear), gated, room, self.filled)
 
     def head(self, memory: torch.Tensor) -> AnyPacked:
         """Return the packed head, whose bytes are in `memory`."""
         linear, _, packer, _, _ = self.head_place
-        room = memory.view(packer.dtype)
-        return packer.pack(self._shapes(linear), self._bias(linear), False, room, True)
+        return packer.pack(self._shapes(linear), self._bias(linear), False, memory, True)
 
     @property
     def head_place(self) -> Place:
@@ -100,21 +99,20 @@ class PackedWeights:
         return sum(-(-n // BLOCK) for n in (rows if place.gated else [sum(rows)]))
 
     def _bytes(self, linear: Linear, gated: bool, packer: Packer) -> int:
-        return packer.size(self._shapes(linear), gated) * packer.dtype.itemsize
+        return packer.size(self._shapes(linear), gated)
 
-    def _shapes(self, linear: Linear) -> list[torch.Tensor]:
+    def _shapes(self, linear: Linear) -> list[Weight]:
         """Return tensors without memory in the shapes of a weight's parts."""
-        shapes = ((one, self._parameters.shape(one.name)) for one in linear.weights)
-        return [rows_of(one, torch.empty(shape, device="meta")) for one, shape in shapes]
+        return [rows_of(one, self._parameters.like(one.name)) for one in linear.weights]
 
     def _bias(self, linear: Linear) -> torch.Tensor | None:
         parts = self._stored(linear.biases)
         return torch.cat(parts) if parts else None
 
-    def _stored(self, parts: tuple[Tensor, ...]) -> list[torch.Tensor]:
+    def _stored(self, parts: tuple[Tensor, ...]) -> list[Any]:
         return [self._rows(one) for one in parts]
 
-    def _rows(self, one: Tensor) -> torch.Tensor:
+    def _rows(self, one: Tensor) -> Any:
         if one.expert is None:
             return rows_of(one, self._parameters(one.name))
         alone = self._parameters.rows(one.name, one.expert, one.expert + 1)

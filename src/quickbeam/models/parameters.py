@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack_tensors import tensor_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Parameters(Protocol):
     def shape(self, name: str) -> list[int]:
         """Return the shape of one."""
 
+    def like(self, name: str) -> Weight:
+        """Return something of the shape and format of one, without its numbers."""
+
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of one; to its end where `last` is None."""
 
@@ -58,6 +62,9 @@ class ModelParameters:
     def shape(self, name: str) -> list[int]:
         return list(self(name).shape)
 
+    def like(self, name: str) -> torch.Tensor:
+        return self(name)
+
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         return self(name)[first:last]
 
@@ -67,21 +74,3 @@ class ModelParameters:
         else:
             modules: Any = self._model.get_submodule(layers)
             modules[layer] = nn.Identity()
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Rows times a factor."""
-
-    scale = 1.0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * self.scale
-
-
-def embedding_of(weight: torch.Tensor, scale: float) -> nn.Embedding:
-    """Return the module from token ids `[...]` to what the first layer reads, `[..., d]`."""
-    kind: Any = nn.Embedding if scale == 1 else ScaledEmbedding
-    found: nn.Embedding = kind.from_pretrained(weight)
-    if isinstance(found, ScaledEmbedding):
-        found.scale = scale
-    return found

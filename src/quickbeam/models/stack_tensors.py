@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.stack import (
     Experts,
     FeedForward,
@@ -108,11 +111,13 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-def rows_of(rows: Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(rows: Tensor, tensor: Any) -> Any:
     """Return the rows of a weight, `[outputs, inputs]`, or of a bias, `[outputs]`.
 
-    `tensor`: the whole of it, as it is stored.
+    `tensor`: the whole of it, as it is stored: a tensor, or `BlockRows` that aren't transposed.
     """
+    if isinstance(tensor, BlockRows):
+        return BlockRows(rows_of(replace(rows, transposed=False), tensor.data), tensor.name)
     tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()

@@ -1,7 +1,7 @@
 // Sixteen int32 sums, and products of unsigned bytes with signed ones, on each instruction set; beside `simd.h`, and chosen as there.
 //
-// A block of weights holds 16 outputs, of 4 inputs each, in 64 bytes. All sums are exact: a group has 32 inputs, so none exceeds
-// 32 * 127 * 127 < 2^24, and nothing on the way saturates. So every instruction set gives the same numbers.
+// 64 bytes of weights hold 4 inputs of 16 outputs. All sums are exact: a group has 32 inputs, so none exceeds 32 * 255 * 127 < 2^24, and
+// nothing on the way saturates. So every instruction set gives the same numbers.
 #pragma once
 #include "simd.h"
 
@@ -16,37 +16,43 @@ inline int32_t word(const T* p) {  // the first four bytes
   return all;
 }
 
-// Whole weights stand as they are stored, 128 above their value; their sums begin with what that adds, taken away. `WholeValue`: what products
-// with them read of a row; `arrange_whole`: a group of those.
+// `Bytes`: 64 unsigned ones. `shifted<S>`: each to the right by S bits (to the left where S is negative), of which those of `mask` stay.
+// `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
+// `WholeValue`: what products of whole bytes read of a row.
 #ifdef QB_VNNI
 
+struct Bytes {
+  __m512i v;
+};
 struct WholeSums {
   __m512i v;
 };
+using WholeBytes = Bytes;
 using HalfSums = WholeSums;
-struct WholeBytes {
-  __m512i v;
-};
-using HalfBytes = WholeBytes;
 using WholeValue = int8_t;
-inline void arrange_whole(const float* from, int8_t* to) {
-  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+inline void clear(WholeSums& s) { s.v = _mm512_setzero_si512(); }
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+template <int S>
+inline Bytes shifted(Bytes x, int mask) {
+  const __m512i moved = S >= 0 ? _mm512_srli_epi16(x.v, S >= 0 ? S : 0) : _mm512_slli_epi16(x.v, S < 0 ? -S : 0);
+  return {_mm512_and_si512(moved, _mm512_set1_epi8(char(mask)))};
 }
-inline HalfSums halves_from_zero() { return {_mm512_setzero_si512()}; }
-inline WholeSums whole_from(int32_t start) { return {_mm512_set1_epi32(start)}; }
-inline WholeBytes load_whole(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
-  const __m512i v = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
-  low = {_mm512_and_si512(v, mask)}, high = {_mm512_and_si512(_mm512_srli_epi16(v, 4), mask)};
+inline Bytes either(Bytes x, Bytes y) { return {_mm512_or_si512(x.v, y.v)}; }
+inline Bytes looked_up(Bytes x, const uint8_t* table) {
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x.v)};
 }
+inline WholeBytes whole(Bytes x) { return x; }
 inline WholeSums dot_whole(WholeSums s, WholeBytes w, const int8_t* x) { return {_mm512_dpbusd_epi32(s.v, w.v, _mm512_set1_epi32(word(x)))}; }
-inline HalfSums dot_half(HalfSums s, HalfBytes w, const int8_t* x) { return dot_whole(s, w, x); }
+inline HalfSums dot_half(HalfSums s, Bytes w, const int8_t* x) { return dot_whole(s, w, x); }
 inline Lanes to_lanes(WholeSums s) { return {_mm512_cvtepi32_ps(s.v)}; }
 
 #elif defined(QB_AVX2) || defined(QB_ZMM)
 
-// Whole weights are widened to 16 bits, those of even and of odd inputs apart, and added in 32. Halves are small: their products with all
+// Bytes are widened to 16 bits, those of even and of odd inputs apart, and their products added in 32. Halves are small: their products with all
 // inputs of a group add up in 16 bits, at most 16 * 15 * 127 < 2^15.
+struct Bytes {
+  __m256i a, b;
+};
 struct WholeSums {
   __m256i a, b;
 };
@@ -56,27 +62,27 @@ struct HalfSums {
 struct WholeBytes {
   __m256i even_a, even_b, odd_a, odd_b;
 };
-struct HalfBytes {
-  __m256i a, b;
-};
 using WholeValue = int16_t;
-inline void arrange_whole(const float* from, int16_t* to) {
-  for (int64_t i = 0; i < GROUP; i += 4) {
-    const int16_t four[4] = {int16_t(from[i]), int16_t(from[i + 2]), int16_t(from[i + 1]), int16_t(from[i + 3])};
-    std::memcpy(to + i, four, sizeof four);
-  }
-}
-inline HalfSums halves_from_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline WholeSums whole_from(int32_t start) { return {_mm256_set1_epi32(start), _mm256_set1_epi32(start)}; }
+inline void clear(WholeSums& s) { s.a = s.b = _mm256_setzero_si256(); }
+inline void clear(HalfSums& s) { s.a = s.b = _mm256_setzero_si256(); }
 inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline WholeBytes load_whole(const uint8_t* p) {
-  const __m256i a = load_32(p), b = load_32(p + 32), low = _mm256_set1_epi16(255);
-  return {_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)};
+inline Bytes load_bytes(const uint8_t* p) { return {load_32(p), load_32(p + 32)}; }
+template <int S>
+inline Bytes shifted(Bytes x, int mask) {
+  const __m256i those = _mm256_set1_epi8(char(mask));
+  const auto part = [&](__m256i v) {
+    return _mm256_and_si256(S >= 0 ? _mm256_srli_epi16(v, S >= 0 ? S : 0) : _mm256_slli_epi16(v, S < 0 ? -S : 0), those);
+  };
+  return {part(x.a), part(x.b)};
 }
-inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
-  const __m256i a = load_32(p), b = load_32(p + 32), mask = _mm256_set1_epi8(15);
-  low = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
-  high = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
+inline Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline Bytes looked_up(Bytes x, const uint8_t* table) {
+  const __m256i of = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(of, x.a), _mm256_shuffle_epi8(of, x.b)};
+}
+inline WholeBytes whole(Bytes x) {
+  const __m256i low = _mm256_set1_epi16(255);
+  return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low), _mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)};
 }
 // One sum after the other: added up as a tree, as compilers like it, they need more registers than there are.
 inline __m256i keep(__m256i sum) {
@@ -91,7 +97,7 @@ inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int16_t* x) {
   const __m256i even = _mm256_set1_epi32(word(x)), odd = _mm256_set1_epi32(word(x + 2));
   return {plus_whole(plus_whole(s.a, w.even_a, even), w.odd_a, odd), plus_whole(plus_whole(s.b, w.even_b, even), w.odd_b, odd)};
 }
-inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) {
+inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) {
   const __m256i v = _mm256_set1_epi32(word(x));
   return {plus_half(s.a, w.a, v), plus_half(s.b, w.b, v)};
 }
@@ -110,34 +116,46 @@ inline Lanes to_lanes(HalfSums s) {
 
 #elif defined(QB_NEON)
 
-// Signed bytes with signed ones: the weights lose what they stand above their value, and sums begin at zero.
+// Signed bytes with signed ones.
+struct Bytes {
+  uint8x16_t v[4];
+};
 struct WholeSums {
   int32x4_t v[4];
 };
-using HalfSums = WholeSums;
 struct WholeBytes {
   int8x16_t v[4];
 };
-using HalfBytes = WholeBytes;
+using HalfSums = WholeSums;
 using WholeValue = int8_t;
-inline void arrange_whole(const float* from, int8_t* to) {
-  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+inline void clear(WholeSums& s) {
+  for (int32x4_t& v : s.v) v = vdupq_n_s32(0);
 }
-inline HalfSums halves_from_zero() {
-  const int32x4_t zeros = vdupq_n_s32(0);
-  return {{zeros, zeros, zeros, zeros}};
+template <class F>
+inline Bytes sixteens(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
 }
-inline WholeSums whole_from(int32_t) { return halves_from_zero(); }
-inline WholeBytes load_whole(const uint8_t* p) {
+inline Bytes load_bytes(const uint8_t* p) {
+  return sixteens([p](int i) { return vld1q_u8(p + 16 * i); });
+}
+template <int S>
+inline Bytes shifted(const Bytes& x, int mask) {
+  return sixteens([&](int i) { return vandq_u8(vshlq_u8(x.v[i], vdupq_n_s8(-S)), vdupq_n_u8(uint8_t(mask))); });
+}
+inline Bytes either(const Bytes& x, const Bytes& y) {
+  return sixteens([&](int i) { return vorrq_u8(x.v[i], y.v[i]); });
+}
+inline Bytes looked_up(const Bytes& x, const uint8_t* table) {
+  return sixteens([&](int i) { return vqtbl1q_u8(vld1q_u8(table), x.v[i]); });
+}
+inline WholeBytes whole(const Bytes& x) {
   WholeBytes w;
-  for (int i = 0; i < 4; ++i) w.v[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(128)));
+  for (int i = 0; i < 4; ++i) w.v[i] = vreinterpretq_s8_u8(x.v[i]);
   return w;
 }
-inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
-  for (int i = 0; i < 4; ++i) {
-    const uint8x16_t v = vld1q_u8(p + 16 * i);
-    low.v[i] = vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))), high.v[i] = vreinterpretq_s8_u8(vshrq_n_u8(v, 4));
-  }
+constexpr int32_t ABOVE = 128;
+inline WholeBytes whole_wide(const Bytes& x) {
+  return whole(sixteens([&](int i) { return veorq_u8(x.v[i], vdupq_n_u8(128)); }));
 }
 inline int32x4_t dot_four(int32x4_t s, int8x16_t w, int8x16_t x) {
 #ifdef QB_SDOT
@@ -152,49 +170,90 @@ inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int8_t* x) {
   for (int i = 0; i < 4; ++i) s.v[i] = dot_four(s.v[i], w.v[i], v);
   return s;
 }
-inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) { return dot_whole(s, w, x); }
+inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) { return dot_whole(s, whole(w), x); }
 inline Lanes to_lanes(const WholeSums& s) {
   return fours([&](int i) { return vcvtq_f32_s32(s.v[i]); });
 }
 
 #else
 
+struct Bytes {
+  uint8_t v[64];
+};
 struct WholeSums {
   int32_t v[16];
 };
+using WholeBytes = Bytes;
 using HalfSums = WholeSums;
-struct WholeBytes {
-  uint8_t v[64];
-};
-using HalfBytes = WholeBytes;
 using WholeValue = int8_t;
-inline void arrange_whole(const float* from, int8_t* to) {
-  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+inline void clear(WholeSums& s) { std::memset(s.v, 0, sizeof s.v); }
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes x;
+  std::memcpy(x.v, p, 64);
+  return x;
 }
-inline WholeSums whole_from(int32_t start) {
-  WholeSums s;
-  for (int i = 0; i < 16; ++i) s.v[i] = start;
-  return s;
+template <int S>
+inline Bytes shifted(Bytes x, int mask) {
+  for (uint8_t& v : x.v) v = uint8_t((S >= 0 ? v >> (S >= 0 ? S : 0) : v << (S < 0 ? -S : 0)) & mask);
+  return x;
 }
-inline HalfSums halves_from_zero() { return whole_from(0); }
-inline WholeBytes load_whole(const uint8_t* p) {
-  WholeBytes w;
-  std::memcpy(w.v, p, 64);
-  return w;
+inline Bytes either(Bytes x, const Bytes& y) {
+  for (int i = 0; i < 64; ++i) x.v[i] |= y.v[i];
+  return x;
 }
-inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
-  for (int i = 0; i < 64; ++i) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
+inline Bytes looked_up(Bytes x, const uint8_t* table) {
+  for (uint8_t& v : x.v) v = table[v];
+  return x;
 }
+inline WholeBytes whole(const Bytes& x) { return x; }
 inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int8_t* x) {
   for (int i = 0; i < 16; ++i)
     for (int k = 0; k < 4; ++k) s.v[i] += int32_t(w.v[4 * i + k]) * x[k];
   return s;
 }
-inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) { return dot_whole(s, w, x); }
+inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) { return dot_whole(s, w, x); }
 inline Lanes to_lanes(const WholeSums& s) {
   return each([&](int i) { return float(s.v[i]); });
 }
 
+#endif
+
+#ifndef QB_NEON
+constexpr int32_t ABOVE = 0;
+inline WholeBytes whole_wide(const Bytes& x) { return whole(x); }
+#endif
+
+// A group of whole numbers as products read them.
+inline void arrange(const float* from, int8_t* to) {
+  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+}
+inline void arrange(const float* from, int16_t* to) {  // even inputs of a four, then its odd ones
+  for (int64_t i = 0; i < GROUP; i += 4) {
+    const int16_t four[4] = {int16_t(from[i]), int16_t(from[i + 2]), int16_t(from[i + 1]), int16_t(from[i + 3])};
+    std::memcpy(to + i, four, sizeof four);
+  }
+}
+
+// Sixteen bytes as numbers.
+#if defined(QB_ZMM)
+inline __m128i load_16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline Lanes load_numbers(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load_16(p)))}; }
+inline Lanes load_numbers(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16(p)))}; }
+#elif defined(QB_AVX2)
+inline __m128i load_8(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
+inline Lanes load_numbers(const uint8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(p))), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_8(p + 8)))};
+}
+inline Lanes load_numbers(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(p))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_8(p + 8)))};
+}
+#else
+template <class T>
+inline Lanes load_numbers(const T* p) {
+  float v[16];
+  for (int i = 0; i < 16; ++i) v[i] = float(p[i]);
+  return load(v);
+}
 #endif
 
 // Sixteen numbers of IEEE half precision.

@@ -17,10 +17,11 @@ import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
 from quickbeam.models.native import build, choice
 from quickbeam.models.native.choice import KernelRequest
+from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 17
+VERSION = 18
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(11)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -28,8 +29,7 @@ CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid")
 # of routers: what the weights of the chosen experts are
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
-# of weights; an operation names one by its index
-FORMATS = ("bfloat16", "int8", "int4", "float32")
+FORMATS = NAMES  # of weights; an operation names one by its index
 
 
 class Op(Structure):
@@ -230,6 +230,8 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "pack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
     "block_bytes": ((c_int32, c_int64), c_int64),
     "quantise": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), c_int64),
+    "repack": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
+    "dense": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
     "put": ((c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None),
     "unpack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
     "move": ((c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64), None),
@@ -254,6 +256,8 @@ class Kernels:
     pack: Any
     block_bytes: Any
     quantise: Any
+    repack: Any
+    dense: Any
     put: Any
     unpack: Any
     move: Any

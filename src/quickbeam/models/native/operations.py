@@ -5,12 +5,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program, in_float32, place
-from quickbeam.models.native.quantised import AnyPacked
+from quickbeam.models.native.quantised import AnyPacked, SplitPacked
+
+
+def product(
+    program: Program,
+    packed: Any,
+    source: Buffer,
+    target: Buffer,
+    epilogue: int = library.STORE,
+    *,
+    column: int = 0,
+    **more: Any,
+) -> None:
+    """A product with weights of one format, or of several (`SplitPacked`), one after the other.
+
+    The other arguments are those of `Program.linear`; weights of several formats take no `best`.
+    """
+    if not isinstance(packed, SplitPacked):
+        program.linear(packed, source, target, epilogue, column=column, **more)
+    elif not packed.gated:
+        for part in packed.parts:
+            program.linear(part, source, target, epilogue, column=column, **more)
+            column += part.outputs
+    else:
+        gates, rest = (program.buffer(part.outputs, True) for part in packed.parts)
+        for part, made in zip(packed.parts, (gates, rest), strict=True):
+            program.linear(part, source, made)
+        gate(program, rest, gates, target, 1, rest.width, **more)
 
 
 def latent(

@@ -9,9 +9,10 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "blocks.h"
 #include "experts.h"
 #include "noise.h"
-#include "quantised.h"
+#include "quantise.h"
 #include "ranking.h"
 #include "recurrent.h"
 #include "threads.h"
@@ -41,7 +42,7 @@ struct Op {
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
   int32_t key, value;                       // buffers of EXPERTS and LATENT; key: of GATE
-  int32_t format;                           // of LINEAR's weight
+  int32_t format;                           // of the weight of LINEAR, CHOSEN, EXPERTS and EMBED
   int64_t key_stride, key_head, value_stride, value_head;  // of LATENT and GATE: numbers between rows, and the first column
   int64_t norm_stride;                      // numbers between the norms of two heads
   int64_t rotary, angles;                   // of HEADS: how many dimensions turn, and where their angles begin in the table's rows
@@ -149,19 +150,29 @@ class Worker {
     return op.source_float ? static_cast<const float*>(base)[at] : widen(static_cast<const bf16*>(base)[at]);
   }
 
-  void embed(const Op& op) {  // target [rows] = weight[token] * scaling; with ADD, target += weight[position]
+  // target [rows] = weight[token] * scaling; with ADD, target += weight[position]. The weight is of bfloat16, float32, or a file's blocks.
+  void embed(const Op& op) {
     const bool learned = op.epilogue == ADD;
+    const FileBlock block = file_block(op.format);
+    std::vector<float> x(size_t(op.inputs));
+    std::vector<uint8_t> room;
     for (int64_t r = low(batch_.rows); r < high(batch_.rows); ++r) {
-      const int64_t from = (learned ? batch_.position : batch_.token)[r] * op.inputs, to = r * op.target_stride + op.target_offset;
-      if (!op.target_float && !op.source_float) {
-        std::memcpy(at<bf16>(op.target) + to, static_cast<const bf16*>(op.weight) + from, size_t(op.inputs) * 2);
+      const int64_t row = (learned ? batch_.position : batch_.token)[r], to = r * op.target_stride + op.target_offset;
+      if (!op.target_float && op.format == BFLOAT16) {
+        std::memcpy(at<bf16>(op.target) + to, static_cast<const bf16*>(op.weight) + row * op.inputs, size_t(op.inputs) * 2);
+        continue;
+      }
+      if (block.bytes) {
+        const uint8_t* rows = static_cast<const uint8_t*>(op.weight);
+        dense_row(op.format, rows + row * (op.inputs / block.inputs * block.bytes), op.inputs, room, x.data());
+      } else
+        for (int64_t i = 0; i < op.inputs; ++i) x[size_t(i)] = number(op, op.weight, row * op.inputs + i);
+      if (!op.target_float) {
+        narrow_all(x.data(), at<bf16>(op.target) + to, op.inputs);
         continue;
       }
       float* y = at<float>(op.target) + to;
-      for (int64_t i = 0; i < op.inputs; ++i) {
-        const float x = number(op, op.weight, from + i) * op.scaling;
-        y[i] = learned ? y[i] + x : x;
-      }
+      for (int64_t i = 0; i < op.inputs; ++i) y[i] = learned ? y[i] + x[size_t(i)] * op.scaling : x[size_t(i)] * op.scaling;
     }
   }
 
@@ -568,7 +579,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 17; }
+QB_API int64_t qb_version() { return 18; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 
@@ -614,7 +625,7 @@ QB_API void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int
   });
 }
 
-// Bytes of a block of 16 outputs in a format of quantised.h.
+// Bytes of a block of 16 outputs in a format of formats.h.
 QB_API int64_t qb_block_bytes(int32_t format, int64_t inputs) { return qb::block_bytes(format, inputs); }
 
 // [outputs, inputs] bfloat16 to blocks of that format, `stride` bytes apart. Gives whether all weights are finite.
@@ -629,6 +640,19 @@ QB_API int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outpu
     else qb::quantise_halves(weight, row_stride, block, outputs, inputs, to);
   });
   return fine;
+}
+
+// [outputs] rows of a file's blocks to blocks of that format, `stride` bytes apart.
+QB_API void qb_repack(int32_t format, const uint8_t* rows, int64_t outputs, int64_t inputs, int64_t row_bytes, uint8_t* blocks, int64_t stride) {
+  qb::share_out((outputs + 15) / 16, [&](int64_t block) {
+    const int64_t first = block * 16;
+    qb::repack(format, rows + first * row_bytes, row_bytes, std::min<int64_t>(16, outputs - first), inputs, blocks + block * stride);
+  });
+}
+
+// The numbers that blocks of few bits stand for, [outputs, inputs].
+QB_API void qb_dense(int32_t format, const uint8_t* blocks, int64_t outputs, int64_t inputs, int64_t stride, float* to) {
+  qb::share_out(outputs, [&](int64_t o) { qb::dense(format, blocks + o / 16 * stride, inputs, o % 16, to + o * inputs); });
 }
 
 // Rows `token` [count] of `weight` into places `first` on of a packed weight, of bfloat16 or INT8.

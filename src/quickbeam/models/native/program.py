@@ -16,7 +16,7 @@ import torch
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Op
 from quickbeam.models.native.operands import KVShape, Rows
-from quickbeam.models.native.quantised import AnyPacked
+from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight
 
 
 def in_float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -96,24 +96,19 @@ class Program:
         self.ops.append(op)
         self._table = None
 
-    def embed(
-        self, weight: torch.Tensor, target: Buffer, column: int = 0, scale: float = 1.0
-    ) -> None:
-        """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16) to the target.
+    def embed(self, weight: Weight, target: Buffer, column: int = 0, scale: float = 1.0) -> None:
+        """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16 or blocks) to the target.
 
         A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight`
         may be float32 where the target is.
         """
-        self.add(
-            library.EMBED,
-            None,
-            target,
-            weight=weight,
-            inputs=weight.shape[1],
-            scaling=scale,
-            source_float=weight.dtype is torch.float32,
-            target_offset=column,
-        )
+        stored: dict[str, Any] = {"weight": weight}
+        if isinstance(weight, BlockRows):
+            stored = {"weight": weight.data, "format": library.FORMATS.index(weight.name)}
+        elif weight.dtype is torch.float32:
+            stored["source_float"] = True
+        stored |= {"inputs": weight.shape[1], "scaling": scale, "target_offset": column}
+        self.add(library.EMBED, None, target, **stored)
 
     def norm(
         self,

@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits in the kernels' layout (`quantised.h`).
+"""Weights of few bits in the kernels' layout (`formats.h`): quantised here, or as a file has them.
 
 `Packer` packs weights of any format.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ import torch
 from quickbeam.errors import InvalidInput
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
+from quickbeam.models.native.formats import FORMATS
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, Packed, gated_bias
 
 GROUP = 32  # inputs that are quantised together
-BFLOAT16, INT8, INT4, FLOAT32 = library.FORMATS
+BFLOAT16, INT8, INT4, FLOAT32 = library.FORMATS[:4]
 WHOLE = {BFLOAT16: torch.bfloat16, FLOAT32: torch.float32}  # formats that keep every bit
 NOT_FINITE = (
     "the weights hold numbers that are not finite (NaN or infinite) and can't be "
@@ -25,17 +27,41 @@ NOT_FINITE = (
 )
 
 
-class QuantisedPacked:
-    """A weight `[outputs, inputs]` in blocks of 8 or 4 bits, and its bias in float32.
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of a weight as blocks of a `.gguf` file.
 
-    `quantised.h` describes the blocks. `name`: `int8` or `int4`. The other arguments are those of
-    `Packed`, but `place` counts bytes. Raises `InvalidInput` for weights that are not finite.
+    `data`: `[..., rows, bytes]` uint8. `name`: a format with a `file_type`.
+    """
+
+    data: torch.Tensor
+    name: str
+
+    @property
+    def shape(self) -> list[int]:
+        """That of the weight, `[..., rows, inputs]`."""
+        of = FORMATS[self.name]
+        return [*self.data.shape[:-1], self.data.shape[-1] // of.bytes * of.inputs]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Weight = torch.Tensor | BlockRows
+
+
+class QuantisedPacked:
+    """A weight `[outputs, inputs]` in blocks of few bits, and its bias in float32.
+
+    `weights`: dense, which are quantised to `name` (`int8` or `int4`), or all `BlockRows` of that
+    format, whose bits are kept. The other arguments are those of `Packed`, but `place` counts
+    bytes. Raises `InvalidInput` for weights to quantise that are not finite.
     """
 
     def __init__(
         self,
         kernels: Kernels,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[Weight],
         bias: torch.Tensor | None = None,
         *,
         name: str,
@@ -48,21 +74,16 @@ class QuantisedPacked:
             gated,
             sum(len(weight) for weight in weights),
         )
-        self.name, self.format = name, library.FORMATS.index(name)
+        self.name, self.format, self._kernels = name, library.FORMATS.index(name), kernels
         self._block = kernels.block_bytes(self.format, self.inputs)
-        parts = list(weights) if gated or len(weights) == 1 else [torch.cat(list(weights))]
+        parts = list(weights) if gated or len(weights) == 1 else [_stacked(weights)]
         rows = len(parts[0])
         self.blocks = -(-rows // BLOCK) * len(parts)
         self.data = (
             room_for_weights(self.blocks * self._block, torch.uint8) if place is None else place
         )
         for i, part in enumerate([] if filled else parts):
-            part = part.detach().to(torch.bfloat16).contiguous()
-            to, stride = self.data.data_ptr() + i * self._block, self._block * len(parts)
-            if not kernels.quantise(
-                self.format, part.data_ptr(), rows, self.inputs, self.inputs, to, stride
-            ):
-                raise InvalidInput(NOT_FINITE)
+            self._put(part, self.data.data_ptr() + i * self._block, self._block * len(parts))
         self.bias = (
             None
             if bias is None
@@ -71,10 +92,19 @@ class QuantisedPacked:
             else bias.detach().float().contiguous()
         )
 
+    def _put(self, part: Weight, to: int, stride: int) -> None:
+        rows, put = len(part), self._kernels.repack
+        if isinstance(part, BlockRows):
+            data = part.data.contiguous()
+            put(self.format, data.data_ptr(), rows, self.inputs, data.shape[1], to, stride)
+            return
+        part = part.detach().to(torch.bfloat16).contiguous()
+        put = self._kernels.quantise
+        if not put(self.format, part.data_ptr(), rows, self.inputs, self.inputs, to, stride):
+            raise InvalidInput(NOT_FINITE)
+
     @staticmethod
-    def size(
-        kernels: Kernels, weights: Sequence[torch.Tensor], name: str, gated: bool = False
-    ) -> int:
+    def size(kernels: Kernels, weights: Sequence[Weight], name: str, gated: bool = False) -> int:
         """Return how many bytes these weights take when packed."""
         rows = (
             [len(weight) for weight in weights]
@@ -84,89 +114,124 @@ class QuantisedPacked:
         block: int = kernels.block_bytes(library.FORMATS.index(name), weights[0].shape[1])
         return sum(-(-n // BLOCK) for n in rows) * block
 
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return values, scales and lowest values by output, in the order of the blocks.
-
-        Values are whole numbers, `[blocks * 16, groups, 32]` int8. Scales are float32
-        `[blocks * 16]` for `int8`, float16 `[blocks * 16, groups]` for `int4`. Lowest values are
-        added to the scaled values of `int4`, in the shape of its scales; they are None for `int8`.
-        """
-        groups, blocks = -(-self.inputs // GROUP), self.data.view(self.blocks, self._block)
-        if self.name == INT8:
-            values = blocks[:, : groups * 512].reshape(self.blocks, groups, 8, BLOCK, 4).int() - 128
-            scales = blocks[:, groups * 512 :].contiguous().view(torch.float32).flatten()
-            return _by_output(values), scales, None
-        pairs = blocks[:, : groups * 256].reshape(self.blocks, groups, 4, 1, BLOCK, 4)
-        values = torch.cat([pairs & 15, pairs >> 4], 3).flatten(2, 3)
-        halves = (
-            blocks[:, groups * 256 :]
-            .contiguous()
-            .view(torch.float16)
-            .view(self.blocks, groups, 2, BLOCK)
-        )
-        scales, lows = halves.permute(2, 0, 3, 1).reshape(2, -1, groups)
-        return _by_output(values), scales, lows
-
-    def rows(self) -> torch.Tensor:
-        """Return the weight that the blocks stand for, `[outputs, inputs]` bfloat16.
+    def dense(self) -> torch.Tensor:
+        """Return the numbers that the blocks stand for, `[outputs, inputs]` float32.
 
         Not for gated weights.
         """
-        values, scales, lows = self.parts()
-        dense = values * scales.float().view(len(values), -1, 1)
-        if lows is not None:
-            dense += lows.float()[..., None]
-        return dense.flatten(1)[: self.outputs, : self.inputs].to(torch.bfloat16)
+        weight = torch.empty(self.outputs, self.inputs)
+        self._kernels.dense(
+            self.format,
+            self.data.data_ptr(),
+            self.outputs,
+            self.inputs,
+            self._block,
+            weight.data_ptr(),
+        )
+        return weight
+
+    def rows(self) -> torch.Tensor:
+        """Return these numbers rounded to bfloat16. Not for gated weights."""
+        return self.dense().to(torch.bfloat16)
 
 
-def _by_output(values: torch.Tensor) -> torch.Tensor:
-    """Reorder `[blocks, groups, fours, 16, 4]` to `[blocks * 16, groups, 32]` int8."""
-    blocks, groups = values.shape[:2]
-    return values.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups, GROUP).to(torch.int8)
+def _stacked(weights: Sequence[Weight]) -> Weight:
+    """Return weights of one format one below the other."""
+    first, *_ = weights
+    if isinstance(first, BlockRows):
+        return BlockRows(
+            torch.cat([one.data for one in weights if isinstance(one, BlockRows)]), first.name
+        )
+    return torch.cat([one for one in weights if isinstance(one, torch.Tensor)])
+
+
+def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
+    """Return the numbers that a file's blocks stand for, `[..., rows, inputs]` float32."""
+    rows = BlockRows(weight.data.reshape(-1, weight.data.shape[-1]), weight.name)
+    return QuantisedPacked(kernels, [rows], name=weight.name).dense().view(weight.shape)
+
+
+class SplitPacked(NamedTuple):
+    """Weights of several formats that are read by one product: each has its own.
+
+    `gated`: two, the gates' and what the gates multiply.
+    """
+
+    parts: tuple[Packed | QuantisedPacked, ...]
+    gated: bool
+
+    @property
+    def inputs(self) -> int:
+        return self.parts[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
 
 
 AnyPacked = Packed | QuantisedPacked
 
 
 class Packer(NamedTuple):
-    """Packs a model's weights in one format. `name`: of `library.FORMATS`."""
+    """Packs a model's weights. `name`: the format that dense ones get; `BlockRows` keep theirs."""
 
     kernels: Kernels
     name: str
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the memory that packed weights take."""
-        return WHOLE.get(self.name, torch.uint8)
+    def _named(self, weight: Weight) -> str:
+        return weight.name if isinstance(weight, BlockRows) else self.name
 
-    def size(self, weights: Sequence[torch.Tensor], gated: bool = False) -> int:
-        """Return how many numbers of that dtype these weights take."""
-        if self.name in WHOLE:
-            return Packed.size(weights, gated)
-        return QuantisedPacked.size(self.kernels, weights, self.name, gated)
+    def together(self, weights: Sequence[Weight]) -> bool:
+        """Whether all weights get one format."""
+        return len({self._named(weight) for weight in weights}) == 1
+
+    def size(self, weights: Sequence[Weight], gated: bool = False) -> int:
+        """Return how many bytes these weights take."""
+        if not self.together(weights):
+            return sum(self.size([weight]) for weight in weights)
+        name = self._named(weights[0])
+        if name in WHOLE:
+            dense = [one for one in weights if isinstance(one, torch.Tensor)]
+            return Packed.size(dense, gated) * WHOLE[name].itemsize
+        return QuantisedPacked.size(self.kernels, weights, name, gated)
 
     def pack(
         self,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[Weight],
         bias: torch.Tensor | None = None,
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
     ) -> AnyPacked:
-        """Pack a weight. The arguments are those of `Packed`.
+        """Pack weights that get one format. The arguments are those of `Packed`.
 
-        Raises as `Packed` and `QuantisedPacked` do.
+        `place`: `[size]` uint8. Raises as `Packed` and `QuantisedPacked` do.
         """
-        if self.name in WHOLE:
-            return Packed(
-                self.kernels,
-                weights,
-                bias,
-                gated=gated,
-                place=place,
-                filled=filled,
-                dtype=self.dtype,
-            )
-        return QuantisedPacked(
-            self.kernels, weights, bias, name=self.name, gated=gated, place=place, filled=filled
-        )
+        name = self._named(weights[0])
+        how = {"gated": gated, "filled": filled}
+        if name in WHOLE:
+            dtype = WHOLE[name]
+            room = None if place is None else place.view(dtype)
+            dense = [one for one in weights if isinstance(one, torch.Tensor)]
+            return Packed(self.kernels, dense, bias, **how, place=room, dtype=dtype)
+        return QuantisedPacked(self.kernels, weights, bias, **how, name=name, place=place)
+
+    def pack_apart(
+        self,
+        weights: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+        place: torch.Tensor | None = None,
+        filled: bool = False,
+    ) -> AnyPacked | SplitPacked:
+        """Pack weights that may get several formats. As `pack` otherwise."""
+        if self.together(weights):
+            return self.pack(weights, bias, gated, place, filled)
+        parts, column, used = [], 0, 0
+        for weight in weights:
+            of = None if bias is None else bias[column : column + len(weight)]
+            size = self.size([weight])
+            room = None if place is None else place[used : used + size]
+            parts.append(self.pack([weight], of, False, room, filled))
+            column, used = column + len(weight), used + size
+        return SplitPacked(tuple(parts), gated)

@@ -1,0 +1,177 @@
+// Blocks of weights as they stand in GGUF files, to the layouts of `formats.h`, and from these back to numbers.
+//
+// A row of a file is blocks of 32 or 256 inputs (ggml, `ggml-common.h`). Their bits are moved, never rounded: the numbers that a layout
+// stands for (`dense`) are those that the file stands for, as the Python package `gguf` has them, bit for bit.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "formats.h"
+
+namespace qb {
+
+struct FileBlock {
+  int64_t inputs, bytes;
+};
+inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
+  switch (format) {
+    case Q4_0:
+    case IQ4_NL: return {32, 18};
+    case INT4: return {32, 20};
+    case Q5_0: return {32, 22};
+    case Q5_1: return {32, 24};
+    case Q8_0: return {32, 34};
+    case MXFP4: return {32, 17};
+    case Q4_K: return {256, 144};
+    case Q5_K: return {256, 176};
+    case Q6_K: return {256, 210};
+    default: return {0, 0};
+  }
+}
+
+// The values of a block, from 0 on.
+static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
+  const auto halves = [q](const uint8_t* from, int count) {  // the low halves are the first inputs, the high ones those behind
+    for (int i = 0; i < count; ++i) q[i] = from[i] & 15, q[count + i] = from[i] >> 4;
+  };
+  uint32_t high = 0;
+  switch (format) {
+    case Q4_0:
+    case IQ4_NL: halves(block + 2, 16); break;
+    case INT4: halves(block + 4, 16); break;
+    case MXFP4: halves(block + 1, 16); break;
+    case Q5_0:
+    case Q5_1:
+      block += format == Q5_0 ? 2 : 4;
+      std::memcpy(&high, block, 4);
+      halves(block + 4, 16);
+      for (int i = 0; i < 32; ++i) q[i] = uint8_t(q[i] | (high >> i & 1) << 4);
+      break;
+    case Q8_0:
+      for (int i = 0; i < 32; ++i) q[i] = uint8_t(block[2 + i] ^ 128);
+      break;
+    case Q4_K:
+    case Q5_K: {
+      const uint8_t* low = block + (format == Q4_K ? 16 : 48);
+      for (int part = 0; part < 4; ++part, q += 64)
+        for (int i = 0; i < 32; ++i) {
+          q[i] = low[part * 32 + i] & 15, q[32 + i] = low[part * 32 + i] >> 4;
+          if (format == Q4_K) continue;
+          const int bits = block[16 + i] >> 2 * part;
+          q[i] = uint8_t(q[i] | (bits & 1) << 4), q[32 + i] = uint8_t(q[32 + i] | (bits >> 1 & 1) << 4);
+        }
+      break;
+    }
+    default:  // Q6_K
+      for (int part = 0; part < 2; ++part, q += 128)
+        for (int i = 0; i < 32; ++i) {
+          const int a = block[part * 64 + i], b = block[part * 64 + 32 + i], bits = block[128 + part * 32 + i];
+          q[i] = uint8_t((a & 15) | (bits & 3) << 4), q[32 + i] = uint8_t((b & 15) | (bits >> 2 & 3) << 4);
+          q[64 + i] = uint8_t(a >> 4 | (bits >> 4 & 3) << 4), q[96 + i] = uint8_t(b >> 4 | bits >> 6 << 4);
+        }
+  }
+}
+
+// Scales of a block to those of output `lane`; g: the block's first group.
+static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, int64_t groups, int64_t g, int64_t lane) {
+  uint8_t* super = scales + groups * 32;
+  switch (LAYOUTS[format].scales) {
+    case HALF: std::memcpy(scales + g * 32 + lane * 2, block, 2); break;
+    case PAIR:
+      std::memcpy(scales + g * 64 + lane * 2, block, 2);
+      std::memcpy(scales + g * 64 + 32 + lane * 2, block + 2, 2);
+      break;
+    case EXPONENT: scales[g * 16 + lane] = block[0]; break;
+    case SUPER: {
+      const uint8_t* s = block + 4;
+      for (int64_t j = 0; j < 8; ++j) {
+        scales[(g + j) * 32 + lane] = uint8_t(j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6) << 4);
+        scales[(g + j) * 32 + 16 + lane] = uint8_t(j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | (s[j] >> 6) << 4);
+      }
+      std::memcpy(super + g / SUPER_GROUPS * 64 + lane * 2, block, 2);
+      std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 2, 2);
+      break;
+    }
+    default:  // SIGNED
+      for (int64_t j = 0; j < 8; ++j) {
+        scales[(g + j) * 32 + lane] = block[192 + 2 * j];
+        scales[(g + j) * 32 + 16 + lane] = block[192 + 2 * j + 1];
+      }
+      std::memcpy(super + g / SUPER_GROUPS * 32 + lane * 2, block + 208, 2);
+  }
+}
+
+// A group's values to those of output `lane`; `to`: of the group.
+static void put_values(int32_t bits, const uint8_t* q, uint8_t* to, int64_t lane) {
+  const auto put = [&](int64_t row, uint32_t four) { std::memcpy(to + row * 64 + lane * 4, &four, 4); };
+  uint32_t of[8];
+  std::memcpy(of, q, 32);
+  if (bits == 8) {
+    for (int64_t c = 0; c < 8; ++c) put(c, of[c]);
+    return;
+  }
+  for (int64_t c = 0; c < 8; c += 2) put(c / 2, (of[c] & 0x0f0f0f0f) | (of[c + 1] & 0x0f0f0f0f) << 4);
+  uint32_t high[2] = {0, 0};
+  for (int c = 0; c < 8; ++c)
+    if (bits == 5) high[0] |= (of[c] >> 4 & 0x01010101) << c;
+    else high[c / 4] |= (of[c] >> 4 & 0x03030303) << c % 4 * 2;
+  for (int64_t row = 4; row < bits; ++row) put(row, high[row - 4]);
+}
+
+static uint8_t value_at(int32_t bits, const uint8_t* group, int64_t lane, int64_t i) {
+  const int64_t c = i / 4, at = lane * 4 + i % 4;
+  if (bits == 8) return group[c * 64 + at];
+  const int low = group[c / 2 * 64 + at] >> c % 2 * 4 & 15;
+  if (bits == 4) return uint8_t(low);
+  return uint8_t(low | (bits == 5 ? group[256 + at] >> c & 1 : group[256 + c / 4 * 64 + at] >> c % 4 * 2 & 3) << 4);
+}
+
+// `outputs` rows (at most 16), `row_bytes` apart, to a block.
+static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t* to) {
+  const Layout& of = LAYOUTS[format];
+  const FileBlock block = file_block(format);
+  const int64_t groups = groups_of(inputs), bytes = of.bits * 64;
+  std::memset(to, 0, size_t(block_bytes(format, inputs)));
+  uint8_t q[256];
+  for (int64_t lane = 0; lane < outputs; ++lane) {
+    const uint8_t* from = rows + lane * row_bytes;
+    for (int64_t i = 0; i < inputs; i += block.inputs, from += block.bytes) {
+      values_of(format, from, q);
+      put_scales(format, from, to + groups * bytes, groups, i / GROUP, lane);
+      for (int64_t k = 0; k < block.inputs; k += GROUP) put_values(of.bits, q + k, to + (i + k) / GROUP * bytes, lane);
+    }
+  }
+}
+
+// The numbers that output `lane` of a block stands for, [inputs].
+static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t lane, float* to) {
+  const Layout& of = LAYOUTS[format];
+  const int64_t groups = groups_of(inputs), bytes = of.bits * 64;
+  const uint8_t* scales = block + groups * bytes;
+  const auto lane_of = [lane](const Lanes& x) {
+    float v[16];
+    store(v, x);
+    return v[lane];
+  };
+  for (int64_t g = 0; g < groups; ++g) {
+    const Scale scale = scale_of(of.scales, scales, groups, g);
+    float by = lane_of(scale.by), plus = 0.0f, halves[2] = {1.0f, 1.0f};
+    if (of.scales == OUTPUT) by = reinterpret_cast<const float*>(scales)[lane];
+    if (of.scales == SIGNED) halves[0] = lane_of(scale.first), halves[1] = lane_of(scale.second);
+    if (of.scales == PAIR || of.scales == SUPER) plus = lane_of(scale.plus);
+    for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
+      const uint8_t q = value_at(of.bits, block + g * bytes, lane, i);
+      const float value = by * halves[i / 16] * float((of.table ? of.table[q] : q) - of.offset);
+      to[g * GROUP + i] = of.scales == PAIR || of.scales == SUPER ? value + plus : value;
+    }
+  }
+}
+
+// The numbers of a file's row. `block`: scratch.
+static void dense_row(int32_t format, const uint8_t* row, int64_t inputs, std::vector<uint8_t>& block, float* to) {
+  block.resize(size_t(block_bytes(format, inputs)));
+  repack(format, row, 0, 1, inputs, block.data());
+  dense(format, block.data(), inputs, 0, to);
+}
+
+}  // namespace qb

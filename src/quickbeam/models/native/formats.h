@@ -1,0 +1,184 @@
+// The formats of weights, and how those of few bits lie in memory.
+//
+// A block holds 16 outputs (`block_bytes`). Inputs go in groups of 32, the last filled up. Behind one another come the groups' values,
+// [groups][bits * 64] bytes, and their scales. A value is a whole number of `bits` bits, without sign; a weight is
+// (value - offset) * scale, value * scale + lowest, or a number of a table times scale.
+//
+// Values of a group: 8 bits: [8][16][4], four inputs of each output. Fewer: [4][16][4], each byte the lowest four bits of an input's value
+// (low half) and of the fourth input behind it (high half); then the bits above: of 5 bits [16][4], whose bit c is that of input 4c and
+// those beside it; of 6 bits [2][16][4], likewise two bits each, of inputs 0 to 15 and 16 to 31.
+#pragma once
+#include <type_traits>
+
+#include "bytes.h"
+
+#ifdef __GNUC__
+#define QB_OF_ITS_OWN __attribute__((noinline))
+#else
+#define QB_OF_ITS_OWN
+#endif
+
+namespace qb {
+
+// In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those behind FLOAT32 are named as there.
+enum Format : int32_t { BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4 };
+
+// Scales, and lowest values where there are any. By group but for OUTPUT:
+//   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
+//   [16], each the exponent of a power of two. SUPER: bytes [2][16], behind all of them, for every eight groups, half precision [2][16]: the
+//   products are scales and minus the lowest values. SIGNED: signed bytes [2][16], for the first and the second half of the group, behind
+//   them for every eight groups half precision [16], which they are taken times.
+enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SIGNED };
+
+struct Layout {
+  int32_t bits;
+  Scales scales;
+  int32_t offset;        // of values
+  const uint8_t* table;  // of 16 numbers, from which `offset` is taken; null for none
+};
+
+constexpr uint8_t IQ4_NL_TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+constexpr Layout LAYOUTS[] = {
+    {16, NONE, 0, nullptr},  {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr},   {32, NONE, 0, nullptr},          {4, HALF, 8, nullptr},
+    {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {4, SUPER, 0, nullptr},          {5, SUPER, 0, nullptr},
+    {6, SIGNED, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE}};
+
+constexpr int64_t SUPER_GROUPS = 8;  // that share a scale
+
+inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+inline int64_t scale_bytes(Scales scales, int64_t groups) {
+  const int64_t super = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS;
+  switch (scales) {
+    case NONE: return 0;
+    case OUTPUT: return 64;
+    case HALF: return groups * 32;
+    case PAIR: return groups * 64;
+    case EXPONENT: return groups * 16;
+    case SUPER: return groups * 32 + super * 64;
+    case SIGNED: return groups * 32 + super * 32;
+  }
+  return 0;
+}
+inline int64_t block_bytes(int32_t format, int64_t inputs) {
+  const Layout& of = LAYOUTS[format];
+  if (of.scales == NONE) return inputs * of.bits * 2;
+  const int64_t groups = groups_of(inputs);
+  return (groups * of.bits * 64 + scale_bytes(of.scales, groups) + 63) / 64 * 64;
+}
+
+struct Scale {
+  Lanes by, plus;       // plus: of PAIR and SUPER
+  Lanes first, second;  // of SIGNED
+};
+
+// 2^(x - 128), as GGUF has it.
+inline Lanes load_exponents(const uint8_t* p) {
+  float v[16];
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = p[i] < 2 ? 0x00200000u << p[i] : uint32_t(p[i] - 1) << 23;
+    std::memcpy(v + i, &bits, 4);
+  }
+  return load(v);
+}
+
+// Of group g; `scales`: behind the values of a block.
+inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_t g) {
+  const auto halves = [](const uint8_t* p) { return load_half_floats(reinterpret_cast<const uint16_t*>(p)); };
+  const uint8_t *pair = scales + g * 32, *super = scales + groups * 32;
+  Scale s;
+  switch (kind) {
+    case HALF: s.by = halves(pair); break;
+    case PAIR: s.by = halves(scales + g * 64), s.plus = halves(scales + g * 64 + 32); break;
+    case EXPONENT: s.by = load_exponents(scales + g * 16); break;
+    case SUPER:
+      super += g / SUPER_GROUPS * 64;
+      s.by = mul(halves(super), load_numbers(pair));
+      s.plus = sub(zero(), mul(halves(super + 32), load_numbers(pair + 16)));
+      break;
+    case SIGNED:
+      s.by = halves(super + g / SUPER_GROUPS * 32);
+      s.first = load_numbers(reinterpret_cast<const int8_t*>(pair));
+      s.second = load_numbers(reinterpret_cast<const int8_t*>(pair + 16));
+      break;
+    default: s.by = all(1.0f);
+  }
+  return s;
+}
+
+// The same of `count` blocks that are `stride` bytes apart. One function for all products, which would be large otherwise.
+QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t g, int count, Scale* to) {
+  for (int b = 0; b < count; ++b) to[b] = scale_of(kind, scales + b * stride, groups, g);
+}
+
+// Products of values of `BITS` bits; LOWEST: there are lowest values; TABLE: values stand for numbers of a table.
+template <int BITS, bool LOWEST, bool TABLE>
+struct Values {
+  static constexpr bool SMALL = BITS == 4 && !TABLE;
+  static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
+  static constexpr bool ADDS = LOWEST;
+  static constexpr int PIECES = BITS == 6 ? 2 : 1;  // of a group, which are summed apart
+  static constexpr int64_t GROUP_BYTES = BITS * 64;
+  using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
+  using Value = std::conditional_t<SMALL, int8_t, WholeValue>;
+
+  template <int C>  // inputs 4 * C to 4 * C + 3
+  static Bytes four(const uint8_t* w, [[maybe_unused]] const uint8_t* table) {
+    if constexpr (BITS == 8) return load_bytes(w + C * 64);
+    else {
+      const Bytes low = shifted<C % 2 * 4>(load_bytes(w + C / 2 * 64), 15);
+      if constexpr (TABLE) return looked_up(low, table);
+      else if constexpr (BITS == 5) return either(low, shifted<C - 4>(load_bytes(w + 256), 16));
+      else if constexpr (BITS == 6) return either(low, shifted<C % 4 * 2 - 4>(load_bytes(w + 256 + C / 4 * 64), 48));
+      else return low;
+    }
+  }
+
+  template <int C, int R, int B>
+  static void step(Sums (&s)[R][B][PIECES], const Value* x, const uint8_t* w, int64_t stride, const uint8_t* table) {
+    constexpr int piece = C * PIECES / 8;
+    if constexpr (SMALL) {
+      Bytes v[B];
+      for (int b = 0; b < B; ++b) v[b] = four<C>(w + b * stride, table);
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) s[r][b][piece] = dot_half(s[r][b][piece], v[b], x + r * GROUP + C * 4);
+    } else {
+      WholeBytes v[B];
+      for (int b = 0; b < B; ++b) v[b] = WIDE ? whole_wide(four<C>(w + b * stride, table)) : whole(four<C>(w + b * stride, table));
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) s[r][b][piece] = dot_whole(s[r][b][piece], v[b], x + r * GROUP + C * 4);
+    }
+  }
+
+  // A group of R rows, [R][32], on B blocks.
+  template <int R, int B>
+  static void add(Sums (&s)[R][B][PIECES], const Value* x, const uint8_t* w, int64_t stride, const uint8_t* table) {
+    step<0>(s, x, w, stride, table), step<1>(s, x, w, stride, table), step<2>(s, x, w, stride, table), step<3>(s, x, w, stride, table);
+    step<4>(s, x, w, stride, table), step<5>(s, x, w, stride, table), step<6>(s, x, w, stride, table), step<7>(s, x, w, stride, table);
+  }
+
+  // `total`: by piece, the sum of the row's values, or without lowest values that times what is to be taken from weights.
+  static Lanes scaled(const Sums (&s)[PIECES], const Scale& scale, float row, const float* total) {
+    const Lanes sum = to_lanes(s[0]);
+    if constexpr (LOWEST) return mul(qb::add(mul(sum, scale.by), mul(scale.plus, all(total[0]))), all(row));
+    const Lanes exact = sub(sum, all(total[0]));
+    if constexpr (PIECES == 1) return mul(mul(exact, scale.by), all(row));
+    const Lanes other = sub(to_lanes(s[PIECES - 1]), all(total[PIECES - 1]));
+    return mul(mul(qb::add(mul(exact, scale.first), mul(other, scale.second)), scale.by), all(row));  // below 2^24 until `by`
+  }
+};
+
+// f(Values<...>) for what a layout needs.
+template <class F>
+static void with_values(const Layout& of, F f) {
+  const bool lowest = of.scales == PAIR || of.scales == SUPER;
+  if (of.bits == 8) f(Values<8, false, false>());
+  else if (of.bits == 6) f(Values<6, false, false>());
+  else if (of.bits == 5 && lowest) f(Values<5, true, false>());
+  else if (of.bits == 5) f(Values<5, false, false>());
+  else if (of.table) f(Values<4, false, true>());
+  else if (lowest) f(Values<4, true, false>());
+  else f(Values<4, false, false>());
+}
+
+}  // namespace qb

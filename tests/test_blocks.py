@@ -1,0 +1,170 @@
+"""Blocks of `.gguf` files: the numbers that they stand for, bit for bit, and products with them.
+
+pytest tests/test_blocks.py
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kernels import best_set, every_set, load, plain_rows
+from quantised import quantise_rows
+from quickbeam.models.native import library
+from quickbeam.models.native.formats import FORMATS
+from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operations import product
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import (
+    BFLOAT16,
+    BlockRows,
+    Packer,
+    QuantisedPacked,
+    dense_rows,
+)
+
+NAMES = [name for name, of in FORMATS.items() if of.file_type is not None]
+kinds = pytest.mark.parametrize("name", NAMES)
+# where halves of float16 numbers stand in a block: scales, which must be finite
+HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+
+
+def blocks(name: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
+    """Blocks of random bits, with scales of many sizes."""
+    of, random = FORMATS[name], np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
+    scales = random.normal(0, 0.05, (len(data), 2)) * 2.0 ** random.integers(-6, 3, (len(data), 2))
+    halves = scales.astype(np.float16).view(np.uint8)
+    if name == "mxfp4":
+        data[:, 0] = random.integers(110, 125, len(data))
+        data[:3, 0] = 0, 1, 2  # numbers below the smallest normal one
+    else:
+        for i, at in enumerate(HALVES.get(name, (0,))):
+            data[:, at : at + 2] = halves[:, 2 * i : 2 * i + 2]
+    return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
+
+
+def by_package(rows: BlockRows) -> torch.Tensor:
+    """The numbers as the package `gguf` has them."""
+    kind = gguf.GGMLQuantizationType(FORMATS[rows.name].file_type)
+    return torch.from_numpy(np.array(gguf.dequantize(rows.data.numpy(), kind)))
+
+
+def run(isa: str, packed: object, outputs: int, x: torch.Tensor, **more: object) -> torch.Tensor:
+    program = Program(load(isa))
+    source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
+    product(program, packed, source, target, **more)  # type: ignore[arg-type]
+    y = torch.zeros(len(x), outputs)
+    program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
+    return y
+
+
+def numbers(n: int, inputs: int, seed: int = 1) -> torch.Tensor:
+    x = torch.randn(n, inputs, generator=torch.Generator().manual_seed(seed))
+    x[:, ::7] *= 30
+    return x.bfloat16()
+
+
+def test_the_table_names_what_files_hold() -> None:
+    for name in NAMES:
+        of = FORMATS[name]
+        kind = gguf.GGMLQuantizationType(of.file_type)
+        assert (of.inputs, of.bytes) == gguf.GGML_QUANT_SIZES[kind]
+        assert name == kind.name.lower() or (name, kind.name) == ("int4", "Q4_1")
+    assert tuple(FORMATS) == library.FORMATS
+
+
+@every_set
+@kinds
+def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
+    """All bits of float32 are equal, through the layout of the kernels and by row."""
+    kernels, rows = load(isa), blocks(name, 37, 768)
+    wanted = by_package(rows)
+    packed = QuantisedPacked(kernels, [rows], name=name)
+    assert packed.data.nbytes <= 1.04 * 48 / 37 * rows.data.nbytes
+    assert torch.equal(packed.dense(), wanted) and not packed.dense().eq(0).all()
+    program = Program(kernels)
+    program.embed(rows, program.given("x", 768, True), scale=2.0)
+    x, tokens = torch.zeros(5, 768), [36, 0, 7, 7, 12]
+    program.run(Rows(tokens, [0] * len(tokens)), {"x": x})
+    assert torch.equal(x, wanted[tokens] * 2)
+
+
+@every_set
+@kinds
+def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: str) -> None:
+    rows, x = blocks(name, 217, 512), numbers(33, 512)
+    packed = QuantisedPacked(load(isa), [rows], name=name)
+    wide = run(isa, packed, 217, x)
+    values, scales = quantise_rows(x)
+    wanted = (values.double() * scales.double()[..., None]).flatten(1) @ by_package(rows).double().T
+    error = (wide.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert error.max() < 1e-5
+    for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17):
+        assert torch.equal(run(isa, packed, 217, x[:n]), wide[:n]), n
+    plain = QuantisedPacked(load("plain"), [rows], name=name)
+    assert torch.equal(run("plain", plain, 217, x[:3]), wide[:3])
+
+
+@every_set
+@kinds
+def test_the_largest_sums_are_exact(isa: str, name: str) -> None:
+    """All values and scales as large as they can be, of both signs."""
+    rows = blocks(name, 32, 512)
+    rows.data.fill_(255)
+    raw = rows.data.view(-1, FORMATS[name].bytes)
+    for at in HALVES.get(name, (0,)):
+        raw[:, at : at + 2] = torch.tensor([0, 60], dtype=torch.uint8)  # 1.0
+    if name == "mxfp4":
+        raw[:, 0] = 127
+    if name == "q6_k":
+        raw[::2, :192], raw[:, 192:208] = 0, 128  # values and scales both negative
+    x = torch.ones(6, 512, dtype=torch.bfloat16)
+    x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
+    packed = QuantisedPacked(load(isa), [rows], name=name)
+    wanted = x.double() @ by_package(rows).double().T
+    torch.testing.assert_close(run(isa, packed, 32, x).double(), wanted, rtol=1e-5, atol=1e-2)
+
+
+@best_set
+def test_weights_of_several_formats_are_one_product(isa: str) -> None:
+    kernels, x = load(isa), numbers(6, 512)
+    parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
+    bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
+    pack = Packer(kernels, BFLOAT16)
+    room = torch.zeros(pack.size(parts), dtype=torch.uint8)
+    packed = pack.pack_apart(parts, bias, place=room)
+    alone = [run(isa, pack.pack([part]), len(part), x) for part in parts]
+    assert torch.equal(run(isa, packed, 88, x), torch.cat(alone, 1) + bias)
+    dense = numbers(88, 512).mul(0.05)
+    mixed = pack.pack_apart([parts[0], dense[:48]])
+    assert torch.equal(run(isa, mixed, 88, x)[:, :40], alone[0])
+    exact = x.double() @ dense[:48].double().T
+    torch.testing.assert_close(run(isa, mixed, 88, x)[:, 40:].double(), exact, rtol=1e-3, atol=1e-2)
+
+
+@best_set
+@pytest.mark.parametrize("names", [("q4_k", "q4_k"), ("q4_k", "q6_k")])
+def test_gated_weights_of_one_and_of_two_formats(isa: str, names: tuple[str, str]) -> None:
+    kernels, x = load(isa), numbers(5, 512)
+    weights = [blocks(name, 40, 512, seed) for seed, name in enumerate(names)]
+    packed = Packer(kernels, BFLOAT16).pack_apart(weights, gated=True)
+    program = Program(kernels)
+    source, target = program.given("x", 512), program.given("y", 40, True)
+    product(program, packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
+    y = torch.zeros(5, 40)
+    program.run(plain_rows(5), {"x": x, "y": y})
+    gate, up = (run(isa, Packer(kernels, BFLOAT16).pack([one]), 40, x) for one in weights)
+    wanted = torch.nn.functional.gelu(gate * 0.5, approximate="tanh") * up
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+
+
+@best_set
+@kinds
+def test_dense_rows_keep_further_dimensions(isa: str, name: str) -> None:
+    rows = blocks(name, 12, 256)
+    stacked = BlockRows(rows.data.view(3, 4, -1), name)
+    assert stacked.shape == [3, 4, 256]
+    assert torch.equal(dense_rows(load(isa), stacked), by_package(rows).view(3, 4, 256))
