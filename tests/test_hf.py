@@ -257,20 +257,17 @@ def test_sampled_rows_follow_the_probs_of_transformers(llama):
     )[:, -2:].tolist()
     assert len(rows) == draws
 
+    def likeliest(ids, temperature):
+        top = llama(torch.tensor([ids])).logits[0, -1].topk(4)
+        shares = (top.values / temperature).softmax(0)
+        return dict(zip(top.indices.tolist(), shares.tolist(), strict=True))
+
     def probs(temperature):
-        found = {}
-        first = llama(ROWS[:1]).logits[0, -1].topk(4)
-        for one, p in zip(
-            first.indices.tolist(), (first.values / temperature).softmax(0).tolist(), strict=True
-        ):
-            second = llama(torch.tensor([[*TEXT, one]])).logits[0, -1].topk(4)
-            for two, q in zip(
-                second.indices.tolist(),
-                (second.values / temperature).softmax(0).tolist(),
-                strict=True,
-            ):
-                found[one, two] = p * q
-        return found
+        return {
+            (one, two): p * q
+            for one, p in likeliest(TEXT, temperature).items()
+            for two, q in likeliest([*TEXT, one], temperature).items()
+        }
 
     def fits(expected):
         assert all(tuple(row) in expected for row in rows)

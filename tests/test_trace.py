@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -171,32 +172,22 @@ def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed):
         node = {"token": i, "text": f"n{i}", "parent": parent, "depth": depth}
         nodes.append({**node, "source": "x", "value": 0.0, "accepted": False})
 
-    class Nesting(HTMLParser):
-        """The parent that the lists give each node: the one before it on its line, or the last of
-        the line that its list is below."""
+    parents = {}
 
-        def __init__(self):
-            super().__init__()
-            self.parents: dict[str, str] = {}
-            self.lines: list[str] = []  # the last node so far of each open line
+    def walk(items, above):
+        """A node's parent: the one before it on its line, or the last of the line that its list is
+        below."""
+        for line in items:
+            last = above
+            for child in line:
+                if child.tag == "ul":
+                    walk(child, last)
+                else:
+                    parents[child.find("code").text], last = last, child.find("code").text
 
-        def handle_starttag(self, tag, attrs):
-            if tag == "li":
-                self.lines.append(self.lines[-1] if self.lines else "")
-
-        def handle_endtag(self, tag):
-            if tag == "li":
-                self.lines.pop()
-
-        def handle_data(self, data):
-            self.parents[data] = self.lines[-1]
-            self.lines[-1] = data
-
-    nesting = Nesting()
-    nesting.feed(draw_tree(nodes, {}))
-    assert nesting.parents == {
-        f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)
-    }
+    walk(ElementTree.fromstring(draw_tree(nodes, {})), "")
+    right = {f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)}
+    assert parents == right
 
 
 def test_a_chain_deeper_than_pythons_stack_is_drawn():

@@ -125,49 +125,43 @@ class SamplingParams:
         return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+Rule = Callable[[Any, SamplingParams], bool]
 
 
-def _moderate(value: Any, _: object = None) -> bool:
-    """Whether `value` is a number that float32 logits can take."""
-    return _finite(value) and abs(float(value)) <= 1e30
+def _number(low: float, high: float, kind: Any = Real) -> Rule:
+    def check(value: Any, _: object) -> bool:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        return is_number and bool(low <= value <= high)
+
+    return check
 
 
-def _integer(value: object, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+def _integer(low: int, high: float = math.inf) -> Rule:
+    return _number(low, high, Integral)
 
 
-def _few(value: object, _: object) -> bool:
-    return value is None or _integer(value, 0, 100)
+def _optional(rule: Rule) -> Rule:
+    return lambda value, given: value is None or rule(value, given)
 
 
-def _at_most(value: object, other: object) -> bool:
-    """Whether `value` is an integer from 0 to `other`.
+def _each(rule: Rule) -> Rule:
+    def check(values: Any, given: SamplingParams) -> bool:
+        several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+        return several and all(rule(value, given) for value in values)
 
-    If `other` is not an integer itself, its own check reports that, and only the lower bound counts
-    here.
-    """
-    return _integer(value, 0, int(other) if isinstance(other, Integral) else math.inf)
-
-
-def _sequence(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    return check
 
 
-def _texts(value: Any, _: object) -> bool:
-    return _sequence(value) and all(isinstance(text, str) and text for text in value)
+def _most_tokens(value: Any, given: SamplingParams) -> bool:
+    """Whether `min_tokens` fits. Where `max_tokens` is none, its own check tells that."""
+    most = given.max_tokens
+    return _integer(0, most if isinstance(most, Integral) else math.inf)(value, given)
 
 
-def _flag(value: object, _: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _biases(bias: object, _: object) -> bool:
+def _biases(bias: Any, given: SamplingParams) -> bool:
+    number = _number(-1e30, 1e30)
     return isinstance(bias, Mapping) and all(
-        _integer(token, 0)
-        and isinstance(value, Real)
-        and (value == -math.inf or abs(float(value)) <= 1e30)
+        _integer(0)(token, given) and (value == -math.inf or number(value, given))
         for token, value in bias.items()
     )
 
@@ -175,46 +169,45 @@ def _biases(bias: object, _: object) -> bool:
 MODERATE = "a number between -1e30 and 1e30 (0: off)"
 FEW = "an integer between 0 and 100, or None"
 BIASES = "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"
-RULES: dict[str, tuple[Callable[[Any, SamplingParams], bool], str]] = {
+TEXTS = (_each(lambda text, _: isinstance(text, str) and bool(text)), "non-empty strings")
+FLAG = (lambda value, _: isinstance(value, bool), "True or False")
+RULES: dict[str, tuple[Rule, str]] = {
     "max_tokens": (
-        lambda value, given: _integer(value, int(given.prompt_logprobs is None)),
+        lambda value, given: _integer(int(given.prompt_logprobs is None))(value, given),
         "an integer of at least 1, or 0 with prompt_logprobs",
     ),
     "temperature": (
-        lambda value, _: _finite(value) and 0 <= value <= 1e30,
+        _number(0, 1e30),
         "finite, at least 0 and at most 1e30 (0: the most probable token)",
     ),
-    "top_k": (lambda value, _: _integer(value, 0), "an integer of at least 0 (0: off)"),
-    "top_p": (lambda value, _: _finite(value) and 0 < value <= 1, "above 0 and at most 1 (1: off)"),
-    "min_p": (lambda value, _: _finite(value) and 0 <= value <= 1, "between 0 and 1 (0: off)"),
+    "top_k": (_integer(0), "an integer of at least 0 (0: off)"),
+    "top_p": (
+        lambda value, given: _number(0, 1)(value, given) and value > 0,
+        "above 0 and at most 1 (1: off)",
+    ),
+    "min_p": (_number(0, 1), "between 0 and 1 (0: off)"),
     "repetition_penalty": (
-        lambda value, _: _finite(value) and 1e-6 <= value <= 1e6,
+        _number(1e-6, 1e6),
         "a finite number above 0, from 1e-6 to 1e6 (1: off)",
     ),
-    "presence_penalty": (_moderate, MODERATE),
-    "frequency_penalty": (_moderate, MODERATE),
+    "presence_penalty": (_number(-1e30, 1e30), MODERATE),
+    "frequency_penalty": (_number(-1e30, 1e30), MODERATE),
     "logit_bias": (_biases, BIASES),
-    "stop": (_texts, "non-empty strings"),
-    "stop_token_ids": (
-        lambda value, _: _sequence(value) and all(_integer(token, 0) for token in value),
-        "token ids",
-    ),
-    "logprobs": (_few, FEW),
-    "prompt_logprobs": (_few, FEW),
+    "stop": TEXTS,
+    "stop_token_ids": (_each(_integer(0)), "token ids"),
+    "logprobs": (_optional(_integer(0, 100)), FEW),
+    "prompt_logprobs": (_optional(_integer(0, 100)), FEW),
     "seed": (
-        lambda value, _: value is None or _integer(value, -(2**63), 2**64 - 1),
+        _optional(_integer(-(2**63), 2**64 - 1)),
         "an integer of at most 64 bits, or None",
     ),
-    "skip_special_tokens": (_flag, "True or False"),
-    "n": (lambda value, _: _integer(value, 1, 128), "an integer between 1 and 128"),
-    "min_tokens": (
-        lambda value, given: _at_most(value, given.max_tokens),
-        "an integer between 0 and max_tokens={0.max_tokens!r}",
-    ),
-    "bad_words": (_texts, "non-empty strings"),
-    "include_stop_str_in_output": (_flag, "True or False"),
+    "skip_special_tokens": FLAG,
+    "n": (_integer(1, 128), "an integer between 1 and 128"),
+    "min_tokens": (_most_tokens, "an integer between 0 and max_tokens={0.max_tokens!r}"),
+    "bad_words": TEXTS,
+    "include_stop_str_in_output": FLAG,
     "grammar": (
-        lambda value, _: value is None or isinstance(value, Grammar),
+        _optional(lambda value, _: isinstance(value, Grammar)),
         "a Grammar, as Grammar.json_schema(…) makes one",
     ),
     "coupling": (lambda value, _: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,24 +156,19 @@ def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
 
 
 def panel(answer: Answer, tokenizer: Any) -> Panel:
-    s = answer.completion.statistics
+    """Return an answer's text, its tokens in the colours of what drafted them, and its speed."""
+    completion, s = answer.completion, answer.completion.statistics
     speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s"
     speed += f" · MAT {s.mean_accepted_tokens:.2f}"
-    text = Text(overflow="fold")
-    for piece, source in pieces(answer, tokenizer):
-        text.append(harmless(piece), style=colour(source) if source else "")
-    return Panel(text, title=answer.completion.method, subtitle=speed, border_style="dim")
-
-
-def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
-    """Yield the answer's text token by token, with the source that drafted each token."""
-    text, ids, start = answer.completion.text, answer.completion.token_ids, 0
+    text, ids, start = Text(overflow="fold"), completion.token_ids, 0
     for i, source in enumerate(answer.sources, 1):
-        end = len(text)
+        end = len(completion.text)
         if i < len(ids):
             end = min(end, len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
-        yield text[start:end], source
+        piece = harmless(completion.text[start:end])
+        text.append(piece, style=colour(source) if source else "")
         start = max(start, end)
+    return Panel(text, title=completion.method, subtitle=speed, border_style="dim")
 
 
 def legend(seen: Collection[str]) -> Text:

@@ -36,11 +36,15 @@ class TurnedAway(QuickbeamError):
 
 
 class Busy(TurnedAway):
-    """Too many answers or prompt tokens wait already (HTTP 429)."""
+    """Too many answers or prompt tokens wait already."""
+
+    status, code = 429, "rate_limit_exceeded"
 
 
 class Unavailable(TurnedAway):
-    """The server is starting or shutting down, or the request waited for too long (HTTP 503)."""
+    """The server is starting or shutting down, or the request waited for too long."""
+
+    status, code = 503, "unavailable"
 
 
 class Phase(str, Enum):

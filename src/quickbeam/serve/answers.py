@@ -31,8 +31,8 @@ class Part(NamedTuple):
 class Answers:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
-    The answers to the first prompt come first. Answers without text may share a stream. `prompts`
-    holds token ids, `seeds` one seed for each prompt. Leaving the `with` block ends the answers.
+    The answers to the first prompt come first. `prompts` holds token ids, `seeds` one seed
+    for each prompt. Leaving the `with` block ends the answers.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class Answers:
         short.
         """
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
-        first = {id(one): i for i, one in reversed([*enumerate(self.streams)])}
-        tasks = [asyncio.ensure_future(self._follow(index, parts)) for index in first.values()]
+        tasks = [asyncio.ensure_future(self._follow(i, parts)) for i in range(len(self.streams))]
         try:
             running = len(self.streams)
             while running:
@@ -82,9 +81,7 @@ class Answers:
         except Exception as error:
             await parts.put(error)
         else:
-            for i, one in enumerate(self.streams):
-                if one is stream:
-                    await parts.put(Part(i, None))
+            await parts.put(Part(index, None))
 
     @property
     def completions(self) -> list[Completion]:

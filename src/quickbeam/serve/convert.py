@@ -94,18 +94,16 @@ async def _begun(runner: Runner, request: Request, given: Prompts) -> Answers:
         seeds: list[int | None] = getattr(request, "seeds", None) or [params.seed] * len(prompts)
         if not params.greedy:
             seeds = [secrets.randbits(SEED_BITS) if seed is None else seed for seed in seeds]
-        # of a prompt that is only scored, all answers are the same
-        choices = range(params.n if params.max_tokens else 1)
         how = (asked.method, asked.budget, bool(getattr(request, "trace", False)))
         jobs = []
         for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
             own = replace(params, max_tokens=most, seed=seed)
-            for choice in choices:  # the first scores the prompt
-                asks = replace(own, prompt_logprobs=None) if choice else own
+            for choice in range(params.n):
+                # the first scores the prompt for all, where they have any text
+                scores = not choice or not most
+                asks = own if scores else replace(own, prompt_logprobs=None)
                 jobs.append(Job(ids, asks, choice, *how))
-        streams = await runner.begin(jobs, ticket)
-        each = params.n // len(choices)
-        return Answers([one for one in streams for _ in range(each)], prompts, seeds)
+        return Answers(await runner.begin(jobs, ticket), prompts, seeds)
 
 
 def _check_logprobs(request: Request, params: SamplingParams, prompts: int, length: int) -> None:

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.serve.admission import Busy, Unavailable
 
 INVALID = "invalid_request_error"
 TYPES = {
@@ -74,15 +73,7 @@ class Refused(InvalidInput):
 class Interrupted(QuickbeamError):
     """An answer that the server cut short."""
 
-
-# status and code by kind of error; the first that fits counts
-KINDS: dict[type[QuickbeamError], tuple[int, str | None]] = {
-    InvalidInput: (400, None),
-    Interrupted: (503, "interrupted"),
-    Busy: (429, "rate_limit_exceeded"),
-    Unavailable: (503, "unavailable"),
-    QuickbeamError: (500, None),
-}
+    status, code = 503, "interrupted"
 
 
 def problem(error: BaseException) -> Problem:
@@ -92,11 +83,11 @@ def problem(error: BaseException) -> Problem:
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
         return Problem(status, str(error.detail), TYPES.get(status, INVALID), headers=headers)
-    for kind, (status, code) in KINDS.items():
-        if isinstance(error, kind):
-            again = getattr(error, "retry_after", None)
-            headers = {} if again is None else {"Retry-After": str(again)}
-            return Problem(status, str(error), TYPES.get(status, INVALID), None, code, headers)
+    if isinstance(error, QuickbeamError):
+        status = getattr(error, "status", 400 if isinstance(error, InvalidInput) else 500)
+        again, code = getattr(error, "retry_after", None), getattr(error, "code", None)
+        headers = {} if again is None else {"Retry-After": str(again)}
+        return Problem(status, str(error), TYPES.get(status, INVALID), None, code, headers)
     where = "".join(traceback.format_tb(error.__traceback__))
     _log.error("a request failed with %s at:\n%s", type(error).__name__, where)
     message = "the server failed to answer this request; its log says why"
