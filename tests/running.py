@@ -5,14 +5,13 @@ import asyncio
 import threading
 from contextlib import asynccontextmanager, contextmanager
 
-import httpx
 import uvicorn
 
 from quickbeam import SamplingParams
-from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.server import config, listen
 from quickbeam.serve.settings import ServeSettings
+from serving import client
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -21,12 +20,9 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 async def served(llm, **settings):
     """A runner, and a client of its application. The model may be used again afterwards."""
     runner = Runner(ServeSettings(**settings), llm)
-    transport = httpx.ASGITransport(create_app(runner))
     try:
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=60
-        ) as client:
-            yield runner, client
+        async with client(runner) as web:
+            yield runner, web
     finally:
         await runner.close()
 
@@ -92,14 +88,9 @@ def begun_answers(runner):
 def idle(runner):
     """Whether nothing is left of any request."""
     gate, engine = runner.gate, runner.llm.engine
-    counts = (
-        gate.inside,
-        gate.waiting,
-        gate.waiting_tokens,
-        len(engine.scheduler.active),
-        len(engine.scheduler.waiting),
-    )
-    return not any(counts) and not engine.busy
+    places = (gate.inside, gate.waiting, gate.waiting_tokens)
+    sequences = (*engine.scheduler.active, *engine.scheduler.waiting)
+    return not any(places) and not sequences and not engine.busy
 
 
 @contextmanager

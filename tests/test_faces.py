@@ -220,21 +220,6 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
     assert not llm.engine.busy and all(one.over for one in seen)
 
 
-def test_asyncio(toy_folder, alone):
-    async def main():
-        async with AsyncLLM(toy_folder, "pld") as llm:
-            found = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
-            assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
-            stream = await llm.stream(PROMPTS[0], PARAMS)
-            text = "".join([piece async for piece in stream])
-            assert text == stream.completion.text
-            assert stream.completion.token_ids == alone[PROMPTS[0]]
-            with pytest.raises(InvalidInput):
-                await llm.generate("", PARAMS)
-
-    asyncio.run(main())
-
-
 def test_leaving_an_asynchronous_stream_ends_it(toy_folder, monkeypatch):
     async def main():
         async with AsyncLLM(toy_folder, "ar") as llm:

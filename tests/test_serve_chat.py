@@ -16,14 +16,7 @@ pytest.importorskip("fastapi")
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.grammar import Grammar
 from quickbeam.serve.settings import ServeSettings
-from serving import (
-    ScriptedRunner,
-    ask,
-    ask_raw,
-    chunks,
-    good,
-    refused,
-)
+from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]

@@ -17,14 +17,7 @@ from quickbeam.serve.convert import INFILL
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from serving import (
-    ScriptedRunner,
-    ask,
-    ask_raw,
-    chunks,
-    good,
-    refused,
-)
+from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
 
 PATH = "/v1/completions"
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two"]

@@ -17,6 +17,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,54 +122,47 @@ def check_hub(model: str) -> None:
     """
     if model in EMBEDDED or Path(model).expanduser().exists():
         return
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     kept = any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS)
+    own = f"give a folder, or take an embedded model: {', '.join(EMBEDDED)}"
     if constants.HF_HUB_OFFLINE:
         if not kept:
             raise InvalidInput(
                 f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
-                f"unset it, give a folder, or take an embedded model: {', '.join(EMBEDDED)}"
+                f"unset it, {own}"
             )
         return
-    error = ask_hub(model)
-    if isinstance(error, RepositoryNotFoundError):
+    asked = Future[object]()
+
+    def ask() -> None:
+        try:
+            asked.set_result(HfApi().model_info(model, timeout=PATIENCE))
+        except Exception as error:
+            asked.set_exception(error)
+
+    # a name's look-up has no time limit of its own, so another thread waits for it
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        asked.result(PATIENCE)
+    except RepositoryNotFoundError as error:
         raise InvalidInput(
             f"can't load {model!r}: no folder here has this name, and the Hugging Face hub shows "
             "no such model; check the spelling, or log in if it is private (hf auth login)"
         ) from error
-    if error is None or isinstance(error, HfHubHTTPError):
-        return  # what the hub refuses shows when the model is loaded
-    if not kept:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise InvalidInput(
-            f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is out "
-            f"of reach ({reason}). Give a folder, or take an embedded model: {', '.join(EMBEDDED)} "
-            "(HF_HUB_OFFLINE=1 takes only what was downloaded, and doesn't try)"
-        )
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
-
-
-def ask_hub(model: str) -> Exception | None:
-    """Ask the Hugging Face hub about `model`. Returns what went wrong, if anything did."""
-    from huggingface_hub import HfApi
-
-    answers: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            HfApi().model_info(model, timeout=PATIENCE)
-            answers.append(None)
-        except Exception as error:
-            answers.append(error)
-
-    # a name's look-up has no time limit of its own, so another thread waits for it
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return answers[0] if answers else TimeoutError(f"no answer within {PATIENCE:.0f} s")
+    except HfHubHTTPError:
+        pass  # what the hub refuses shows when the model is loaded
+    except Exception as error:
+        if not kept:
+            reason = str(error).strip().partition("\n")[0] or f"no answer within {PATIENCE:.0f} s"
+            raise InvalidInput(
+                f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is "
+                f"out of reach ({reason}). Otherwise {own} (HF_HUB_OFFLINE=1 takes only what was "
+                "downloaded, and doesn't try)"
+            ) from error
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
 
 
 @dataclass(frozen=True)

@@ -197,10 +197,7 @@ RULES: dict[str, tuple[Rule, str]] = {
     "stop_token_ids": (_each(_integer(0)), "token ids"),
     "logprobs": (_optional(_integer(0, 100)), FEW),
     "prompt_logprobs": (_optional(_integer(0, 100)), FEW),
-    "seed": (
-        _optional(_integer(-(2**63), 2**64 - 1)),
-        "an integer of at most 64 bits, or None",
-    ),
+    "seed": (_optional(_integer(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
     "skip_special_tokens": FLAG,
     "n": (_integer(1, 128), "an integer between 1 and 128"),
     "min_tokens": (_most_tokens, "an integer between 0 and max_tokens={0.max_tokens!r}"),
