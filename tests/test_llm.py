@@ -199,27 +199,6 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
     assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
 
 
-@pytest.mark.parametrize("method", A_FEW)
-def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(drafted, method, monkeypatch):
-    drafter = drafted.prepare(method)
-    inner, calls = LMDrafter.answer, []
-
-    def slow(*arguments):
-        calls.append(1)
-        time.sleep(0.002)
-        return inner(*arguments)
-
-    for _ in range(2):  # each answer has its own
-        with monkeypatch.context() as patch:
-            patch.setattr(LMDrafter, "answer", slow)
-            calls.clear()
-            s = drafted.generate("abc abc", SHORT, method=method).statistics
-        assert drafter is not None and s.drafter_calls == len(calls) > 0
-        assert 0.002 * len(calls) < s.drafter_seconds < s.draft_seconds
-    s = drafted.generate("abc abc", SHORT, method="pld").statistics
-    assert (s.drafter_calls, s.drafter_seconds) == (0, 0.0)
-
-
 def test_the_target_as_its_own_drafter_is_right(toy_folder):
     llm = LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder)
     nodes = METHODS["chain"].budget

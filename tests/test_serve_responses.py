@@ -11,7 +11,6 @@ pytest.importorskip("fastapi")
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
-from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts
 from quickbeam.serve.tools import Call
 from serving import ask, events, good
@@ -141,14 +140,3 @@ def test_what_asks_for_nothing_is_accepted(runner):
         )
     )  # fmt: skip
     assert kept.items() <= found.items() and found["text"]["format"] == {"type": "text"}
-
-
-def test_formats_make_grammars():
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    for form, right in (
-        ({"type": "json_schema", "name": "n", "schema": schema}, ("json_schema", schema)),
-        ({"type": "json_object"}, ("json_object", True)),
-        ({"type": "text"}, None),
-    ):
-        asked = ResponsesRequest.model_validate({"input": "x", "text": {"format": form}})
-        assert asked.grammars == ([("text", *right)] if right else [])

@@ -298,33 +298,26 @@ def _suppressed(processor: Any) -> dict[str, Any]:
     return {"logit_bias": dict.fromkeys(processor.suppress_tokens.tolist(), -torch.inf)}
 
 
+def _of(**names: str) -> Callable[[Any], dict[str, Any]]:
+    """Return what reads parameters from a processor's attributes of these names."""
+    return lambda processor: {name: getattr(processor, own) for name, own in names.items()}
+
+
 # How a logits processor becomes parameters: its place in the order in which `SamplingParams` are
-# applied, and a function, or the parameter's name and that of the processor's attribute.
-READERS: dict[type, tuple[int, Callable[[Any], dict[str, Any]] | tuple[str, str] | None]] = {
+# applied, and what reads them.
+READERS: dict[type, tuple[int, Callable[[Any], dict[str, Any]]]] = {
     processing.SequenceBiasLogitsProcessor: (0, _biases),
-    processing.RepetitionPenaltyLogitsProcessor: (1, ("repetition_penalty", "penalty")),
+    processing.RepetitionPenaltyLogitsProcessor: (1, _of(repetition_penalty="penalty")),
     processing.NoBadWordsLogitsProcessor: (2, _biases),
     processing.SuppressTokensLogitsProcessor: (2, _suppressed),
-    processing.MinLengthLogitsProcessor: (2, ("min_length", "min_length")),
-    processing.MinNewTokensLengthLogitsProcessor: (2, ("min_tokens", "min_new_tokens")),
-    processing.TemperatureLogitsWarper: (3, ("temperature", "temperature")),
-    processing.TopKLogitsWarper: (4, ("top_k", "top_k")),
-    processing.TopPLogitsWarper: (5, ("top_p", "top_p")),
-    processing.MinPLogitsWarper: (6, ("min_p", "min_p")),
-    processing.LogitNormalization: (7, None),
+    processing.MinLengthLogitsProcessor: (2, _of(min_length="min_length")),
+    processing.MinNewTokensLengthLogitsProcessor: (2, _of(min_tokens="min_new_tokens")),
+    processing.TemperatureLogitsWarper: (3, _of(temperature="temperature")),
+    processing.TopKLogitsWarper: (4, _of(top_k="top_k")),
+    processing.TopPLogitsWarper: (5, _of(top_p="top_p")),
+    processing.MinPLogitsWarper: (6, _of(min_p="min_p")),
+    processing.LogitNormalization: (7, _of()),
 }
-
-
-def _read(processor: Any) -> tuple[int, dict[str, Any]]:
-    """Return a processor's place in the order, and its parameters."""
-    if type(processor) not in READERS:
-        known = ", ".join(kind.__name__ for kind in READERS)
-        name = type(processor).__name__
-        raise InvalidInput(f"logits processor {name}: not supported; known: {known}")
-    rank, how = READERS[type(processor)]
-    if isinstance(how, tuple):
-        return rank, {how[0]: getattr(processor, how[1])}
-    return rank, {} if how is None else how(processor)
 
 
 def params_of(
@@ -344,7 +337,12 @@ def params_of(
     padding = [width - len(prompt) for prompt in prompts]
     options, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
-        name, (place, own) = type(processor).__name__, _read(processor)
+        name = type(processor).__name__
+        if type(processor) not in READERS:
+            known = ", ".join(kind.__name__ for kind in READERS)
+            raise InvalidInput(f"logits processor {name}: not supported; known: {known}")
+        place, read = READERS[type(processor)]
+        own = read(processor)
         if place < rank:
             raise InvalidInput(
                 f"logits processor {name}: quickbeam applies it before those that "
