@@ -6,7 +6,6 @@ pytest tests/test_serve_openai.py
 
 import asyncio
 import inspect
-import json
 
 import pytest
 
@@ -136,33 +135,6 @@ def test_every_field_of_a_response(runner, llm):
     events = using(runner, lambda api: gathered(api.responses.create(**asked, stream=True)))
     deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
     assert "".join(deltas) == right.text == events[-1].response.output_text
-
-
-def test_tools_there_and_back(scripted):
-    scripted.script = CALL
-    asked = {"model": "toy", "messages": MESSAGES, "tools": [TOOL]}
-
-    async def work(api):
-        chat, responses = api.chat.completions.create, api.responses.create
-        first = await chat(**asked)
-        message = first.choices[0].message
-        output = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}
-        await chat(**{**asked, "messages": [*MESSAGES, message, output]}, tool_choice="auto")
-        chunks = await gathered(chat(**asked, stream=True))
-        response = await responses(model="toy", input="x", tools=[FLAT])
-        about = {"type": "function_call_output", "call_id": response.output[0].call_id}
-        items = [{"role": "user", "content": "x"}, *response.output, {**about, "output": "4"}]
-        await responses(model="toy", input=items, tools=[FLAT])
-        events = await gathered(responses(model="toy", input="x", tools=[FLAT], stream=True))
-        return first, chunks, response, events
-
-    first, chunks, response, events = using(scripted, work)
-    (choice,) = first.choices
-    assert choice.finish_reason == "tool_calls"
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"x": 3}
-    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
-    assert response.output[0].type == "function_call" and events[-1].response.output[0].name == "f"
 
 
 class Answer(BaseModel):
