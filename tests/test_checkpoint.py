@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GptOssForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.angles import Angles, frequencies, hold
 from quickbeam.models.checkpoint import Checkpoint, read_config
-from quickbeam.models.families import describe, stack_of
-from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.families import FAMILIES, describe, stack_of
+from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
 from test_families import CONFIGS, made
@@ -36,10 +36,7 @@ EVAL = Path.home() / ".cache" / "quickbeam-eval"
 def test_a_folder_says_what_the_model_in_it_is(name: str, tmp_path: Path) -> None:
     model = made(name)
     model.save_pretrained(tmp_path)
-    try:
-        found = Checkpoint(tmp_path, torch.float32)
-    except NotDescribed as error:  # stored otherwise than transformers names it
-        pytest.skip(str(error))
+    found = Checkpoint(tmp_path, torch.float32)
     assert found.stack == describe(model)
     for one, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(found(one), parameter), one
@@ -127,6 +124,47 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> 
     found = Checkpoint(tmp_path, torch.bfloat16)
     for weights in ("bfloat16", "int8", "int4"):
         assert NativeModel(found, found.stack, weights=weights).exact
+
+
+PUBLISHED_FILE = Path(__file__).with_name("published_configs.jsonl")
+PUBLISHED = {
+    line["name"]: line["config"]
+    for line in map(json.loads, PUBLISHED_FILE.read_text().splitlines())
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_published_are_described(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Field by field as on the Hub, with what the models' code doesn't read."""
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = read_config(tmp_path)
+    hold(config)
+    stack = stack_of(config, torch.bfloat16)
+    assert len(stack.layers) == config.num_hidden_layers
+    config.__dict__["odd_scaling"] = 2.0
+    with pytest.raises(NotDescribed, match="odd_scaling"):
+        stack_of(config, torch.bfloat16)
+
+
+def test_names_of_attributes_are_those_of_transformers() -> None:
+    for kind in FAMILIES:
+        assert ATTRIBUTES.get(kind, {}) == CONFIG_MAPPING[kind].attribute_map, kind
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    made("deepseek_v3").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
+    save_file(stored | more, tmp_path / "model.safetensors")
+    with pytest.raises(NotDescribed, match=r"layers\.3"):
+        Checkpoint(tmp_path, torch.float32)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert Checkpoint(tmp_path, torch.float32).stack.layers
 
 
 def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class ModelConfig:
     def __getattr__(self, name: str) -> Any:
         if name in self.attribute_map:
             return getattr(self, self.attribute_map[name])
+        if name == "num_hidden_layers" and "layers_block_type" in self.__dict__:
+            return len(self.__dict__["layers_block_type"])
         raise AttributeError(f"the configuration has no {name}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,6 +204,10 @@ class Checkpoint:
         read = {name for one in found.values() for name in one.names}
         blocks = {name for one in found.values() if isinstance(one, Mxfp4) for name in one.names}
         read |= {named[name] for name in stack.unread if name in named}
+        count = config.num_hidden_layers  # behind them come layers that predict further tokens
+        for i in range(int(getattr(config, "num_nextn_predict_layers", 0) or 0)):
+            ahead = f"{stack.inside}.{count + i}."
+            read |= {one for name, one in named.items() if name.startswith(ahead)}
         if odd := sorted(name for name, one in named.items() if one not in read):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])

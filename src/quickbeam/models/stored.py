@@ -64,7 +64,7 @@ PREFIXES = (
 )
 # what stands before the head's name
 HEADS = ("", "language_model.", "model.")
-# what no pass reads: buffers of older checkpoints, and layers that predict further tokens
+# what no pass reads: buffers of older checkpoints, and what predicts further tokens
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
 FURTHER = ("mtp.", "model.mtp.")
 # other names of published checkpoints, by `model_type`

@@ -113,7 +113,6 @@ def granite_hybrid(c: Config) -> Stack:
 
 
 def bamba(c: Config) -> Stack:
-    c.get("attn_layer_indices")  # `layers_block_type` follows from it
     for name in ("num_logits_to_keep", "z_loss_coefficient"):
         c.get(name)
 
@@ -121,7 +120,7 @@ def bamba(c: Config) -> Stack:
         at = f"model.layers.{i}"
         fed = gated(c, i, c.mlp_bias, name="feed_forward")
         norms = rms(c, f"{at}.input_layernorm"), rms(c, f"{at}.pre_ff_layernorm")
-        if c.layers_block_type[i] == "linear_attention":
+        if i not in (c.get("attn_layer_indices") or ()):
             mamba = _mamba(c, f"{at}.mamba", norm=rms(c, f"{at}.mamba.norm"))
             return Layer(None, fed, *norms, recurrent=mamba)
         return Layer(attention(c, i, c.attention_bias), fed, *norms)

@@ -162,6 +162,7 @@ def qwen3_moe(c: Config) -> Stack:
 
 
 def qwen3_vl_moe(c: Config) -> Stack:
+    """The weights of the chosen experts add up to 1."""
     return _qwen3_moe(c, renormalised=True)
 
 

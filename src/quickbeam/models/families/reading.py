@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quickbeam.models.families.published import ignored
 from quickbeam.models.stack import (
     Attention,
     Experts,
@@ -40,14 +41,11 @@ HARMLESS = {
     "attention_dropout",
     "attn_pdrop",
     "auto_map",
-    "bos_token_id",
     "chunk_size_feed_forward",
     "classifier_dropout",
     "dtype",
     "embd_pdrop",
     "embedding_dropout",
-    "eod_token_id",
-    "eos_token_id",
     "hidden_dropout",
     "hidden_size",
     "id2label",
@@ -67,7 +65,6 @@ HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
-    "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "quantization_config",  # who reads the weights heeds it
@@ -75,28 +72,41 @@ HARMLESS = {
     "residual_dropout",
     "return_dict",
     "router_aux_loss_coef",
-    "sep_token_id",
     "shared_expert_intermediate_size",
     "tie_word_embeddings",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
-    "unk_token_id",
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
     "vocab_size",
 }
+EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
-ATTRIBUTES = {
+ATTRIBUTES: dict[str, dict[str, str]] = {
+    "bamba": {"layer_types": "layers_block_type"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    "falcon_h1": {"layer_types": "layers_block_type"},
+    "glm4_moe": {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
     "gpt2": {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-    "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
+    "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+    **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},
 }
 
 
@@ -142,11 +152,13 @@ class Config:
 
     def refuse_unknown(self) -> None:
         """Raise `NotDescribed` naming attributes that are set and that the family didn't read."""
+        kind = getattr(self._config, "model_type", "")
         unknown = [
             name
             for name, value in self._config.to_dict().items()
             if name not in self._read | HARMLESS
             and not name.startswith("_")  # transformers' own notes
+            and not ignored(kind, name, value)
             and value not in (None, False, 0, "", [], {}, ())
         ]
         if unknown:
