@@ -16,14 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.models.base import Draft, Part, inference
-from quickbeam.models.kv import Layer, LayerShape, Page, Pool, SequenceCache
+from quickbeam.models.hf_recurrent import State, Together, TorchStates, together
+from quickbeam.models.kv import Layer, LayerShape, Page
+from quickbeam.models.states import StatefulCache, StatePool
 
 
-class RowPool(Pool):
+class RowPool(StatePool):
     """Pages that are rows of two tensors a layer, for keys and for values.
 
     The tensors are `[rows, kv_heads, dim]`. Page 0 holds zeros and belongs to no sequence. Places
-    without a key of their own read it, and are hidden.
+    without a key of their own read it, and are hidden. `zeros`: the state of an empty sequence.
     """
 
     page = 64
@@ -34,14 +36,21 @@ class RowPool(Pool):
         dtype: torch.dtype,
         device: torch.device,
         limit: int | None = None,
+        zeros: State | None = None,
     ) -> None:
         super().__init__(limit)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.zeros = dtype, device, zeros or {}
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         self.page_bytes = self.page * dtype.itemsize * numbers
         self._made = 1
         self.key = [self._rows(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.value = [self._rows(shape.kv_heads, shape.value_dim) for shape in shapes]
+        if zeros:
+            kept = [one for state in zeros.values() for one in state if one is not None]
+            self.has_states(sum(one.nbytes for one in kept), 1)
+
+    def make_state(self) -> State:
+        return {}
 
     def _rows(self, heads: int, dim: int) -> torch.Tensor:
         return torch.zeros(self.page, heads, dim, dtype=self.dtype, device=self.device)
@@ -75,13 +84,20 @@ class RowPool(Pool):
             tensor[target.data * size : (target.data + 1) * size] = rows
 
 
-class RowStore(SequenceCache):
+class RowStore(StatefulCache):
     """One sequence's pages of a `RowPool`."""
 
     def __init__(self, pool: RowPool) -> None:
         super().__init__(pool)
         self.pool = pool
         self._numbers = np.zeros(0, np.int64)
+        self._states: TorchStates | None = TorchStates(pool, pool.zeros) if pool.zeros else None
+
+    @property
+    def states(self) -> TorchStates:
+        """Those of recurrent layers, which the model must have."""
+        assert self._states is not None
+        return self._states
 
     def bind(self) -> None:
         self._numbers = np.array([page.data for page in self._pages], np.int64)
@@ -115,13 +131,15 @@ class Behind(NamedTuple):
 
     `depths`: for each token, how many positions behind the last committed one plus 1 it stands.
     `base`: how many of them an earlier pass has run. `visible`: `[n - base, n]` bool, which of them
-    each token of this pass sees; None where each sees all before it, and itself.
+    each token of this pass sees; None where each sees all before it, and itself. `parents`: of a
+    tree, each node's parent.
     """
 
     cache: RowStore
     depths: Sequence[int]
     base: int = 0
     visible: np.ndarray | None = None
+    parents: Sequence[int] | None = None
 
     @property
     def rows(self) -> int:
@@ -134,7 +152,7 @@ def behind(part: Part) -> Behind:
     if not isinstance(part, Draft):
         return Behind(part.cache, range(part.rows))
     visible = part.tree.visible()[part.base :].numpy()
-    return Behind(part.cache, part.tree.depth, part.base, visible)
+    return Behind(part.cache, part.tree.depth, part.base, visible, part.tree.parent)
 
 
 @dataclass
@@ -171,7 +189,8 @@ class GatheredStep:
 
     Trees attend together. Each text attends by itself.
 
-    `n`: the number of rows; `positions`: `[n]` on the device.
+    `n`: the number of rows; `positions`: `[n]` on the device. `together`: what recurrent layers run
+    in one call.
     """
 
     def __init__(self, parts: Sequence[Behind], pool: RowPool) -> None:
@@ -186,6 +205,10 @@ class GatheredStep:
             positions.append(start + np.array(part.depths[part.base :], np.int64))
         both = _to(np.concatenate([*written, *positions]), pool.device)
         self._written, self.positions = both[: self.n], both[self.n :]
+        self.together = list[Together]()
+        if pool.zeros:
+            found = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
+            self.together = together(found, pool.device)
         trees = [i for i, part in enumerate(parts) if part.visible is not None]
         groups = ([trees] if trees else []) + [
             [i] for i, part in enumerate(parts) if part.visible is None

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.gathered import GatheredStep
+from quickbeam.models.hf_recurrent import RecurrentLayer, State, is_recurrent
 from quickbeam.models.kv import Layer, LayerShape
 
 NAME = "quickbeam"
@@ -35,13 +36,14 @@ class Tap:
     """What the attention calls of one model share.
 
     `step`: the pass under way; None while `install` looks at the layers. `layers`, `shapes`: what
-    was seen of the layers, by number.
+    was seen of the layers, by number; `states`: the same of recurrent ones, zeros.
     """
 
     def __init__(self) -> None:
         self.step: GatheredStep | None = None
         self.layers: dict[int, Layer] = {}
         self.shapes: dict[int, LayerShape] = {}
+        self.states: State = {}
 
     def __call__(
         self,
@@ -154,6 +156,8 @@ def install(model: PreTrainedModel) -> Tap:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.quickbeam_tap = tap
+        if is_recurrent(module):
+            module.forward = RecurrentLayer(module, tap)
     name = type(model).__name__
     try:
         with warnings.catch_warnings():
@@ -169,6 +173,8 @@ def install(model: PreTrainedModel) -> Tap:
             f"{name} can't be used: it doesn't run on a token of text alone ({error}). {INSTEAD}"
         ) from error
     expected = model.config.get_text_config().num_hidden_layers
+    if tap.states:  # some layers keep nothing, or only a state
+        tap.shapes = {i: tap.shapes.get(i, LayerShape(0, 0, 0)) for i in range(expected)}
     if sorted(tap.shapes) != list(range(expected)):
         own = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
         raise InvalidInput(

@@ -80,15 +80,13 @@ def causal_class(config: PreTrainedConfig) -> type:
     )
 
 
-def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> None:
+def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
     """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens.
 
     These are encoder-decoders, recurrent and hybrid models, and models with layers other than full
-    and sliding-window attention. `native`: those that the native kernels run are none of them.
-    Needs no weights.
+    and sliding-window attention; families that are described are none of them. Needs no weights.
     """
-    family = config.get_text_config().model_type
-    if native and family in FAMILIES:
+    if config.get_text_config().model_type in FAMILIES:
         return
     name = kind.__name__
     if config.is_encoder_decoder:
@@ -102,11 +100,6 @@ def refuse_unfit(kind: type, config: PreTrainedConfig, native: bool = False) -> 
     if not kinds and not getattr(kind, "_is_stateful", False):
         return
     has = f"layers of kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-    if family in FAMILIES:
-        raise InvalidInput(
-            f"{name} is recurrent or hybrid ({has}), which only the native kernels run, on a CPU "
-            "in bfloat16 or float32: use device cpu"
-        )
     raise InvalidInput(
         f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "
         "full and sliding-window attention, and of recurrent families LFM2, Qwen3-Next, Qwen3.5, "
@@ -217,7 +210,7 @@ def load_model(
     try:
         base = _adapted(name, revision)
         config = AutoConfig.from_pretrained(base or name, **told)
-        refuse_unfit(causal_class(config), config, native=True)
+        refuse_unfit(causal_class(config), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
             # most quantised models can't be moved afterwards

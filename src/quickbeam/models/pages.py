@@ -9,14 +9,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from quickbeam.models.kv import Page, SequenceCache
+from quickbeam.models.kv import Page
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
-from quickbeam.models.states import StatePool, States, StateShape
+from quickbeam.models.states import NativePool, StatefulCache, States, StateShape
 from quickbeam.tree import TokenTree
 
 
-class PagePool(StatePool):
+class PagePool(NativePool):
     """Pages for all sequences of a model.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
@@ -47,7 +47,7 @@ class PagePool(StatePool):
         )
         self.layers_at = self.layers.ctypes.data
         if states is not None:
-            self.has_states(states)
+            self.shape_states(states)
 
     def new(self) -> PagedStore:
         return PagedStore(self)
@@ -59,7 +59,7 @@ class PagePool(StatePool):
         target.data.copy_(source.data)
 
 
-class PagedStore(SequenceCache):
+class PagedStore(StatefulCache):
     """One sequence's pages, the table in which the kernels find them, and its states if the model
     has recurrent layers."""
 
@@ -68,7 +68,7 @@ class PagedStore(SequenceCache):
         self.pool, self.shapes, self.offsets = pool, pool.shapes, pool.offsets
         self.device, self.kernels = torch.device("cpu"), pool.kernels
         self._table = (ctypes.c_void_p * 0)()
-        self._states = None if pool.state_shape is None else States(pool)
+        self._states: States | None = None if pool.state_shape is None else States(pool)
 
     @property
     def table(self) -> int:
@@ -123,55 +123,6 @@ class PagedStore(SequenceCache):
             range(count),
             0 if self._states is None else self._states.tree(tree, base),
         )
-
-    # --- states of recurrent layers ---
-
-    def missing(self, tokens: int) -> int:
-        found = super().missing(tokens)
-        return found if self._states is None else found + self._states.missing(self.length, tokens)
-
-    def reserve(self, tokens: int) -> None:
-        super().reserve(tokens)
-        if self._states is not None:
-            self._states.reserve(self.length, tokens)
-
-    def commit(self, path: Sequence[int]) -> None:
-        if self._states is not None:
-            self._states.commit(path, self.length)
-        super().commit(path)
-
-    def snapshot(self, tokens: int) -> Page | None:
-        return None if self._states is None else self._states.snapshot(tokens)
-
-    def adopt(
-        self, chunks: Sequence[Sequence[Page]], tokens: int, snapshot: Page | None = None
-    ) -> None:
-        super().adopt(chunks, tokens)
-        if self._states is not None:
-            self._states.adopt(snapshot, self.length)
-
-    def fork(self) -> SequenceCache:
-        other = super().fork()
-        if self._states is not None:
-            assert isinstance(other, PagedStore) and other._states is not None
-            self._states.fork(other._states, self.length)
-        return other
-
-    def release(self) -> None:
-        super().release()
-        if self._states is not None:
-            self._states.release()
-
-    def truncate(self, length: int) -> None:
-        """See `SequenceCache.truncate`. With recurrent layers, only to 0 or to all tokens."""
-        if self._states is not None and length != self.length:
-            if length:
-                raise ValueError(
-                    f"a sequence of {self.length} tokens with recurrent layers can't go back to "
-                    f"{length}: only to 0"
-                )
-            self._states.release()
-        super().truncate(length)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         count, pool = len(source), self.pool

@@ -2,19 +2,21 @@
 
 A state is never changed: a pass reads that of the committed tokens, and what is committed makes
 another one from it. So sequences and the prefix cache share states as they share full pages, and a
-pass that fails has changed nothing.
+pass that fails has changed nothing. `HeldStates` and `StatefulCache` know no back end; `States` are
+those of the native kernels, `hf_recurrent.py` has PyTorch's.
 """
 
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.models.kv import Page, Pool
+from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.tree import TokenTree
@@ -28,17 +30,164 @@ class StateShape(NamedTuple):
 
 
 class StatePage(Page):
-    """A state: `data` is a flat float32 tensor. `size`: how many pages of memory it takes."""
+    """A state, in a form that only the pool knows. `size`: how many pages of memory it takes."""
 
     __slots__ = ("size",)
 
-    def __init__(self, data: torch.Tensor, size: int) -> None:
+    def __init__(self, data: Any, size: int) -> None:
         super().__init__(data)
         self.size = size
 
 
 class StatePool(Pool):
-    """A pool that also gives out states.
+    """A pool that also gives out states, `state_pages` pages each."""
+
+    def has_states(self, numbers: int, size: int) -> None:
+        """Give states of so many numbers of `size` bytes. `page_bytes` must be known."""
+        self._unused_states = list[Page]()
+        self.state_pages = -(-size * numbers // max(1, self.page_bytes))
+
+    @abstractmethod
+    def make_state(self) -> Any:
+        """Return room for a state."""
+
+    def state_for(self) -> Page:
+        """Return a state for one user, which is still to be written. Raises `NoRoom`."""
+        self._make_room(self.state_pages)
+        if self._unused_states:
+            return self._give(self._unused_states.pop())
+        return self._give(StatePage(self.make_state(), self.state_pages))
+
+    def recycle(self, page: Page) -> None:
+        (self._unused_states if isinstance(page, StatePage) else self._unused).append(page)
+
+
+class HeldStates:
+    """The states that one sequence holds.
+
+    `length` everywhere: how many tokens are committed.
+    """
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+        self._state: Page | None = None  # behind the committed tokens; None: zeros
+        self._next: Page | None = None  # what a pass, or a commit, may write
+        self._kept: tuple[int, Page] | None = None  # the last state at a border of pages
+
+    def missing(self, length: int, tokens: int) -> int:
+        """Return how many pages of the pool `reserve` would take."""
+        return self._pool.state_pages * (self._next is None)
+
+    def reserve(self, length: int, tokens: int) -> None:
+        """Make room for the states of a pass over tokens up to `tokens`. Raises `NoRoom`."""
+        if self._next is None:
+            self._next = self._pool.state_for()
+
+    @abstractmethod
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """Make the state behind the nodes of `path`. `length`: without them."""
+
+    def _step(self, length: int) -> None:
+        """Take the next state, which is written, for that behind `length` tokens."""
+        self._leave(self._state)
+        self._state, self._next = self._next, None
+        if self._state is not None:
+            self._hold(self._state, length)
+
+    def _hold(self, state: Page, length: int) -> None:
+        if self._pool.snapshots and not length % self._pool.page:
+            state.users += 1
+            self._keep(length, state)
+
+    def _keep(self, tokens: int, page: Page) -> None:
+        if self._kept is not None:
+            self._leave(self._kept[1])
+        self._kept = tokens, page
+
+    def _leave(self, page: Page | None) -> None:
+        if page is not None:
+            self._pool.leave(page)
+
+    def snapshot(self, tokens: int) -> Page | None:
+        """Return the state behind the first `tokens` tokens where it is kept."""
+        return self._kept[1] if self._kept is not None and self._kept[0] == tokens else None
+
+    def adopt(self, state: Page | None, tokens: int) -> None:
+        """Begin an empty sequence with a state of `tokens` tokens, which others may hold too."""
+        if state is None:
+            return
+        state.users += 1
+        self._state = state
+        self._hold(state, tokens)
+
+    def fork(self, other: HeldStates, tokens: int) -> None:
+        """Give another sequence, which is empty, this one's state."""
+        other.adopt(self._state, tokens)
+
+    def release(self) -> None:
+        """Give everything back to the pool."""
+        kept = None if self._kept is None else self._kept[1]
+        held = [self._state, self._next, kept]
+        self._state = self._next = self._kept = None
+        for page in held:
+            self._leave(page)
+
+
+class StatefulCache(SequenceCache):
+    """A sequence that has states beside its pages if the model has recurrent layers."""
+
+    _states: HeldStates | None = None
+
+    def missing(self, tokens: int) -> int:
+        found = super().missing(tokens)
+        return found if self._states is None else found + self._states.missing(self.length, tokens)
+
+    def reserve(self, tokens: int) -> None:
+        super().reserve(tokens)
+        if self._states is not None:
+            self._states.reserve(self.length, tokens)
+
+    def commit(self, path: Sequence[int]) -> None:
+        if self._states is not None:
+            self._states.commit(path, self.length)
+        super().commit(path)
+
+    def snapshot(self, tokens: int) -> Page | None:
+        return None if self._states is None else self._states.snapshot(tokens)
+
+    def adopt(
+        self, chunks: Sequence[Sequence[Page]], tokens: int, snapshot: Page | None = None
+    ) -> None:
+        super().adopt(chunks, tokens)
+        if self._states is not None:
+            self._states.adopt(snapshot, self.length)
+
+    def fork(self) -> SequenceCache:
+        other = super().fork()
+        if self._states is not None:
+            assert isinstance(other, StatefulCache) and other._states is not None
+            self._states.fork(other._states, self.length)
+        return other
+
+    def release(self) -> None:
+        super().release()
+        if self._states is not None:
+            self._states.release()
+
+    def truncate(self, length: int) -> None:
+        """See `SequenceCache.truncate`. With recurrent layers, only to 0 or to all tokens."""
+        if self._states is not None and length != self.length:
+            if length:
+                raise ValueError(
+                    f"a sequence of {self.length} tokens with recurrent layers can't go back to "
+                    f"{length}: only to 0"
+                )
+            self._states.release()
+        super().truncate(length)
+
+
+class NativePool(StatePool):
+    """A pool of states for the native kernels, flat float32 tensors.
 
     `state_shape`: None for a model without recurrent layers. `recurrences`: an array of
     `library.Recurrence`, of all layers; whoever makes the program sets it.
@@ -49,37 +198,28 @@ class StatePool(Pool):
     recurrences: Any = None
     zeros: torch.Tensor  # the state of an empty sequence
 
-    def has_states(self, shape: StateShape) -> None:
+    def shape_states(self, shape: StateShape) -> None:
         """Give states of this shape. `page_bytes` must be known."""
-        self.state_shape, self._unused_states = shape, list[Page]()
-        self.state_pages = -(-4 * shape.state // max(1, self.page_bytes))
-        self.zeros = torch.zeros(shape.state)
+        self.has_states(shape.state, 4)
+        self.state_shape, self.zeros = shape, torch.zeros(shape.state)
 
-    def state_for(self) -> Page:
-        """Return a state for one user, whose numbers are still to be written. Raises `NoRoom`."""
+    def make_state(self) -> torch.Tensor:
         assert self.state_shape is not None
-        self._make_room(self.state_pages)
-        if self._unused_states:
-            return self._give(self._unused_states.pop())
-        return self._give(StatePage(torch.zeros(self.state_shape.state), self.state_pages))
-
-    def recycle(self, page: Page) -> None:
-        (self._unused_states if isinstance(page, StatePage) else self._unused).append(page)
+        return torch.zeros(self.state_shape.state)
 
 
-class States:
-    """The states of one sequence.
+class States(HeldStates):
+    """The states of one sequence that the native kernels run.
 
-    `length` everywhere: how many tokens are committed. The inputs of a tree's nodes are workspace,
-    as the rows of a pass are, and are not counted by the pool.
+    The inputs of a tree's nodes are workspace, as the rows of a pass are, and are not counted by
+    the pool.
     """
 
-    def __init__(self, pool: StatePool) -> None:
-        self._pool = pool
-        self._state: Page | None = None  # behind the committed tokens; None: zeros
-        self._next: Page | None = None  # what a pass, or a commit, may write
-        self._border: Page | None = None  # the same, behind the last whole page of tokens
-        self._kept: tuple[int, Page] | None = None  # the last state at a border of pages
+    _pool: NativePool
+
+    def __init__(self, pool: NativePool) -> None:
+        super().__init__(pool)
+        self._border: Page | None = None  # as the next state, behind the last whole page of tokens
         assert pool.state_shape is not None
         self._inputs = torch.empty(0, pool.state_shape.inputs)
         self._nodes, self._parents = library.Nodes(), array("q")
@@ -91,14 +231,11 @@ class States:
         return self._pool.snapshots and tokens // page > length // page
 
     def missing(self, length: int, tokens: int) -> int:
-        """Return how many pages of the pool `reserve` would take."""
-        wanted = (self._next is None) + (self._border is None and self._crosses(length, tokens))
-        return self._pool.state_pages * wanted
+        border = self._border is None and self._crosses(length, tokens)
+        return super().missing(length, tokens) + self._pool.state_pages * border
 
     def reserve(self, length: int, tokens: int) -> None:
-        """Make room for the states of a pass over tokens up to `tokens`. Raises `NoRoom`."""
-        if self._next is None:
-            self._next = self._pool.state_for()
+        super().reserve(length, tokens)
         if self._border is None and self._crosses(length, tokens):
             self._border = self._pool.state_for()
 
@@ -164,11 +301,7 @@ class States:
             assert self._border is not None
             self._keep(length + border, self._border)
             self._border = None
-        self._leave(self._state)
-        self._state, self._next = self._next, None
-        if self._pool.snapshots and not (length + count) % self._pool.page:
-            self._state.users += 1
-            self._keep(length + count, self._state)
+        self._step(length + count)
         nodes.inputs = nodes.nodes = 0  # what was run is spent
         self._chain = False
 
@@ -185,38 +318,8 @@ class States:
         )
         return int(target.data.data_ptr())
 
-    def _keep(self, tokens: int, page: Page) -> None:
-        if self._kept is not None:
-            self._leave(self._kept[1])
-        self._kept = tokens, page
-
-    def _leave(self, page: Page | None) -> None:
-        if page is not None:
-            self._pool.leave(page)
-
-    def snapshot(self, tokens: int) -> Page | None:
-        """Return the state behind the first `tokens` tokens where it is kept."""
-        return self._kept[1] if self._kept is not None and self._kept[0] == tokens else None
-
-    def adopt(self, state: Page | None, tokens: int) -> None:
-        """Begin an empty sequence with a state of `tokens` tokens, which others may hold too."""
-        if state is None:
-            return
-        state.users += 1
-        self._state = state
-        if self._pool.snapshots and not tokens % self._pool.page:
-            state.users += 1
-            self._keep(tokens, state)
-
-    def fork(self, other: States, tokens: int) -> None:
-        """Give another sequence, which is empty, this one's state."""
-        other.adopt(self._state, tokens)
-
     def release(self) -> None:
-        """Give everything back to the pool."""
-        kept = None if self._kept is None else self._kept[1]
-        held = [self._state, self._next, self._border, kept]
-        self._state = self._next = self._border = self._kept = None
-        for page in held:
-            self._leave(page)
+        border, self._border = self._border, None
+        self._leave(border)
+        super().release()
         self._inputs = torch.empty(0, self._inputs.shape[1])

@@ -38,8 +38,8 @@ class TorchModel(Model):
     in host memory (`pin_layers`).
 
     The constructor compares the logits with those of transformers alone (`same_logits.py`). Raises
-    `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones,
-    and those that give other logits.
+    `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones
+    of families that quickbeam doesn't know, and those that give other logits.
     """
 
     exact = False
@@ -60,7 +60,7 @@ class TorchModel(Model):
         with torch.inference_mode():
             self._model, self._tap = model, install(model)
             shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
-            self._pool = RowPool(shapes, model.dtype, model.device)
+            self._pool = RowPool(shapes, model.dtype, model.device, zeros=self._tap.states)
             vocab_size = int(model.get_output_embeddings().weight.shape[0])
             super().__init__(config, model.dtype, model.device, vocab_size, self._pool)
             self.chunk, self.streamed, self._reason = chunk, pinned, reason

@@ -1,0 +1,205 @@
+"""Recurrent layers of transformers' models, along draft trees: states follow from parents' states.
+
+The modelling code stays Hugging Face's. A layer runs once a level of all trees together: a node's
+row, and for its cache the state behind its parent. A text runs as one chunk. So a node's result is
+that of its path, up to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quickbeam.models.states import HeldStates, StatePool
+
+
+class LayerState(NamedTuple):
+    """The last tokens that a layer's convolution reads, and what its recurrence keeps if it has
+    one; with a first dimension of `b` rows, or without."""
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor | None
+
+    def of_row(self, row: int) -> LayerState:
+        """Return a row's states, which share memory with these."""
+        return LayerState(self.conv[row], None if self.recurrent is None else self.recurrent[row])
+
+    def copied(self) -> LayerState:
+        """Return these in memory of their own."""
+        return LayerState(
+            self.conv.clone(), None if self.recurrent is None else self.recurrent.clone()
+        )
+
+
+State = dict[int, LayerState]  # by the layer's number
+
+
+class LayerCache:
+    """What a recurrent layer asks of its cache (`transformers.Cache`), for its own states alone.
+
+    `conv`, `recurrent`: behind the tokens before, and after the layer has run, behind its tokens.
+    """
+
+    def __init__(self, conv: torch.Tensor | None, recurrent: torch.Tensor | None) -> None:
+        self.conv, self.recurrent = conv, recurrent
+
+    def get_conv_state(self, layer_idx: int, **_: Any) -> torch.Tensor | None:
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, **_: Any) -> torch.Tensor | None:
+        return self.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, **_: Any) -> bool:
+        return self.conv is not None
+
+    def update_conv_state(
+        self, new: torch.Tensor, layer_idx: int, conv_kernel_size: int, **_: Any
+    ) -> torch.Tensor:
+        """Return the tokens before, if there are some, and the new ones: `[b, channels, n]`."""
+        if self.conv is None:
+            both = F.pad(new, (conv_kernel_size, 0))
+        else:
+            both = torch.cat([self.conv, new], -1)
+        self.conv = both[..., -conv_kernel_size:]
+        return both
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        self.recurrent = new
+        return new
+
+
+class TorchStates(HeldStates):
+    """The states of one sequence, and of the nodes that have run since the last commit.
+
+    The nodes' are workspace, and are not counted by the pool.
+    """
+
+    def __init__(self, pool: StatePool, zeros: State) -> None:
+        super().__init__(pool)
+        self._zeros, self._nodes = zeros, dict[tuple[int, int], LayerState]()
+
+    def begin(self, base: int) -> None:
+        """Prepare a pass over nodes from `base` on."""
+        if not base:
+            self._nodes.clear()
+
+    def behind(self, layer: int, node: int) -> LayerState:
+        """Return a layer's state behind a node; -1 stands for the committed tokens."""
+        if node >= 0:
+            return self._nodes[layer, node]
+        return self._zeros[layer] if self._state is None else self._state.data[layer]
+
+    def put(self, layer: int, node: int, state: LayerState) -> None:
+        self._nodes[layer, node] = state
+
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """See `HeldStates.commit`. Raises `ValueError` for a part of a text that was no tree."""
+        last = path[-1]
+        if any((layer, last) not in self._nodes for layer in self._zeros):
+            raise ValueError(f"no pass ran up to node {last} alone: commit all of them")
+        assert self._next is not None
+        self._next.data = {layer: self._nodes[layer, last].copied() for layer in self._zeros}
+        self._step(length + len(path))
+        self._nodes.clear()
+
+    def release(self) -> None:
+        super().release()
+        self._nodes.clear()
+
+
+class Together(NamedTuple):
+    """Rows that a layer runs in one call, each with its state before, and the node behind it.
+
+    Either all rows are one text, with one state, or each is a node by itself. `rows`: on the
+    device.
+    """
+
+    rows: torch.Tensor
+    before: list[tuple[TorchStates, int]]
+    behind: list[tuple[TorchStates, int]]
+
+
+def together(
+    parts: Sequence[tuple[TorchStates, Sequence[int] | None, int, int]], device: torch.device
+) -> list[Together]:
+    """Return the calls of a pass: the texts, then level by level all trees.
+
+    `parts`: of each its states, its nodes' parents (None for a text), how many of its nodes earlier
+    passes have run, and how many there are. Their rows follow one another.
+    """
+    calls, levels, first = [], dict[int, list[tuple[int, TorchStates, int, int]]](), 0
+    for states, parents, base, count in parts:
+        states.begin(base)
+        rows = count - base
+        if parents is None:
+            at = torch.arange(first, first + rows, device=device)
+            calls.append(Together(at, [(states, -1)], [(states, count - 1)]))
+        else:
+            depth = list[int]()
+            for node, parent in enumerate(parents):
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
+                if node >= base:
+                    row = (first + node - base, states, parent, node)
+                    levels.setdefault(depth[-1], []).append(row)
+        first += rows
+    for _, level in sorted(levels.items()):
+        at = torch.tensor([row for row, *_ in level], device=device)
+        before = [(states, parent) for _, states, parent, _ in level]
+        calls.append(Together(at, before, [(states, node) for _, states, _, node in level]))
+    return calls
+
+
+class RecurrentLayer:
+    """Stands in the place of the `forward` of a recurrent layer.
+
+    `tap`: of the model (`hf_attention.Tap`), whose step says which rows run together.
+    """
+
+    def __init__(self, module: nn.Module, tap: Any) -> None:
+        self._forward, self._tap = module.forward, tap
+        self._layer: int = module.layer_idx  # type: ignore[assignment]
+
+    def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the layer's results `[1, n, d]` for all rows of a pass."""
+        if self._tap.step is None:  # `install`: look at the layer's states
+            found = LayerCache(None, None)
+            result: torch.Tensor = self._forward(hidden_states, cache=found)
+            assert found.conv is not None
+            zeros = None if found.recurrent is None else torch.zeros_like(found.recurrent[0])
+            self._tap.states[self._layer] = LayerState(torch.zeros_like(found.conv[0]), zeros)
+            return result
+        out = torch.empty_like(hidden_states)
+        for call in self._tap.step.together:
+            self._run(call, hidden_states, out)
+        return out
+
+    def _run(self, call: Together, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        before = [states.behind(self._layer, node) for states, node in call.before]
+        # copies, as single tokens change them in place
+        conv = torch.stack([one.conv for one in before])
+        kept = [one.recurrent for one in before if one.recurrent is not None]
+        cache = LayerCache(conv, torch.stack(kept) if kept else None)
+        rows = hidden[0, call.rows]
+        result = self._forward(rows.view(len(before), -1, rows.shape[-1]), cache=cache)
+        out[0, call.rows] = result.reshape(rows.shape)
+        assert cache.conv is not None
+        behind = LayerState(cache.conv, cache.recurrent)
+        for i, (states, node) in enumerate(call.behind):
+            states.put(self._layer, node, behind.of_row(i))
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module is a layer with a convolution and a state, as transformers writes them."""
+    return (
+        hasattr(module, "layer_idx")
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
+        and "cache" in inspect.signature(module.forward).parameters
+    )
