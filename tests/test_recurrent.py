@@ -21,7 +21,6 @@ from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine import prefix_cache
 from quickbeam.engine.engine import Engine
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
@@ -361,13 +360,3 @@ def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind: str) -> None:
         engine.step()
         assert model.pool.used <= model.pool.limit
     assert [state.output.token_ids for state in states] == right
-
-
-# --- what does not run them ---
-
-
-@every_kind
-def test_pytorch_refuses_them_by_name(kind: str) -> None:
-    plain = tiny("", torch.bfloat16, config=KINDS[kind])
-    with pytest.raises(InvalidInput, match=r"recurrent or hybrid.*only the native kernels"):
-        make_model(plain, native=False)

@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quickbeam.errors import InvalidInput
 from quickbeam.models.states import HeldStates, StatePool
+
+NO_LIMIT = (0.0, float("inf"))  # of Mamba's time steps
 
 
 class LayerState(NamedTuple):
@@ -164,12 +167,17 @@ class RecurrentLayer:
     """
 
     def __init__(self, module: nn.Module, tap: Any) -> None:
-        self._forward, self._tap = module.forward, tap
+        self._module, self._forward, self._tap = module, module.forward, tap
         self._layer: int = module.layer_idx  # type: ignore[assignment]
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the layer's results `[1, n, d]` for all rows of a pass."""
         if self._tap.step is None:  # `install`: look at the layer's states
+            if tuple(getattr(self._module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
+                raise InvalidInput(
+                    "its time steps have a limit, which transformers' code for one token leaves "
+                    "out: only the native kernels run it, on a CPU in bfloat16 or float32"
+                )
             found = LayerCache(None, None)
             result: torch.Tensor = self._forward(hidden_states, cache=found)
             assert found.conv is not None
