@@ -84,36 +84,6 @@ def test_each_prompt_of_a_line_gets_a_seed():
     assert "seed" in fields(messages=[], **{"custom_id": "x"})
 
 
-@pytest.mark.anyio
-async def test_what_a_line_asks_of_several_prompts(toy_folder):
-    """Equal ones are drawn apart; log-probabilities may be asked for alone."""
-    pytest.importorskip("fastapi")
-    from quickbeam.batch.answers import Answering
-
-    line = parse(1, b'{"prompt": ["abc", "abc", "abc"], "max_tokens": 20}').body
-    scored = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
-    llm = LLM(toy_folder, "ar")
-    right = llm.generate(scored["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
-    async with Answering(llm) as answer:
-
-        async def choices(body):
-            reply = await answer(COMPLETIONS, body)
-            assert reply.status == 200, reply.body
-            return list(reply.body["choices"])
-
-        found = await choices(line)
-        assert len({one["text"] for one in found}) == 3 and await choices(line) == found
-        for one in found:
-            own = {"prompt": "abc", "max_tokens": 20, "seed": one["seed"]}
-            assert (await choices(own))[0]["text"] == one["text"]
-        for choice, one in zip(
-            await choices({**scored, "echo": True, "logprobs": 1}), right, strict=True
-        ):
-            logprobs = [entry and entry.logprob for entry in one.prompt_logprobs or []]
-            assert choice["logprobs"]["token_logprobs"] == logprobs
-        assert (await answer(COMPLETIONS, scored)).status == 400
-
-
 @pytest.mark.parametrize(("line", "why"), [
     ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
     ('{"custom_id": ""}', "custom_id"),

@@ -134,7 +134,6 @@ def check_model(runner: Runner, model: str | None) -> None:
             f"the model {model!r} does not exist: this server has {', '.join(runner.names)}",
             "model",
             "model_not_found",
-            404,
         )
 
 

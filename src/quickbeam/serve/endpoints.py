@@ -89,7 +89,6 @@ async def read(http: Request, kind: Any) -> Any:
         raise Refused(
             "the body must be a JSON object, sent with the header Content-Type: application/json",
             code="unsupported_media_type",
-            status=415,
         )
     body = await http.body()
     return await asyncio.to_thread(parse, body, kind) if len(body) > LARGE else parse(body, kind)

@@ -55,19 +55,24 @@ class Problem(NamedTuple):
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
 
+# status and headers of refusals, by their code; the others have a 400
+CODES: dict[str | None, tuple[int, dict[str, str]]] = {
+    "invalid_api_key": (401, {"WWW-Authenticate": "Bearer"}),
+    "unknown_origin": (403, {}),
+    "model_not_found": (404, {}),
+    "request_timeout": (408, {"Connection": "close"}),
+    "body_too_large": (413, {"Connection": "close"}),
+    "unsupported_media_type": (415, {}),
+}
+
+
 class Refused(InvalidInput):
     """A request that can't be served, with the fields of OpenAI's error object."""
 
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.problem = Problem(status, message, INVALID, param, code, dict(headers or {}))
+        status, headers = CODES.get(code, (400, {}))
+        self.problem = Problem(status, message, INVALID, param, code, headers)
 
 
 class Interrupted(QuickbeamError):

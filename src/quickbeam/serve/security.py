@@ -19,7 +19,6 @@ from quickbeam.serve.settings import ServeSettings
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-CLOSE = {"Connection": "close"}
 
 
 class Guard:
@@ -72,21 +71,15 @@ class Guard:
             name, _ = _split(host)
             hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
             if not any(fnmatchcase(name, one.lower()) for one in hosts):
-                return Refused(
-                    f"this server is not asked by the name {name[:100]!r}: use localhost, or have "
-                    "it started with --allowed-host",
-                    code="unknown_host",
-                )
+                why = f"this server is not asked by the name {name[:100]!r}: use localhost, or"
+                return Refused(f"{why} have it started with --allowed-host", code="unknown_host")
         allowed = settings.cors_origins
         if origin is None or method in READING or "*" in allowed:
             return None
         if origin not in allowed and _split(origin)[1] != host:
-            return Refused(
-                f"web pages of {origin[:100]!r} may not ask: have the server started with "
-                "--cors-origin",
-                code="unknown_origin",
-                status=403,
-            )
+            why = f"web pages of {origin[:100]!r} may not ask"
+            why += ": have the server started with --cors-origin"
+            return Refused(why, code="unknown_origin")
         return None
 
     def _limited(self, receive: Receive) -> Receive:
@@ -103,13 +96,8 @@ class Guard:
                 with anyio.fail_after(max(left, 0.001)):
                     message = await receive()
             except TimeoutError:
-                raise Refused(
-                    f"the request's body took longer than {settings.read_timeout:g} seconds to "
-                    "arrive",
-                    code="request_timeout",
-                    status=408,
-                    headers=CLOSE,
-                ) from None
+                why = f"the request's body took longer than {settings.read_timeout:g} seconds"
+                raise Refused(f"{why} to arrive", code="request_timeout") from None
             seen += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if seen > settings.max_body_bytes:
@@ -119,22 +107,13 @@ class Guard:
         return counted
 
     def _too_large(self) -> Refused:
-        return Refused(
-            f"the request's body is larger than {self._settings.max_body_bytes} bytes, this "
-            "server's limit",
-            code="body_too_large",
-            status=413,
-            headers=CLOSE,
-        )
+        most = f"{self._settings.max_body_bytes} bytes, this server's limit"
+        return Refused(f"the request's body is larger than {most}", code="body_too_large")
 
 
 def wrong_key() -> Refused:
-    return Refused(
-        "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing",
-        code="invalid_api_key",
-        status=401,
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+    why = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
+    return Refused(why, code="invalid_api_key")
 
 
 def _split(address: str) -> tuple[str, str]:
