@@ -21,6 +21,14 @@ from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 
+FIXED: Json = {"object": "response", "background": False, "error": None, "store": False}
+FIXED |= {"previous_response_id": None, "service_tier": "default", "truncation": "disabled"}
+# fields of the request that a response repeats, with their defaults
+ECHOED: Json = {"instructions": None, "max_output_tokens": None, "metadata": {}, "user": None}
+ECHOED |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0}
+ECHOED |= {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}}
+ECHOED |= {"temperature": 1.0, "top_p": 1.0}
+
 
 async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
     """Yield the events with numbers, as server-sent events; an error becomes the last one."""
@@ -80,39 +88,21 @@ class Responses(Reply):
 
     def _response(self, completion: Completion | None) -> Json:
         """Return the response object; `completion` is None while the answer is not complete."""
-        request = self._request
         cut = completion is not None and completion.finish_reason == "length"
-        shown = {"tools", "tool_choice", "text", "reasoning", "temperature", "top_p"}
-        asked = self._runner.defaults | request.model_dump(
-            by_alias=True, exclude_none=True, include=shown
-        )
+        asked = self._request.model_dump(by_alias=True, exclude_none=True, include={*ECHOED})
+        defaults = self._runner.defaults
         return {
+            **FIXED,
+            **ECHOED,
+            **{name: defaults[name] for name in ("temperature", "top_p") if name in defaults},
+            **asked,
             "id": self._id,
-            "object": "response",
             "created_at": self._created,
             "status": "in_progress" if completion is None else "incomplete" if cut else "completed",
-            "background": False,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
             "model": self._runner.name,
             "output": [] if completion is None else self._items.output,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
-            "service_tier": "default",
-            "store": False,
-            "temperature": asked["temperature"],
-            "text": {"format": {"type": "text"}, **asked.get("text", {})},
-            "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": asked.get("tools", []),
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": asked.get("top_p", 1.0),
-            "truncation": "disabled",
             "usage": None if completion is None else self._usage(),
-            "user": request.user,
             "system_fingerprint": self._runner.fingerprint,
             "seed": self.answers.seeds[0],
         }
