@@ -14,13 +14,11 @@ import foreign
 
 CPUS = {"neon-bf16": "max", "neon-dot": "neoverse-n1", "neon": "cortex-a53"}
 HERE = Path(__file__).parent
-FILES = (
-    *("test_native_kernels", "test_native_experts", "test_native_float32", "test_native_bits"),
-    *("test_native_drafter", "test_recurrent", "test_weights", "test_noise", "test_largest"),
-)
+EVERY_SET = [path for path in HERE.glob("test_*.py") if "\n@every_set" in path.read_text("utf-8")]
+FILES = sorted(str(path) for path in (*EVERY_SET, HERE / "test_recurrent.py"))
 # In the tests' names `plain` is the set that the emulated kernels stand for. What is left out takes
-# minutes there, and has a smaller sibling that runs.
-TESTS = "plain and not rows_of_a_product"
+# minutes there, and has smaller siblings that run.
+TESTS = ("-m", "not long", "-k", "plain and not 5002 and not on_the_tree_the_batch")
 
 pytestmark = [
     pytest.mark.long,
@@ -30,8 +28,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("isa", CPUS)
 def test_the_tests_of_the_kernels_pass_on_arm(isa: str, tmp_path: Path) -> None:
-    files = [str(HERE / f"{name}.py") for name in FILES]
-    done = foreign.run(foreign.compiled(isa), CPUS[isa], tmp_path, "-k", TESTS, *files)
+    done = foreign.run(foreign.compiled(isa), CPUS[isa], tmp_path, *TESTS, *FILES)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 1000, done.stdout
 

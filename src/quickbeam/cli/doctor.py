@@ -102,7 +102,8 @@ def kernels() -> Finding:
         best = build.machine_sets()[0]
         todo = "" if best in text else f"{best} would be faster: {unset or COMPILE}"
         return Finding(NOTE if todo else OK, text, todo)
-    todo = unset or ("install g++ or clang++, or name one in CXX" if build.has_kernels() else "")
+    install = f"install {' or '.join(build.COMPILERS)}, or name one in CXX"
+    todo = unset or (install if build.has_kernels() else "")
     return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
 
 

@@ -83,6 +83,10 @@ _SYSCTL = {"asimddp": "hw.optional.arm.FEAT_DotProd", "bf16": "hw.optional.arm.F
 _WINDOWS = {"avx2": 40, "fma": 40, "f16c": 40, **dict.fromkeys(_AVX512, 41)}
 
 
+# what is looked for; on Windows g++ misaligns AVX registers
+COMPILERS = ("clang-cl", "cl") if sys.platform == "win32" else ("g++", "clang++", "c++")
+
+
 class CannotBuild(Exception):
     """There is no library. The message says why."""
 
@@ -188,20 +192,17 @@ def cached(name: str) -> Path:
 def compiler() -> list[str] | None:
     """Return the C++ compiler's command, or None if there is none.
 
-    It is the command in the variable CXX. Without CXX it is the first of g++, c++ and clang++ that
-    is there, on Windows of clang-cl, cl and clang++. (On Windows g++ misaligns AVX registers.)
+    It is the command in the variable CXX. Without CXX it is the first of `COMPILERS` that is there.
     """
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
-    windows = sys.platform == "win32"
-    names = ("clang-cl", "cl", "clang++") if windows else ("g++", "c++", "clang++")
-    return next(([found] for found in names if shutil.which(found)), None)
+    return next(([found] for found in COMPILERS if shutil.which(found)), None)
 
 
 def no_compiler() -> CannotBuild:
     if chosen := os.environ.get("CXX"):
         return CannotBuild(f"the C++ compiler CXX={chosen} is not there")
-    known = "clang-cl or cl" if sys.platform == "win32" else "g++ or clang++"
+    known = " or ".join(COMPILERS)
     return CannotBuild(f"no C++ compiler is there ({known}, or name one in CXX)")
 
 
