@@ -5,6 +5,8 @@ pytest tests/test_blocks.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -74,6 +76,9 @@ def test_the_table_names_what_files_hold() -> None:
         assert (of.inputs, of.bytes) == gguf.GGML_QUANT_SIZES[kind]
         assert name == kind.name.lower() or (name, kind.name) == ("int4", "Q4_1")
     assert tuple(FORMATS) == library.FORMATS
+    page = (Path(__file__).parents[1] / "docs" / "weights.md").read_text(encoding="utf-8")
+    for name, of in FORMATS.items():
+        assert f"`{name}`" in page and f"{of.bits:g}" in page, name
 
 
 @every_set

@@ -74,15 +74,14 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
     - `None` is the default model.
     - The name of an embedded model becomes its folder, which is pulled first if needed.
-    - A .gguf file becomes the folder that it is converted to.
-    - Anything else (a folder, a Hugging Face id) is returned as it is.
+    - Anything else (a folder, a `.gguf` file, a Hugging Face id) is returned as it is.
 
-    Raises as `pull` and `converted` do.
+    Raises as `pull` does.
     """
     progress = progress or quiet
     if model is None or model in EMBEDDED:
         return str(pull(model or DEFAULT, progress))
-    return str(converted(Path(model).expanduser(), progress)) if model.endswith(".gguf") else model
+    return model
 
 
 def shipped_drafter(model: str | None) -> str | None:

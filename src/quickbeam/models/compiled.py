@@ -378,6 +378,11 @@ class CompiledStack:
         return given["logits"]
 
     @property
+    def stored(self) -> set[str]:
+        """The formats that weights keep as they came in blocks."""
+        return self._packed.stored
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights that the products of a pass read."""
         return self._packed.size

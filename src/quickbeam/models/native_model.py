@@ -121,5 +121,5 @@ class NativeModel(Model):
         self._compiled.watch(layers)
 
     def describe(self) -> str:
-        kind = "" if self.weights == BFLOAT16 else f", {self.weights}"
-        return f"native ({self._kernels.name}{kind})"
+        kinds = [*sorted(self._compiled.stored), *([self.weights] * (self.weights != BFLOAT16))]
+        return f"native ({', '.join([self._kernels.name, *kinds])})"

@@ -23,6 +23,7 @@ from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
 from quickbeam.models.generation import eos_ids, model_eos_ids, sampling_defaults
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
@@ -116,6 +117,14 @@ def open_model(
     if device_map is None and device.type == "cpu":
         try:
             checkpoint = open_checkpoint(name, dtype, **told)
+            if isinstance(checkpoint, GgufCheckpoint):
+                refuse_place(weights, device, checkpoint.dtype)
+                held = (checkpoint, checkpoint.stack, weights_format(weights, checkpoint.dtype))
+                if memory is None or disk.limit(*held, memory) is None:
+                    return _from_file(checkpoint, weights)
+                # what is read from disk in every pass is cut of weights of one format
+                folder = hub.converted(Path(name).expanduser())
+                checkpoint = open_checkpoint(str(folder), dtype, **told)
         except NotDescribed as error:
             if memory is not None:
                 raise InvalidInput(
@@ -125,6 +134,7 @@ def open_model(
             reason = str(error)
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
+            assert isinstance(checkpoint, Checkpoint)
             refuse_place(weights, device, checkpoint.dtype)
             return _from_checkpoint(checkpoint, weights, memory, progress)
     try:
@@ -153,26 +163,37 @@ def _from_checkpoint(
     return Opened(model, tokenizer, ends, sampling_defaults(generation))
 
 
+def _from_file(checkpoint: GgufCheckpoint, weights: str) -> Opened:
+    model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
+    ends = checkpoint.ends | eos_ids(checkpoint.config)
+    return Opened(model, checkpoint.tokenizer, ends, sampling_defaults(checkpoint.sampling))
+
+
 def open_checkpoint(
     name: str, dtype: torch.dtype | None, *, revision: str | None, trust_remote_code: bool
-) -> Checkpoint:
+) -> Checkpoint | GgufCheckpoint:
     """Return a model's parameters where it is described, and the native kernels can run it.
 
     Raises `NotDescribed`, with a reason where there is one, for models that transformers has to
     load, and `InvalidInput` for checkpoints that are not whole.
     """
-    if dtype not in (None, *DTYPES) or library.kernels() is None:
+    if dtype not in (None, *DTYPES) or (kernels := library.kernels()) is None:
         raise NotDescribed("")
     hub.check_source(name)
     path = Path(name).expanduser()
     if revision is not None and path.exists():
         raise NotDescribed("")
-    folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
-    if (folder / "adapter_config.json").exists():
-        raise NotDescribed("it holds an adapter")
-    if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
-        raise NotDescribed("it comes with code of its own")
     try:
+        if path.suffix == ".gguf":
+            try:
+                return GgufCheckpoint(path, dtype, kernels)
+            except NotDescribed as error:
+                logger.info("%s is converted by transformers: %s", name, error)
+        folder = hub.converted(path) if path.suffix == ".gguf" else local_folder(name, revision)
+        if (folder / "adapter_config.json").exists():
+            raise NotDescribed("it holds an adapter")
+        if trust_remote_code and "auto_map" in read_json(folder / "config.json"):
+            raise NotDescribed("it comes with code of its own")
         return Checkpoint(folder, dtype)
     except NotDescribed:
         raise

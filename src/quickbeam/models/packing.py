@@ -11,7 +11,7 @@ import torch
 from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
-from quickbeam.models.native.quantised import AnyPacked, Packer, Weight
+from quickbeam.models.native.quantised import AnyPacked, BlockRows, Packer, Weight
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
@@ -34,7 +34,7 @@ class PackedWeights:
 
     Called for each weight in the order of `linears`, it returns the packed weight. `memory`: all of
     them, uint8, to be set before. `filled`: it holds them already; else they are packed into it.
-    `size`: its bytes.
+    `size`: its bytes. `stored`: the formats that weights keep as they come in blocks.
     """
 
     memory: torch.Tensor
@@ -42,12 +42,14 @@ class PackedWeights:
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack, self.filled = parameters, stack, False
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
-        self._places, self.size = list[Place](), 0
+        self._places, self.size, self.stored = list[Place](), 0, set[str]()
         for linear, gated in linears(stack):
             packer = self._packers[linear is stack.head]
             end = self.size + self._bytes(linear, gated, packer)
             self._places.append(Place(linear, gated, packer, self.size, end))
             self.size = end
+            blocks = [one for one in self._shapes(linear) if isinstance(one, BlockRows)]
+            self.stored |= {one.name for one in blocks}
         self._left = iter(self._places)
 
     def __call__(self, linear: Linear, gated: bool) -> Any:

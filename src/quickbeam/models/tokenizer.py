@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path, config: Any) -> Any:
     # transformers mends the tokenizers of Mistral's models
     if "stral" not in model_type and kind in PLAIN | OWN.keys() and _is_plain(folder, fields):
         normalizer, defaults = OWN.get(kind, (None, {}))
-        found = Tokenizer(folder, defaults | fields)
+        found = read_tokenizer(folder, defaults | fields)
         if normalizer is not None:
             found.backend_tokenizer.normalizer = normalizer
         return found
@@ -87,6 +87,14 @@ def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
     )
 
 
+def read_tokenizer(folder: Path, fields: Mapping[str, Any]) -> Tokenizer:
+    """Read a folder's `tokenizer.json` and chat templates."""
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.no_padding()
+    backend.no_truncation()
+    return Tokenizer(backend, fields, _templates(folder, fields.get("chat_template")))
+
+
 class Tokenizer:
     """From text to token ids and back. Names and meanings are those of transformers' tokenizers.
 
@@ -94,11 +102,14 @@ class Tokenizer:
     (`eos_token`). `chat_template`: a template, several by name, or None.
     """
 
-    def __init__(self, folder: Path, fields: Mapping[str, Any]) -> None:
-        """Read `tokenizer.json`, and what `fields` of `tokenizer_config.json` add to it."""
-        self.backend_tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
-        self.backend_tokenizer.no_padding()
-        self.backend_tokenizer.no_truncation()
+    def __init__(
+        self,
+        backend: Backend,
+        fields: Mapping[str, Any],
+        chat_template: str | dict[str, str] | None,
+    ) -> None:
+        """`fields`: as of `tokenizer_config.json`; what they add is added to `backend`."""
+        self.backend_tokenizer = backend
         named = {f"{name}_token": fields.get(f"{name}_token") for name in NAMED}
         extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or []
         self.special_tokens_map = {name: _text(one) for name, one in named.items() if one}
@@ -106,7 +117,7 @@ class Tokenizer:
             dict.fromkeys([*self.special_tokens_map.values(), *map(_text, extra)])
         )
         self._add(fields.get("added_tokens_decoder") or {})
-        self.chat_template = _templates(folder, fields.get("chat_template"))
+        self.chat_template = chat_template
         self.response_template = fields.get("response_template")
 
     def _add(self, decoder: Mapping[str, Any]) -> None:

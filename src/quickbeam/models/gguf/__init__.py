@@ -1,0 +1,1 @@
+"""Models in `.gguf` files, as they are: their blocks, architecture, tokenizer and template."""

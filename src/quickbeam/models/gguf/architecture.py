@@ -1,0 +1,280 @@
+"""From a `.gguf` file's metadata to a configuration as transformers has it, and to its names.
+
+llama.cpp's `gguf-py/gguf/constants.py` names the keys and tensors. Only architectures in
+`ARCHITECTURES` are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.gguf.file import GgufFile
+
+# keys of an architecture that are no part of what it computes here, or follow from tensors
+HARMLESS = {
+    *("vocab_size", "block_count", "context_length", "rope.dimension_count", "attention.causal"),
+    *("attention.value_length", "feed_forward_length", "rope.scaling.original_context_length"),
+    *("rope.scaling.finetuned", "attention.layer_norm_epsilon", "tensor_data_layout"),
+}
+LAYER = "model.layers.{}."
+# tensors of a layer, without `.weight` and `.bias`
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+FEED_FORWARD = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+class Metadata:
+    """The metadata of an architecture, which notes what is read of it."""
+
+    def __init__(self, file: GgufFile, name: str) -> None:
+        self.file, self.name, self._read = file, name, set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        if (found := self.get(key)) is None:
+            raise NotDescribed(f"its metadata has no {self.name}.{key}")
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a number or a text; `default` where it is missing."""
+        self._read.add(key)
+        found = self.file.metadata.get(f"{self.name}.{key}", default)
+        if isinstance(found, np.ndarray):
+            if len(set(found.tolist())) != 1:
+                raise NotDescribed(f"{self.name}.{key} differs from layer to layer")
+            found = found.tolist()[0]
+        return found
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def refuse_unknown(self) -> None:
+        """Raise `NotDescribed` naming keys that are set and were not read."""
+        start = f"{self.name}."
+        unknown = [
+            key
+            for key, value in self.file.metadata.items()
+            if key.startswith(start)
+            and key.removeprefix(start) not in self._read | HARMLESS
+            and (isinstance(value, np.ndarray) or value not in (0, False, "", 0.0))
+        ]
+        if unknown:
+            raise NotDescribed(f"its metadata sets {', '.join(sorted(unknown))}")
+
+
+def _rope(m: Metadata) -> dict[str, Any]:
+    kind, base = m.get("rope.scaling.type", "none"), float(m.get("rope.freq_base", 10000.0))
+    rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+    length = m["context_length"]
+    factors = next((m.file[one] for one in ANGLES[:2] if m.has(one)), None)
+    if factors is not None:  # numbers by which frequencies are divided
+        original = m.get("rope.scaling.original_context_length") or length
+        rope |= {"rope_type": "longrope", "short_factor": factors.tolist()}  # type: ignore[union-attr]
+        rope |= {"original_max_position_embeddings": original, "factor": length / original}
+        rope["attention_factor"] = m.get("rope.scaling.attn_factor", 1.0)
+        m.get("rope.scaling.factor")
+    elif kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": float(m["rope.scaling.factor"])}
+        if kind == "yarn":
+            original = m["rope.scaling.original_context_length"]
+            rope["original_max_position_embeddings"] = original
+    elif kind != "none":
+        raise NotDescribed(f"rotary angles of type {kind}")
+    return rope
+
+
+def _plain(m: Metadata) -> dict[str, Any]:
+    heads, width = m["attention.head_count"], m["embedding_length"]
+    return {
+        "architectures": [m.name],
+        "hidden_size": width,
+        "intermediate_size": m["feed_forward_length"],
+        "num_hidden_layers": m["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": m.get("attention.head_count_kv", heads),
+        "head_dim": m.get("attention.key_length") or width // heads,
+        "rms_norm_eps": m["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": m["context_length"],
+        "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": not m.has("output.weight"),
+        "rope_parameters": _rope(m),
+        "hidden_act": "silu",
+        "attention_bias": m.has("blk.0.attn_q.bias"),
+        "mlp_bias": m.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _llama(m: Metadata) -> dict[str, Any]:
+    if m.get("expert_count"):
+        raise NotDescribed("its layers have experts")
+    return _plain(m) | {"model_type": "llama"}
+
+
+def _qwen2(m: Metadata) -> dict[str, Any]:
+    found = _plain(m) | {"model_type": "qwen2"}
+    if not found.pop("attention_bias"):
+        raise NotDescribed("its queries, keys and values have no bias")
+    return found
+
+
+def _qwen3(m: Metadata) -> dict[str, Any]:
+    return _plain(m) | {"model_type": "qwen3"}
+
+
+def _granite(m: Metadata) -> dict[str, Any]:
+    return _plain(m) | {
+        "model_type": "granite",
+        "embedding_multiplier": m["embedding_scale"],
+        "residual_multiplier": m["residual_scale"],
+        "attention_multiplier": m["attention.scale"],
+        "logits_scaling": m["logit_scale"],
+    }
+
+
+def _smollm3(m: Metadata) -> dict[str, Any]:
+    turns = [int((i + 1) % 4 != 0) for i in range(m["block_count"])]  # as llama.cpp has it
+    return _plain(m) | {"model_type": "smollm3", "no_rope_layers": turns}
+
+
+def _phi3(m: Metadata) -> dict[str, Any]:
+    if m["rope.dimension_count"] != m["embedding_length"] // m["attention.head_count"]:
+        raise NotDescribed("only a part of a head turns")
+    return _plain(m) | {"model_type": "phi3", "sliding_window": m.get("attention.sliding_window")}
+
+
+def _windows(m: Metadata, every: int) -> dict[str, Any]:
+    """Layers with a window but for each `every`-th."""
+    size = m["attention.sliding_window"]
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "sliding_window": size,
+        "layer_types": [kinds[(i + 1) % every != 0] for i in range(m["block_count"])],
+    }
+
+
+def _gemma(m: Metadata) -> dict[str, Any]:
+    return _plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _later_gemma(m: Metadata, model_type: str, largest: int, every: int) -> dict[str, Any]:
+    found = _plain(m) | _windows(m, every)
+    # the largest model's attention is scaled by the width, as llama.cpp has it
+    of_width = found["hidden_size"] // found["num_attention_heads"]
+    return found | {
+        "model_type": model_type,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": of_width if m["block_count"] == largest else found["head_dim"],
+        "attn_logit_softcapping": m.get("attn_logit_softcapping"),
+        "final_logit_softcapping": m.get("final_logit_softcapping"),
+    }
+
+
+def _gemma2(m: Metadata) -> dict[str, Any]:
+    return _later_gemma(m, "gemma2", 46, 2)
+
+
+def _gemma3(m: Metadata) -> dict[str, Any]:
+    found = _later_gemma(m, "gemma3_text", 62, 6)
+    near = {"rope_theta": float(m.get("rope.freq_base_swa", 10000.0)), "rope_type": "default"}
+    rope = {"full_attention": found["rope_parameters"], "sliding_attention": near}
+    return found | {"rope_parameters": rope}
+
+
+def _olmo2(m: Metadata) -> dict[str, Any]:
+    if m.get("attention.sliding_window"):
+        raise NotDescribed("its layers have windows")
+    return _plain(m) | {"model_type": "olmo2"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one of llama.cpp's architectures is read.
+
+    `config`: makes the fields of a configuration. `layer`: names of a layer's tensors. `turned`:
+    the two halves of a head's queries and keys alternate row by row. `plus_one`: norms hold 1 + the
+    weight.
+    """
+
+    config: Callable[[Metadata], dict[str, Any]]
+    layer: dict[str, str]
+    turned: bool = False
+    plus_one: bool = False
+
+
+_LLAMA = ATTENTION | FEED_FORWARD
+_NORMS = {
+    "post_attention_norm": AFTER["post_attention_norm"],
+    "post_ffw_norm": AFTER["post_ffw_norm"],
+}
+ARCHITECTURES = {
+    "llama": Architecture(_llama, _LLAMA, turned=True),
+    "granite": Architecture(_granite, _LLAMA, turned=True),
+    "smollm3": Architecture(_smollm3, _LLAMA, turned=True),
+    "qwen2": Architecture(_qwen2, _LLAMA),
+    "qwen3": Architecture(_qwen3, _LLAMA),
+    "phi3": Architecture(_phi3, _LLAMA | FUSED),
+    "olmo2": Architecture(_olmo2, _LLAMA | _NORMS),
+    "gemma": Architecture(_gemma, _LLAMA, plus_one=True),
+    "gemma2": Architecture(_gemma2, _LLAMA | AFTER, plus_one=True),
+    "gemma3": Architecture(_gemma3, _LLAMA | AFTER, plus_one=True),
+}
+
+
+def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
+    """Return a file's architecture, and a configuration's fields.
+
+    Raises `NotDescribed` for another architecture, or metadata that is not known.
+    """
+    name = str(file.metadata.get("general.architecture"))
+    if name not in ARCHITECTURES:
+        raise NotDescribed(f"the architecture {name!r} of a .gguf file")
+    if "token_embd.weight" not in file.tensors:
+        raise NotDescribed("it has no token_embd.weight")
+    found, metadata = ARCHITECTURES[name], Metadata(file, name)
+    try:
+        fields = found.config(metadata)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise NotDescribed(f"its metadata is of other kinds ({error})") from error
+    metadata.refuse_unknown()
+    for key in ("bos", "eos", "padding", "unknown"):
+        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        fields[f"{ {'padding': 'pad', 'unknown': 'unk'}.get(key, key) }_token_id"] = token
+    return found, fields
+
+
+def stored_names(of: Architecture, layers: int) -> dict[str, str]:
+    """Return the file's names of tensors by transformers' names, both without `.weight`."""
+    found = {own: name for name, own in OUTSIDE.items()}
+    for i in range(layers):
+        at = LAYER.format(i)
+        found |= {f"{at}{own}": f"blk.{i}.{name}" for name, own in of.layer.items()}
+    return found

@@ -1,0 +1,284 @@
+"""Models in `.gguf` files as they are: architectures, tokenizers, answers, and files that lie.
+
+pytest tests/test_gguf.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import GemmaConfig, GraniteConfig, PreTrainedModel, SmolLM3Config
+
+from models import CONFIGS, SIZES, tiny
+from quickbeam import LLM, SamplingParams
+from quickbeam.errors import InvalidInput
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.gguf.architecture import ARCHITECTURES
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.tokenizer import load_tokenizer
+from quickbeam.models.native import library
+from quickbeam.models.native_model import NativeModel
+from quickbeam.models.target import Target
+
+KERNELS = library.kernels()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
+TINY = {
+    "llama": CONFIGS["llama-multi-head"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3": CONFIGS["qwen3"],
+    "phi3": CONFIGS["phi3"],
+    "olmo2": CONFIGS["olmo2"],
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": CONFIGS["gemma2-softcap-window"],
+    "gemma3": CONFIGS["gemma3-window"],
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
+}
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
+Q8, Q5 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
+
+
+def model_of(architecture: str) -> PreTrainedModel:
+    config = copy.deepcopy(TINY[architecture])
+    for name, value in WIDE.items():
+        setattr(config, name, value)
+    if getattr(config, "query_pre_attn_scalar", None):
+        config.query_pre_attn_scalar = config.head_dim = 16
+    if architecture == "granite":
+        config.tie_word_embeddings = True
+    return tiny("", config=config, seed=3)
+
+
+def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """What llama.cpp's converter writes of a configuration."""
+    c, name = model.config, writer.arch
+    heads = c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_rope_dimension_count(dim)
+    writer.add_key_length(dim)
+    rope = c.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if name in ("gemma2", "gemma3"):
+        writer.add_sliding_window(c.sliding_window)
+        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(c, cap):
+                writer.add_float32(f"{name}.{cap}", getattr(c, cap))
+    if name == "granite":
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
+
+
+def tokenizer(writer: gguf.GGUFWriter) -> None:
+    tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS)))
+    writer.add_token_merges(["a b", "Ġ t"][:0])
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What the converter does to queries and keys of Llama's layout."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write(path, architecture: str, model: PreTrainedModel, kinds=None):
+    """A file of the model. `kinds`: formats of weights by a part of their name, F32 without."""
+    writer, c = gguf.GGUFWriter(str(path), architecture), model.config
+    metadata(writer, model)
+    tokenizer(writer)
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        of = name.split(".")[-2]
+        if ARCHITECTURES[architecture].turned and of in heads:
+            data = turned(data, heads[of])
+        if ARCHITECTURES[architecture].plus_one and "norm" in of:
+            data = data + 1
+        stored = next((k for part, k in (kinds or {}).items() if part in own), None)
+        if stored is None or data.ndim < 2:
+            writer.add_tensor(own, data)
+        else:
+            writer.add_tensor(own, gguf.quantize(data, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def logits(parameters, ids: list[int]) -> torch.Tensor:
+    target, rows = Target(NativeModel(parameters, parameters.stack)), []
+    for end in range(1, len(ids) + 1):
+        rows.append(target.prefill(ids[:end], keep=end - 1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
+    """Metadata and names by llama.cpp's package, logits by transformers."""
+    model = model_of(architecture)
+    file = write(tmp_path / "tiny.gguf", architecture, model)
+    ids = [5, 17, 280, 3, 3, 99, 120, 7, 44, 200, 31, 8]
+    found = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4 * float(wanted.abs().max()))
+
+
+MIXED = {"attn_v": Q8, "ffn_gate": Q8, "ffn_up": Q5, "attn": Q5, "ffn_down": Q8, "token_embd": Q8}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A file whose queries, keys and values, and gates and rest, are of several formats."""
+    return write(tmp_path_factory.mktemp("mixed") / "m.gguf", "llama", model_of("llama"), MIXED)
+
+
+def test_weights_of_several_formats_come_near_their_numbers(mixed):
+    ids = [5, 17, 280, 3, 3, 99, 120, 7]
+    parameters = GgufCheckpoint(mixed, None, KERNELS)
+    assert parameters("model.layers.0.self_attn.v_proj.weight").name == "q8_0"
+    exact = logits(GgufCheckpoint(mixed, torch.float32, KERNELS), ids)
+    found = logits(parameters, ids)
+    assert float((found - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_answer(mixed, temperature):
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
+    prompts = ["ab ab ab ab", "hello, hello", "x"]
+    with LLM(str(mixed)) as llm, LLM(str(mixed), drafter=str(mixed)) as drafting:
+        assert "q8_0" in llm.kernels and "q5_0" in llm.kernels
+        plain = [one.token_ids for one in llm.generate(prompts, params, method="ar")]
+        for own, method in ((llm, "auto"), (llm, "logitspec"), (drafting, "dyspec")):
+            found = own.generate(prompts, params, method=method)
+            assert [one.token_ids for one in found] == plain, method
+
+
+def test_text_becomes_the_files_tokens(mixed):
+    found = load_tokenizer(GgufFile(mixed))
+    ids = found.encode("a b<|im_end|>")
+    assert [found.convert_ids_to_tokens(i) for i in ids] == ["a", "Ġ", "b", "<|im_end|>"]
+    assert found.decode(ids, skip_special_tokens=True) == "a b"
+    assert found.eos_token_id == 2 and found.special_tokens_map["bos_token"] == "<|endoftext|>"
+    messages = [{"role": "user", "content": "hi"}]
+    assert found.apply_chat_template(messages, tokenize=False) == "hi"
+
+
+def sentence_piece(path, **changes):
+    writer = gguf.GGUFWriter(str(path), "llama")
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", "a", "b", "ab", "\u2581ab", "abab"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 4 + [-9.0, -8.0, -7.0, -1.0, -2.0, -3.0])
+    writer.add_token_types([2, 3, 3, 6, *[1] * 6])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    for name, value in changes.items():
+        getattr(writer, name)(value)
+    writer.add_tensor("token_embd.weight", np.zeros((10, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_sentence_piece_joins_the_best_first(tmp_path):
+    found = load_tokenizer(GgufFile(sentence_piece(tmp_path / "a.gguf")))
+    assert found.encode("ab abab\n") == [1, 8, 8, 7, 3]
+    assert found.decode([1, 8, 8, 7, 3], skip_special_tokens=True) == "ab abab\n"
+    changes = {"add_add_bos_token": False, "add_add_space_prefix": False}
+    plain = load_tokenizer(GgufFile(sentence_piece(tmp_path / "b.gguf", **changes)))
+    assert plain.encode("abab") == [9]
+
+
+# --- files that are not whole ---
+
+
+def test_other_formats_are_named(tmp_path):
+    file = write(tmp_path / "m.gguf", "llama", model_of("llama"), MIXED)
+    data = bytearray(file.read_bytes())
+    at = data.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight") + 4 + 16
+    data[at : at + 4] = struct.pack("<I", 10)
+    file.write_bytes(data)
+    with pytest.raises(InvalidInput, match=r"blk\.0\.attn_k\.weight is stored as Q2_K.*Q4_K_M"):
+        LLM(str(file))
+
+
+def test_cut_and_changed_files_are_refused_and_nothing_else_happens(mixed, tmp_path):
+    """Cut anywhere, and with any byte of its metadata changed: an error of ours, or a model."""
+    data, random = mixed.read_bytes(), np.random.default_rng(0)
+    file, end = tmp_path / "x.gguf", data.index(b"blk.0.ffn_up.weight")
+    for size in [0, 3, 4, 20, *random.integers(24, len(data), 40)]:
+        file.write_bytes(data[:size])
+        with pytest.raises(InvalidInput, match=r"x\.gguf"):
+            GgufFile(file)
+    for at in random.integers(0, end, 300):
+        changed = bytearray(data)
+        changed[at : at + 8] = random.choice([0, 255, 127], 8).astype(np.uint8).tobytes()
+        file.write_bytes(changed)
+        with contextlib.suppress(InvalidInput, NotDescribed):
+            GgufCheckpoint(file, None, KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "told"),
+    [(4, 7, "version 7"), (8, 1 << 60, "entries"), (16, 1 << 62, "entries"), (24, 1 << 40, "")],
+)
+def test_counts_are_held_against_the_size(mixed, tmp_path, at, value, told):
+    data = bytearray(mixed.read_bytes())
+    data[at : at + (4 if at == 4 else 8)] = value.to_bytes(4 if at == 4 else 8, "little")
+    (tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(InvalidInput, match=f"no whole .gguf file.*{told}"):
+        GgufFile(tmp_path / "x.gguf")
+
+
+def test_metadata_that_is_not_known_is_not_ignored(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    model = model_of("llama")
+    metadata(writer, model)
+    writer.add_float32("llama.attention.new_factor", 2.0)
+    writer.add_tensor("token_embd.weight", np.zeros((288, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(NotDescribed, match=r"llama\.attention\.new_factor"):
+        GgufCheckpoint(tmp_path / "x.gguf", None, KERNELS)
