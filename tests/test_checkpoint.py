@@ -20,14 +20,20 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, Llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from answers import answer
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.angles import Angles, frequencies, hold
+from quickbeam.models.base import Batch, Chain
 from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
-from test_families import CONFIGS, made
+from quickbeam.params import SamplingParams
+from test_families import CONFIGS, IDS, made, policies
 
 EVAL = Path.home() / ".cache" / "quickbeam-eval"
 
@@ -113,17 +119,33 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> 
     fields = json.loads((tmp_path / "config.json").read_text())
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantised}))
-    found = Checkpoint(tmp_path, torch.bfloat16)
+    found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    kernels = library.kernels()
     for name, tensor in right.items():
-        assert torch.equal(found(name).nan_to_num(7.0), tensor.nan_to_num(7.0)), name
-        assert torch.equal(found.rows(name, 3, 4).nan_to_num(7.0), tensor[3:4].nan_to_num(7.0))
+        assert torch.equal(found(name).bfloat16().nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+        part, whole = found.rows(name, 3, 4), found(name)[3:4]
+        assert torch.equal(part.nan_to_num(7.0), whole.nan_to_num(7.0))
         assert found.shape(name) == list(tensor.shape)
-    for name in right:  # finite ones, which int8 and int4 need
+        assert kernels is None or blocks.like(name).shape == blocks(name).shape
+    for name in right:  # finite ones, as weights are
         stored[f"{name}_scales"].clamp_(118, 126)
     save_file(stored, tmp_path / "model.safetensors")
-    found = Checkpoint(tmp_path, torch.bfloat16)
-    for weights in ("bfloat16", "int8", "int4"):
-        assert NativeModel(found, found.stack, weights=weights).exact
+    if kernels is None:
+        return
+    found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    for name in right:
+        assert torch.equal(dense_rows(kernels, blocks(name)), found(name).transpose(1, 2)), name
+    models = [NativeModel(one, one.stack) for one in (found, blocks)]
+    ids = IDS.tolist()
+    logits = [
+        model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits for model in models
+    ]
+    # rows have 8 bits before they meet the blocks, and some choose other experts by that
+    assert (logits[1] - logits[0]).abs().median() < 0.1 * logits[0].abs().median()
+    model, params = models[1], SamplingParams(max_tokens=9, temperature=0.8, seed=5)
+    said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
+    for policy in policies(torch.bfloat16).values():
+        assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
 PUBLISHED_FILE = Path(__file__).with_name("published_configs.jsonl")

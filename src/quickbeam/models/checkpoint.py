@@ -21,6 +21,7 @@ from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
+from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
 from quickbeam.models.stack_tensors import experts, names
 from quickbeam.models.stored import (
@@ -215,7 +216,7 @@ class Checkpoint:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str) -> Any:
         return self.rows(name)
 
     def mapped(self, name: str) -> torch.Tensor:
@@ -225,26 +226,34 @@ class Checkpoint:
         """
         stored = self._stored[name]
         if type(stored) is not Whole or self._files.dtype(stored.name) is not self.dtype:
-            return self(name)
+            whole: torch.Tensor = self(name)
+            return whole
         return self._files.mapped(stored.name)
 
     def shape(self, name: str) -> list[int]:
         return self._stored[name].shape(self._files)
 
-    def like(self, name: str) -> torch.Tensor:
+    def like(self, name: str) -> Weight:
+        stored = self._stored[name]
+        if isinstance(stored, Mxfp4) and self.dtype is torch.bfloat16:
+            return stored.blocks_like(self._files)
         return torch.empty(self.shape(name), device="meta")
 
-    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor.
 
-        The numbers are those that loading the model gives: corrections of routers keep every bit.
-        Raises `QuickbeamError` naming the file where it can't be read.
+        The numbers are those that loading the model gives: corrections of routers keep every bit,
+        and MXFP4 stays in blocks (`BlockRows`, of which rows are those of the transposed matrices)
+        where the other numbers are bfloat16. Raises `QuickbeamError` naming the
+        file where it can't be read.
         """
         last = self.shape(name)[0] if last is None else last
         stored = self._stored[name]
         if not isinstance(stored, Mxfp4):
             found = stored.rows(self._files, first, last)
             return found if name in self._as_stored else found.to(self.dtype)
+        if self.dtype is torch.bfloat16:
+            return stored.blocks_of(self._files, first, last)
         if self._last[0] != (name, first, last):  # gates, and then what they let through
             rows = stored.rows(self._files, first, last).to(self.dtype)
             self._last = ((name, first, last), rows)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from quickbeam.models.native.quantised import BlockRows
+
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
 # sounds, as the whole does.
 COMPOSITES = {
@@ -215,6 +217,23 @@ class Mxfp4:
     def shape(self, files: Files) -> list[int]:
         count, outputs, groups, half = files.shape(self.blocks)
         return [count, groups * 2 * half, outputs]
+
+    def blocks_like(self, files: Files) -> BlockRows:
+        """Return what `blocks_of` does of all experts, without the numbers."""
+        count, outputs, groups, half = files.shape(self.blocks)
+        data = torch.empty(count, outputs, groups * (1 + half), dtype=torch.uint8, device="meta")
+        return BlockRows(data, "mxfp4")
+
+    def blocks_of(self, files: Files, first: int, last: int) -> BlockRows:
+        """Return experts' matrices, `[experts, outputs, inputs]`, in blocks as of `.gguf` files.
+
+        There, a byte holds two numbers of which the second comes 16 behind the first.
+        """
+        blocks, scales = (files.rows(name, first, last) for name in self.names)
+        apart = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+        bytes_of = apart[..., :16] | apart[..., 16:] << 4
+        data = torch.cat([scales[..., None], bytes_of], -1).flatten(-2)
+        return BlockRows(data, "mxfp4")
 
     def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
         blocks, scales = (files.rows(name, first, last) for name in self.names)
