@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from models import tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
+from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import Opened, _by_transformers, make_model
 from quickbeam.models.pinned import (
     BUFFERS,
@@ -23,7 +24,6 @@ from quickbeam.models.pinned import (
     Direct,
     PinnedLayers,
     SideStream,
-    decoder_layers,
     layer_bytes,
     pin_layers,
 )
@@ -172,7 +172,7 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused() -> None:
     with pytest.raises(InvalidInput, match="share weights"):
         pin_layers(model, least, CPU)
     model.config.num_hidden_layers = DEEP + 1
-    with pytest.raises(InvalidInput, match=f"not in a list of {DEEP + 1}"):
+    with pytest.raises(InvalidInput, match=f"in no list of {DEEP + 1}"):
         pin_layers(model, least, CPU)
 
 
@@ -215,7 +215,7 @@ def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype)
         make_model(
             plain,
             pinned=PinnedLayers(
-                plain, decoder_layers(plain), range(3, DEEP), device, SideStream(device)
+                plain, list(decoder_layers(plain)), range(3, DEEP), device, SideStream(device)
             ),
         )
     )

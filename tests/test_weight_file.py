@@ -128,7 +128,7 @@ def test_extents_come_in_their_order_again_and_again(
     data = os.urandom(7 * ALIGNED - 100)  # the last extent ends behind the file
     path.write_bytes(data)
     if not direct:
-        monkeypatch.setattr("quickbeam.models.weight_reader._direct", lambda _: False)
+        monkeypatch.setattr("quickbeam.models.weight_reader._direct", lambda _: None)
     pages = [(0, 2), (2, 3), (4, 7)]
     extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in pages]
     known = 0

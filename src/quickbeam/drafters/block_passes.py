@@ -15,7 +15,7 @@ from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.native import Angles, NativeHead, NativeLayer, NativePacker, add_norm
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, LayerShape, SequenceCache
+from quickbeam.models.kv import Layer, SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.models.native.program import Buffer, Program
@@ -27,7 +27,7 @@ class TorchBlocks:
 
     def __init__(self, network: BlockNetwork, model: Model) -> None:
         self.network, config = network, network.config
-        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
         self.pool = RowPool([shape] * config.depth, model.dtype, model.device)
         scale = config.head_dim**-0.5
         self._layers = [Layer(i, scale, None, None, None) for i in range(config.depth)]

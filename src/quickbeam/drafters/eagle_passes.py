@@ -19,7 +19,7 @@ from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, LayerShape, SequenceCache
+from quickbeam.models.kv import Layer, SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
@@ -65,7 +65,7 @@ class TorchEagle:
 
     def __init__(self, network: EagleHead, model: Model) -> None:
         self.network, config = network, network.config
-        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
         self.pool = RowPool([shape], model.dtype, model.device)
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
 

@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -110,17 +110,27 @@ class Passed(NamedTuple):
     best: list[int] | None = None
 
 
-class Streamed(Protocol):
-    """What reads or copies a part of the weights in every pass."""
+class Streamed(ABC):
+    """What reads or copies a part of the weights in every pass, from `source`."""
+
+    source: str
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Return bytes, bytes per second and seconds by name."""
 
     @property
     def in_words(self) -> str:
         """How much of the weights that is, how fast it goes, and the peak memory."""
+        told = self.record()
+        read, rate = told["streamed_bytes"] / 1e6, (told["bytes_per_second"] or 0) / 1e9
+        peak = "unknown" if told["peak_bytes"] is None else f"{told['peak_bytes'] / 1e6:.0f} MB"
+        return (
+            f"{read:.0f} of {read + told['resident_bytes'] / 1e6:.0f} MB a pass from {self.source} "
+            f"at {rate:.2f} GB/s, peak memory {peak}"
+        )
 
-    def record(self) -> dict[str, float | int | None]:
-        """The same in numbers: bytes, bytes per second, and seconds."""
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop reading until the next pass."""
 
 

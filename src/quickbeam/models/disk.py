@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.memory import peak_bytes, peak_memory, reserved
+from quickbeam.models.base import Streamed
+from quickbeam.models.memory import peak_bytes, reserved
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, Rows
@@ -168,12 +169,14 @@ def _spread(groups: Sequence[Group], room: int, piece: int) -> Iterator[Group]:
         room -= count * piece
 
 
-class WeightsOnDisk:
+class WeightsOnDisk(Streamed):
     """The weights of a program, in a file that also holds the embedding.
 
     Part of `memory` serves as buffers for reading: 2 to `BUFFERS`. The rest holds groups that are
     read only once. Each of them saves its reading in every pass.
     """
+
+    source = "disk"
 
     def __init__(
         self,
@@ -184,9 +187,8 @@ class WeightsOnDisk:
         memory: int,
     ) -> None:
         self._packed, self._parameters, self._embedding = packed, parameters, name
-        tokens, self._width = parameters.shape(name)
-        self._row = self._width * parameters.dtype.itemsize
-        self._tokens, self.weight_bytes = tokens, packed.size
+        tokens, width = parameters.shape(name)
+        self._row = width * parameters.dtype.itemsize
 
         def pieces() -> Iterator[torch.Tensor]:
             yield from packed.pieces()
@@ -240,17 +242,20 @@ class WeightsOnDisk:
         assert self._program is not None
         call = self._program.prepare(rows, given, angles)
         self._done, self._rows = 0, rows.rows
+
+        def run_to(last: int) -> None:
+            call(self._done, last)
+            self._done = last
+
         if self._ring is not None:
             self._ring.begin()
             for group in self._groups:
-                call(self._done, group.parts[0].op)
-                self._done = group.parts[0].op
+                run_to(group.parts[0].op)
                 self._place(group, self._ring.take())
-                call(self._done, group.parts[-1].op + 1)
-                self._done = group.parts[-1].op + 1
+                run_to(group.parts[-1].op + 1)
                 self._ring.release()
             self._ring.end()
-        call(self._done, len(self._program.ops))
+        run_to(len(self._program.ops))
 
     def _place(self, group: Group, memory: torch.Tensor) -> None:
         """Tell the operations of a group where the bytes of its extent are."""
@@ -317,34 +322,14 @@ class WeightsOnDisk:
         self._file.read_cached(ALIGNED + place.first, data)
         return self._packed.head(data)
 
-    # --- figures and texts ---
+    # --- figures ---
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the weights that stay in memory."""
-        return sum(held.numel() for held in self._held)
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes of the weights that a pass reads from disk, all experts counted."""
-        return sum(one.extent.last - one.extent.first for one in self._groups)
-
-    @property
-    def in_words(self) -> str:
-        """In words: how much of the weights every pass reads from disk, and how fast."""
-        rate = 0.0 if self._ring is None else self._ring.rate / 1e9
-        return (
-            f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from "
-            f"disk at {rate:.2f} GB/s, {peak_memory()}"
-        )
-
-    def record(self) -> dict[str, float | int | None]:
-        """The same in numbers: bytes, bytes per second, and seconds."""
-        ring = self._ring
+    def record(self) -> dict[str, Any]:
+        extents, ring = [one.extent for one in self._groups], self._ring
         return {
-            "streamed_bytes": self.streamed_bytes,
+            "streamed_bytes": sum(one.last - one.first for one in extents),  # with all experts
             "read_bytes": 0 if ring is None else ring.bytes,
-            "resident_bytes": self.resident_bytes,
+            "resident_bytes": sum(held.numel() for held in self._held),
             "buffer_bytes": 0 if ring is None else ring.size,
             "bytes_per_second": None if ring is None else ring.rate,
             "waited_seconds": None if ring is None else ring.waited,

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from quickbeam.models.base import Draft, Part, inference
 from quickbeam.models.hf_recurrent import State, Together, TorchStates, together
-from quickbeam.models.kv import Layer, LayerShape, Page
+from quickbeam.models.kv import Layer, Page
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.states import StatefulCache, StatePool
 
 
@@ -32,7 +33,7 @@ class RowPool(StatePool):
 
     def __init__(
         self,
-        shapes: Sequence[LayerShape],
+        shapes: Sequence[KVShape],
         dtype: torch.dtype,
         device: torch.device,
         limit: int | None = None,

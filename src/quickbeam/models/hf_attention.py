@@ -21,7 +21,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 from quickbeam.models.gathered import GatheredStep
 from quickbeam.models.hf_recurrent import RecurrentLayer, State, is_recurrent
-from quickbeam.models.kv import Layer, LayerShape
+from quickbeam.models.kv import Layer
+from quickbeam.models.native.operands import KVShape
 
 NAME = "quickbeam"
 LOOK = "quickbeam-look"  # the same attention while `install` looks at the layers, with masks
@@ -42,7 +43,7 @@ class Tap:
     def __init__(self) -> None:
         self.step: GatheredStep | None = None
         self.layers: dict[int, Layer] = {}
-        self.shapes: dict[int, LayerShape] = {}
+        self.shapes: dict[int, KVShape] = {}
         self.states: State = {}
 
     def __call__(
@@ -60,7 +61,7 @@ class Tap:
                     "key and one value of each token and layer"
                 )
             self.layers[layer.index] = layer
-            self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+            self.shapes[layer.index] = KVShape(key.shape[1], key.shape[3], value.shape[3])
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         layer = self.layers[layer.index]
         self.step.write(layer, key[0], value[0])
@@ -174,7 +175,7 @@ def install(model: PreTrainedModel) -> Tap:
         ) from error
     expected = model.config.get_text_config().num_hidden_layers
     if tap.states:  # some layers keep nothing, or only a state
-        tap.shapes = {i: tap.shapes.get(i, LayerShape(0, 0, 0)) for i in range(expected)}
+        tap.shapes = {i: tap.shapes.get(i, KVShape(0, 0, 0)) for i in range(expected)}
     if sorted(tap.shapes) != list(range(expected)):
         own = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
         raise InvalidInput(
@@ -229,8 +230,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module[0]):
             return module
     raise InvalidInput(
-        f"{type(model).__name__} keeps its layers in no list of {count}: its hidden states can't "
-        "be read"
+        f"{type(model).__name__} keeps its layers in no list of {count}, where they are looked for"
     )
 
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,17 +27,6 @@ class NoRoom(QuickbeamError):
 
     A scheduler then preempts a sequence. The committed tokens of all caches are still there.
     """
-
-
-class LayerShape(NamedTuple):
-    """What one attention layer keeps of each token.
-
-    For each of `kv_heads`, it is a key of `key_dim` numbers and a value of `value_dim` numbers.
-    """
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
 
 
 @dataclass

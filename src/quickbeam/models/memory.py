@@ -58,9 +58,3 @@ def peak_bytes() -> int | None:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def peak_memory() -> str:
-    """Return this process's peak memory in words."""
-    most = peak_bytes()
-    return "peak memory unknown" if most is None else f"peak memory {most / 1e6:.0f} MB"

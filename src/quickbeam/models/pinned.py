@@ -21,7 +21,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.memory import peak_bytes, peak_memory
+from quickbeam.models.base import Streamed
+from quickbeam.models.hf_attention import decoder_layers
+from quickbeam.models.memory import peak_bytes
 
 BUFFERS = 2
 ALIGNED = 256  # bytes: tensors in a buffer begin at multiples of it
@@ -87,7 +89,7 @@ class SideStream:
         return float(sum(began.elapsed_time(ended) for began, ended in self._events.values())) / 1e3
 
 
-class PinnedLayers:
+class PinnedLayers(Streamed):
     """Some of a model's decoder layers, with their weights in host memory.
 
     The constructor puts the model on the device (see `pin_layers`). `held`: numbers of the layers
@@ -102,6 +104,7 @@ class PinnedLayers:
         device: torch.device,
         copies: Copies,
     ) -> None:
+        self.source = "host memory"
         self._copies, self.weight_bytes = (
             copies,
             sum(parameter.nbytes for parameter in model.parameters()),
@@ -156,9 +159,6 @@ class PinnedLayers:
         self._copies.start(slot, self._buffers[slot][: self._sizes[number]], self._host[number])
         self._holds[slot] = number
 
-    def close(self) -> None:
-        """Do nothing: no work between passes has to be stopped."""
-
     @property
     def rate(self) -> float:
         """Bytes per second of the last copies; 0 before the first."""
@@ -166,14 +166,7 @@ class PinnedLayers:
         seconds = self._copies.seconds()
         return copied / seconds if seconds else 0.0
 
-    @property
-    def in_words(self) -> str:
-        """In words: how much of the weights every pass copies, and how fast."""
-        of = f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB"
-        return f"{of} a pass from host memory at {self.rate / 1e9:.2f} GB/s, {peak_memory()}"
-
-    def record(self) -> dict[str, float | int | None]:
-        """The same in numbers: bytes, and bytes per second."""
+    def record(self) -> dict[str, Any]:
         return {
             "streamed_bytes": self.streamed_bytes,
             "resident_bytes": self.weight_bytes - self.streamed_bytes,
@@ -196,7 +189,7 @@ def pin_layers(
     while they compute. Raises `InvalidInput` if the memory is too small, if layers share weights,
     or if the decoder layers are not found.
     """
-    layers = decoder_layers(model)
+    layers = list(decoder_layers(model))
     sizes, inside = (
         [layer_bytes(layer) for layer in layers],
         {id(parameter) for layer in layers for parameter in layer.parameters()},
@@ -225,21 +218,6 @@ def pin_layers(
         held,
         device,
         copies or (SideStream(device) if device.type == "cuda" else Direct()),
-    )
-
-
-def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the decoder layers in the order in which a pass runs them.
-
-    Raises `InvalidInput` if they are not found.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise InvalidInput(
-        f"memory: the layers of this {type(model).__name__} are not in a list of "
-        f"{count}; leave memory out"
     )
 
 

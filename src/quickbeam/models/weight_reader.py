@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.tensor_files import BINARY, read_into
+from quickbeam.models.tensor_files import read_into
 from quickbeam.models.weight_file import ALIGNED
 
 logger = logging.getLogger(__name__)
@@ -44,23 +43,18 @@ class File:
         """Open the file. Raises `QuickbeamError` if it can't be read."""
         self.path = path
         try:
-            self.direct = _direct(path)
-            self.fd = os.open(path, os.O_RDONLY | BINARY | (os.O_DIRECT if self.direct else 0))
-            self._cached = os.open(path, os.O_RDONLY | BINARY)
-            self._seen = self._state()
+            self._cached = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._cached)
+            self._seen, direct = self._state(), _direct(path)
         except OSError as error:
             raise QuickbeamError(f"{path} can't be read: {error.strerror or error}") from error
-        if sys.platform == "darwin":
-            import fcntl
-
-            fcntl.fcntl(self.fd, fcntl.F_NOCACHE, 1)
-        if hasattr(os, "posix_fadvise"):
+        if direct is not None:
+            weakref.finalize(self, os.close, direct)
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
-        for fd in (self.fd, self._cached):
-            weakref.finalize(self, os.close, fd)
+        self.direct, self._fd = direct is not None, self._cached if direct is None else direct
 
     def _state(self) -> tuple[int, int]:
-        state = os.fstat(self.fd)
+        state = os.fstat(self._cached)
         return state.st_size, state.st_mtime_ns
 
     def check(self) -> None:
@@ -74,9 +68,9 @@ class File:
         At the end of the file the rest stays as it is. Raises `QuickbeamError`, which names the
         file, if reading fails or the file is shorter than it was.
         """
-        self._fill(self.fd, offset, room)
+        self._fill(self._fd, offset, room)
         if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, offset, len(room), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, offset, len(room), os.POSIX_FADV_DONTNEED)
 
     def read_cached(self, offset: int, room: torch.Tensor) -> None:
         """The same through the page cache, for few bytes that are wanted again."""
@@ -100,27 +94,23 @@ class File:
             done += count
 
 
-def _direct(path: Path) -> bool:
-    """Whether the file system takes reads past the page cache; a warning is logged if not."""
+def _direct(path: Path) -> int | None:
+    """Open a file for reads past the page cache; None, and a warning, where that can't be."""
     if not hasattr(os, "O_DIRECT"):
-        return False
+        return None
     fd = -1
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         os.preadv(fd, [aligned(ALIGNED).numpy().data], 0)
+        return fd
     except OSError as error:
-        if error.errno in REFUSED:
-            logger.warning(
-                "%s can't be read past the page cache (%s): it is read through it",
-                path,
-                error.strerror,
-            )
-            return False
-        raise
-    finally:
         if fd >= 0:
             os.close(fd)
-    return True
+        if error.errno not in REFUSED:
+            raise
+        said = "%s can't be read past the page cache (%s): it is read through it"
+        logger.warning(said, path, error.strerror)
+        return None
 
 
 class Extent(NamedTuple):

@@ -32,97 +32,51 @@ SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 FORMATS = NAMES  # of weights; an operation names one by its index
 
 
+def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one kind."""
+    return tuple((name, kind) for name in names.split())
+
+
 class Op(Structure):
     """The structure `Op` of program.cpp."""
 
     _fields_ = (
-        *(
-            (name, c_int32)
-            for name in (
-                "kind",
-                "epilogue",
-                "source",
-                "target",
-                "best",
-                "source_float",
-                "target_float",
-                "wanted",
-            )
-        ),
-        *(
-            (name, c_int64)
-            for name in ("source_stride", "source_offset", "target_stride", "target_offset")
-        ),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        *(
-            (name, c_int64)
-            for name in ("inputs", "outputs", "heads", "kv_heads", "head_dim", "value_dim")
-        ),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("offset", c_int64),
-        ("window", c_int64),
+        *_all(c_int32, "kind epilogue source target best source_float target_float wanted"),
+        *_all(c_int64, "source_stride source_offset target_stride target_offset"),
+        *_all(c_void_p, "weight bias"),
+        *_all(c_int64, "inputs outputs heads kv_heads head_dim value_dim"),
+        *_all(c_void_p, "query_norm key_norm"),
+        *_all(c_int64, "offset window"),
         ("sinks", c_void_p),
-        *((name, c_float) for name in ("epsilon", "scaling", "softcap")),
-        ("key", c_int32),
-        ("value", c_int32),
-        ("format", c_int32),
-        *(
-            (name, c_int64)
-            for name in (
-                "key_stride",
-                "key_head",
-                "value_stride",
-                "value_head",
-                "norm_stride",
-                "rotary",
-                "angles",
-                "query_scale",
-            )
+        *_all(c_float, "epsilon scaling softcap"),
+        *_all(c_int32, "key value format"),
+        *_all(
+            c_int64,
+            "key_stride key_head value_stride value_head norm_stride rotary angles query_scale",
         ),
-        *(
-            (name, c_int32)
-            for name in (
-                "activation",
-                "centred",
-                "interleaved",
-                "norm_last",
-                "value_norm",
-                "values_are_keys",
-                "borrowed",
-            )
+        *_all(
+            c_int32,
+            "activation centred interleaved norm_last value_norm values_are_keys borrowed",
         ),
         ("experts", c_void_p),
-        *((name, c_int64) for name in ("first_expert", "last_expert")),
+        *_all(c_int64, "first_expert last_expert"),
     )
 
 
 class Expert(Structure):
     """The structure `Expert` of experts.h."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("up", "down", "up_bias", "down_bias"))
+    _fields_ = _all(c_void_p, "up down up_bias down_bias")
 
 
 class Experts(Structure):
     """The structure `Experts` of experts.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("expert", "correction", "scale")),
-        *(
-            (name, c_int64)
-            for name in (
-                "count",
-                "top",
-                "inner",
-                "shared",
-                "groups",
-                "top_groups",
-                "best_of_group",
-            )
-        ),
-        *((name, c_int32) for name in ("scores", "renormalised", "gated")),
-        *((name, c_float) for name in ("plus", "least", "factor", "jitter")),
+        *_all(c_void_p, "expert correction scale"),
+        *_all(c_int64, "count top inner shared groups top_groups best_of_group"),
+        *_all(c_int32, "scores renormalised gated"),
+        *_all(c_float, "plus least factor jitter"),
         ("read", c_int64),
     )
 
@@ -137,35 +91,13 @@ class Recurrence(Structure):
     """The structure `Recurrence` of recurrent.h."""
 
     _fields_ = (
-        *(
-            (name, c_int64)
-            for name in (
-                "kind",
-                "state",
-                "input",
-                "inputs",
-                "channels",
-                "taps",
-                "column",
-                "gate",
-                "gate_out",
-                "activated",
-                "heads",
-                "key_heads",
-                "key_dim",
-                "value_dim",
-                "query",
-                "key",
-                "value",
-                "factors",
-                "kept",
-                "kept_count",
-                "decay",
-                "rate",
-            )
+        *_all(
+            c_int64,
+            "kind state input inputs channels taps column gate gate_out activated heads "
+            "key_heads key_dim value_dim query key value factors kept kept_count decay rate",
         ),
-        *((name, c_void_p) for name in ("weight", "bias", "slope", "shift", "skip")),
-        *((name, c_float) for name in ("least", "most", "step_scale")),
+        *_all(c_void_p, "weight bias slope shift skip"),
+        *_all(c_float, "least most step_scale"),
     )
 
 
@@ -173,8 +105,8 @@ class Nodes(Structure):
     """The structure `Nodes` of recurrent.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("state", "next", "border", "inputs", "parent")),
-        *((name, c_int64) for name in ("border_node", "base", "nodes")),
+        *_all(c_void_p, "state next border inputs parent"),
+        *_all(c_int64, "border_node base nodes"),
     )
 
 
@@ -182,22 +114,8 @@ class Batch(Structure):
     """The structure `Batch` of attention.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("rows", "spans", "wanted")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "span",
-                "token",
-                "position",
-                "order",
-                "prefix",
-                "path_from",
-                "path",
-                "want",
-                "cosine",
-                "sine",
-            )
-        ),
+        *_all(c_int64, "rows spans wanted"),
+        *_all(c_void_p, "span token position order prefix path_from path want cosine sine"),
         ("angle_stride", c_int64),
     )
 
