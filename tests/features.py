@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
-from quickbeam.drafters.eagle import EagleDrafter, EagleState
+from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.opening import make_model
@@ -75,7 +75,7 @@ class Pair:
         )
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
-        self.drafter = EagleDrafter(network, self.target, native=native, weights=weights)
+        self.drafter = eagle_drafter(network, self.target, native=native, weights=weights)
 
     @torch.inference_mode()
     def layer(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from cases import examples
 from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_passes import Passed, Rows
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
@@ -198,7 +198,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
     pair = Pair("attention")
     probs = pair.begin([1], 2, 1e-40).distributions(TokenTree(2), [0])[0]
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
-    pair.drafter.network.norm.weight.fill_(float("nan"))
+    pair.drafter.passes.network.norm.weight.fill_(float("nan"))
     text, tree = pair.begin([1], 2), TokenTree(2)
     assert (
         torch.equal(text.distributions(tree, [0]), torch.zeros(1, VOCAB))
@@ -210,7 +210,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
 
 def test_bfloat16_does_not_round_the_rotary_angles() -> None:
     model = tiny("llama", torch.bfloat16)
-    drafter = EagleDrafter(head_of(WIDE, model), make_model(model))
+    drafter = eagle_drafter(head_of(WIDE, model), make_model(model))
     x, at = torch.zeros(1), torch.tensor([[3000]])
-    got, wanted = drafter.network.rotary(x, at), WIDE.rotary()(x, at)
+    got, wanted = drafter.passes.network.rotary(x, at), WIDE.rotary()(x, at)
     assert all(map(torch.equal, got, wanted))

@@ -82,7 +82,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
         SamplingParams(max_tokens=20, temperature=temperature, seed=4, ignore_eos=True),
     )
     plain = answer(pair.target, NoDraft(), params, [3, 1, 4])
-    pair.drafter.network.norm.weight.fill_(float("nan"))
+    pair.drafter.passes.network.norm.weight.fill_(float("nan"))
     drafted = answer(pair.target, DRAFTED[name](pair.drafter), params, [3, 1, 4], budget=7)
     assert drafted.output.token_ids == plain.output.token_ids
     assert (

@@ -23,7 +23,7 @@ from features import WIDE, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -76,7 +76,7 @@ class World:
         network.load_state_dict(head_of(WIDE, source).state_dict())
         self.model = make_model(source, chunk=32, native=way == "native")
         network._shared.update(embedding=self.model.embedding, head=self.model.head)
-        self.drafter = EagleDrafter(network, self.model)
+        self.drafter = eagle_drafter(network, self.model)
         self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB, native=way == "native")
         self.alone = functools.cache(self._alone)
         self.engines: list[Engine] = []

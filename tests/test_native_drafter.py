@@ -21,7 +21,7 @@ from cases import examples
 from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
 from quickbeam.drafters.shortlist.context import ContextTokens
@@ -398,7 +398,7 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
         target = make_model(tiny("llama", torch.bfloat16))
-        drafter = EagleDrafter(head_of(config, model), target)
+        drafter = eagle_drafter(head_of(config, model), target)
         assert isinstance(drafter.passes, TorchEagle)
 
 
@@ -430,7 +430,7 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
             model.lm_head.bias.detach().float().clone(),
         )
         target = make_model(model, native=fast)
-        drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
+        drafter = eagle_drafter(EagleHead(WIDE, target.embedding, target.head), target)
         assert isinstance(drafter.passes, NativeEagle)
         right = quantised.product(feature, quantised.quantise(weight, INT8)) + bias
         torch.testing.assert_close(drafter.passes.logits(feature), right, rtol=1e-3, atol=1e-3)

@@ -120,7 +120,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> No
     pair, params = Pair("attention"), SamplingParams(max_tokens=20, ignore_eos=True)
     pair.drafter.folder = pairs["attention"].drafter.folder
     plain = answer(pair.target, NoDraft(), params, [4, 8, 15])
-    pair.drafter.network.norm.weight.fill_(float("nan"))
+    pair.drafter.passes.network.norm.weight.fill_(float("nan"))
     for vocab in SHORT:
         shortlist = make_shortlist(pair.drafter, pair.target, vocab, 20)
         drafted = answer(

@@ -19,7 +19,7 @@ from cases import few
 from drafters import DRAFTED
 from quickbeam.drafters import feature
 from quickbeam.drafters.base import HeadUse
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
@@ -93,7 +93,7 @@ def test_sampled_answers_have_the_models_probs(
         16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS
     )
     torch.manual_seed(1)
-    drafter = EagleDrafter(EagleHead(config, target.embedding, target.head), target)
+    drafter = eagle_drafter(EagleHead(config, target.embedding, target.head), target)
     drafter.folder = folder
     shortlist = make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3))
     engine, counts, head = Engine(target), Counter[tuple[int, ...]](), HeadUse()

@@ -267,11 +267,11 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
             tokenizer = _tokenizer(model, tokenizer) if drafter else NullTokenizer()
             prepare_kernels(model.device, model.dtype)
             twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
-            # no end-of-sequence ids: the call says what ends an answer
-            opened = Opened(twin, tokenizer, set(), {})
+            opened = Opened(twin, tokenizer, set(), {})  # the call says which ids end an answer
             name = model.name_or_path or type(model).__name__
-            load = partial(load_drafter, drafter, weights=BFLOAT16) if drafter else None
-            _engines[model] = state, Answering(opened, name, Drafting(load, None, None))
+            load = partial(load_drafter, drafter or "", model=name, weights=BFLOAT16)
+            drafting = Drafting(load if drafter else None, None, None)
+            _engines[model] = state, Answering(opened, name, drafting)
         return _engines[model][1]
 
 

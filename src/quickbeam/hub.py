@@ -24,6 +24,7 @@ from pathlib import Path
 
 from quickbeam.cache import Progress, cache_folder, folder_bytes, is_complete, make_folder
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.mtp import MTP, has_mtp
 
 DEFAULT = "smollm2-135m"
 # a folder for each, by the name of the model it drafts for
@@ -85,11 +86,28 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
 
 def shipped_drafter(model: str | None) -> str | None:
-    """Return the folder of the drafter that comes with an embedded model (None: the default), or
-    None."""
+    """Return the drafter that comes with a model, or None.
+
+    That of an embedded model is a folder. `MTP` stands for a head in the model's own checkpoint, if
+    that is on this machine. `None` as `model` is the default model.
+    """
     name = DEFAULT if model is None else model
-    folder = DRAFTERS / name
-    return str(folder) if name in EMBEDDED and (folder / "config.json").is_file() else None
+    if name in EMBEDDED:
+        folder = DRAFTERS / name
+        return str(folder) if (folder / "config.json").is_file() else None
+    here = _on_this_machine(name)
+    return MTP if here is not None and has_mtp(here) else None
+
+
+def _on_this_machine(model: str) -> Path | None:
+    """Return a model's folder, None where it is not downloaded yet, or no folder."""
+    path = Path(model).expanduser()
+    if path.exists() or not HUB_ID.fullmatch(model):
+        return path if path.is_dir() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def check_source(model: str) -> None:
@@ -98,7 +116,7 @@ def check_source(model: str) -> None:
     Any other name passes: an embedded model's, or what may be a Hugging Face id.
     """
     path = Path(model).expanduser()
-    if model in EMBEDDED:
+    if model in EMBEDDED or model == MTP:
         return
     if path.is_dir():
         if not any((path / file).is_file() for file in CONFIGS):
@@ -119,7 +137,7 @@ def check_hub(model: str) -> None:
     Takes at most 10 seconds. Where the hub is out of reach and the model was downloaded before,
     this process goes on offline. Raises `InvalidInput` where there is nothing to load.
     """
-    if model in EMBEDDED or Path(model).expanduser().exists():
+    if model in EMBEDDED or model == MTP or Path(model).expanduser().exists():
         return
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError

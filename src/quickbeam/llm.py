@@ -11,6 +11,7 @@ import torch
 from quickbeam import hub
 from quickbeam.answering import Answering, choose_budget
 from quickbeam.drafters.loading import load_drafter
+from quickbeam.drafters.mtp import runs_mtp
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import MOST_ACTIVE
@@ -27,6 +28,7 @@ from quickbeam.models.formats import (
 from quickbeam.models.native import choice, library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
+from quickbeam.mtp import MTP
 from quickbeam.options import check_vocab
 from quickbeam.sizes import parse_bytes
 
@@ -42,8 +44,9 @@ class LLM(Answering):
     - `budget`: nodes of a draft tree, the root included, at most 512. None takes the preset's, 0
       the measured budget. A call may give its own.
     - `drafter`: a smaller model with the same vocabulary, or a feature drafter of this model, named
-      as `model` is. None takes the one that comes with an embedded model. The drafter is loaded
-      when a method first needs it.
+      as `model` is; `mtp` is a head for several tokens in the model's own checkpoint. None takes
+      the one that comes with the model, if there is one. The drafter is loaded when a method first
+      needs it.
     - `vocab`: which part of the vocabulary the drafter scores, one of `options.VOCABS`. None takes
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
@@ -95,8 +98,8 @@ class LLM(Answering):
         memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
-        drafter = drafter or hub.shipped_drafter(model)
-        method = stand_in(method, drafter is not None)
+        named, drafter = drafter, drafter or hub.shipped_drafter(model)
+        asked, method = method, stand_in(method, drafter is not None)
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
         _check_running(max_running)
@@ -119,7 +122,10 @@ class LLM(Answering):
         opened = in_own_thread(
             partial(opening, memory=limit, device_map=device_map, revision=revision)
         )
-        load = partial(load_drafter, drafter, weights=draft_weights, **how) if drafter else None
+        if drafter == MTP and named is None and not runs_mtp(opened.model):
+            drafter, method = None, stand_in(asked, False)
+        how |= {"model": self.folder, "weights": draft_weights}
+        load = partial(load_drafter, drafter, **how) if drafter else None
         engine = {"most": max_running, "share": share_prefixes, "memory": remembered}
         drafting = Drafting(load, vocab, shortlist)
         super().__init__(opened, name, drafting, method, budget, room, **engine)

@@ -19,7 +19,7 @@ from quickbeam.drafters.base import (
     probs_of,
 )
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
+from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureState, in_parts, score
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
@@ -90,7 +90,7 @@ class EagleState(FeatureState):
 
 
 class EagleDrafter(Drafter):
-    """A feature drafter: an `EagleHead` on the target's hidden states.
+    """A feature drafter: one layer on the target's hidden states, and the head.
 
     The request for a tree's root first reads the tokens that were committed since the last tree,
     with the target's own hidden states. Their rows overwrite those of the last tree, which were
@@ -98,33 +98,27 @@ class EagleDrafter(Drafter):
     attends to the rows of the node's ancestors. The rows of all sequences that share a router go in
     one pass.
 
-    The drafter takes the network over, and makes `model` return the hidden states that the network
-    reads (`Model.watch`). `native`: let the native kernels run the network where they can.
-    `weights`: the format that they keep its weights in; None: 8 bits.
+    The drafter makes `model` return the hidden states after `layers` (`Model.watch`), which its
+    `passes` read. `head_size`: how wide what the target's head reads is; None for a head of its
+    own, whose columns are of `tokens`. `routes`: whether a router can choose what is scored.
     """
 
     name = "drafter"
     needs_hidden = True
-    routes = True
     pool: Pool
 
     def __init__(
-        self, network: EagleHead, model: Model, *, native: bool = True, weights: str | None = None
+        self,
+        passes: Passes,
+        model: Model,
+        layers: Sequence[int],
+        head_size: int | None,
+        tokens: torch.Tensor | None = None,
+        routes: bool = True,
     ) -> None:
-        config = network.config
-        self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-        self.network.rotary = config.rotary().to(model.device)  # the angles stay float32
-        self.vocab_size = model.vocab_size
-        self.head_size = None if config.own_head else config.hidden_size
-        model.watch(config.layers)
-        found = usable_kernels(model, network.embedding, NativeEagle.sizes(network))
-        fits = native and config.activation == "silu"
-        self.passes: NativeEagle | TorchEagle = (
-            NativeEagle(self.network, found, weights)
-            if fits and found is not None
-            else TorchEagle(self.network, model)
-        )
-        self.pool = self.passes.pool
+        self.passes, self.pool, self.vocab_size = passes, passes.pool, model.vocab_size
+        self.head_size, self.tokens, self.routes = head_size, tokens, routes
+        model.watch(layers)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
         self.check_shortlist(shortlist)
@@ -246,14 +240,35 @@ class EagleDrafter(Drafter):
         for state, request in zip(states, requests, strict=True):
             features.append(state.feature[[state.place[node] for node in request.nodes]])
             routed.append(state.routed.get(request.nodes[-1]))
-        own: Any = self.network.tokens if self.network.config.own_head else None
         probs = []
         scores = score(states, features, routed, self.passes.logits)
         for request, (logits, tokens) in zip(requests, scores, strict=True):
             values = probs_of(logits, request.context.draft_temperature)
-            tokens = own if tokens is None else tokens
+            tokens = self.tokens if tokens is None else tokens
             probs.append(DraftProbs(values, tokens, self.vocab_size))
         return probs
+
+
+def eagle_drafter(
+    network: EagleHead, model: Model, *, native: bool = True, weights: str | None = None
+) -> EagleDrafter:
+    """Take a network over as a drafter of `model`.
+
+    `native`: let the native kernels run it where they can. `weights`: the format that they keep its
+    weights in; None: 8 bits.
+    """
+    config = network.config
+    network = network.to(model.device, model.dtype).eval().requires_grad_(False)
+    network.rotary = config.rotary().to(model.device)  # the angles stay float32
+    found = usable_kernels(model, network.embedding, NativeEagle.sizes(network))
+    passes: Passes
+    if native and found is not None and config.activation == "silu":
+        passes = NativeEagle(network, found, weights)
+    else:
+        passes = TorchEagle(network, model)
+    tokens: Any = network.tokens if config.own_head else None
+    head_size = None if config.own_head else config.hidden_size
+    return EagleDrafter(passes, model, config.layers, head_size, tokens)
 
 
 def _readable(state: EagleState, early: bool) -> int:

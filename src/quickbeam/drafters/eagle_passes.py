@@ -7,7 +7,7 @@ rows up to itself, a node's row sees all of these and its path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, SequenceCache
+from quickbeam.models.kv import Layer, Pool, SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
@@ -60,6 +60,22 @@ class Passed(NamedTuple):
 NOTHING = Passed(torch.empty(0), torch.empty(0))
 
 
+class Passes(Protocol):
+    """What runs a feature drafter's rows. `pool`: of their keys and values."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def router(self, shortlist: Shortlist) -> Any:
+        """Return the router of a shortlist, in the form that `run` takes."""
+
+    def logits(self, feature: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[n, draft vocabulary]` of the whole head."""
+
+    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+        """Run the layer once, and the `router` where one is given."""
+
+
 class TorchEagle:
     """An `EagleHead` on any device: the reference."""
 
@@ -70,15 +86,12 @@ class TorchEagle:
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
 
     def router(self, shortlist: Shortlist) -> Router | None:
-        """Return the router of a shortlist, in the form that `run` takes."""
         return shortlist.router
 
     def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[n, draft vocabulary]` of the whole head."""
         return self.network.head(feature)  # type: ignore[no-any-return]
 
     def run(self, rows: Sequence[Rows], router: Any) -> Passed:
-        """Run the layer once, and the `router` where one is given."""
         network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
         hidden = torch.cat([one.hidden for one in rows])
         if rows[0].paths is None:
@@ -118,6 +131,23 @@ def _behind(rows: Rows) -> Behind:
     return Behind(cache, [len(path) - 1 for path in paths], len(paths) - n, visible)
 
 
+def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
+    """Return the rows as the kernels take them. `wanted`: whether some go through a head."""
+    listed = RowList()
+    for one in rows:
+        assert isinstance(one.cache, PagedStore)
+        n, length = len(one.tokens), one.cache.length
+        asked = range(n - one.wanted if wanted else n, n)
+        if one.paths is None:
+            one.cache.add_chain(listed, one.tokens, asked)
+            continue
+        one.cache.reserve(length + len(one.paths))
+        paths = [[length + row for row in path] for path in one.paths[-n:]]
+        orders, positions = [path[-1] for path in paths], [length + len(p) - 1 for p in paths]
+        listed.add(one.cache.table, one.tokens, positions, orders, [length] * n, paths, asked)
+    return listed
+
+
 class NativeEagle:
     """An `EagleHead` in the native kernels, with the pages of its keys and values.
 
@@ -146,30 +176,15 @@ class NativeEagle:
         return config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
 
     def router(self, shortlist: Shortlist) -> NativeRouter | None:
-        """See `TorchEagle.router`."""
         return shortlist.native_router
 
     def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        """See `TorchEagle.logits`."""
         if not self._head:  # packed where it is needed: shortlists have rows of their own
             self._head.append(NativeHead(self._pack.head(self.network.head), self._kernels))
         return self._head[0](feature)
 
     def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
-        """See `TorchEagle.run`."""
-        listed, committed = RowList(), rows[0].paths is None
-        for one in rows:
-            assert isinstance(one.cache, PagedStore)
-            n, length = len(one.tokens), one.cache.length
-            if one.paths is None:
-                one.cache.add_chain(listed, one.tokens, range(n - one.wanted, n))
-                continue
-            one.cache.reserve(length + len(one.paths))
-            paths = [[length + row for row in path] for path in one.paths[-n:]]
-            orders, positions = [path[-1] for path in paths], [length + len(p) - 1 for p in paths]
-            listed.add(
-                one.cache.table, one.tokens, positions, orders, [length] * n, paths, range(n)
-            )
+        listed, committed = list_rows(rows), rows[0].paths is None
         wanted = len(listed.wanted)
         key = committed, bool(wanted), router
         if key not in self._programs:

@@ -1,6 +1,7 @@
 """Builds a drafter from what `--drafter` names.
 
-This is a smaller model, or a feature drafter in any layout that `checkpoints.py` reads.
+This is a smaller model, a feature drafter in any layout that `checkpoints.py` reads, a block
+drafter, or an MTP head in the model's own checkpoint.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
 from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
-from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
+from quickbeam.models.checkpoint import local_folder
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
+from quickbeam.mtp import MTP
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +33,15 @@ def load_drafter(
     target: Model,
     tokenizer: Any,
     *,
+    model: str = "",
     progress: Any = None,
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> Drafter:
     """Load the drafter `name` for `target`.
 
-    - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id.
+    - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id; or `MTP`, a head in
+      the target's own checkpoint, whose folder or id is `model`.
     - `tokenizer`: the target's.
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
@@ -43,15 +49,14 @@ def load_drafter(
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
     other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
     """
+    if name == MTP:
+        _refuse_weights(name, weights)
+        return load_mtp(local_folder(model, None), target)
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
     if place.is_dir() and (is_block(place) or is_eagle(place)):
-        if weights not in (None, BFLOAT16):
-            raise InvalidInput(
-                f"draft_weights={weights!r}: {name} is a feature drafter, which "
-                "stays bfloat16; leave it out"
-            )
+        _refuse_weights(name, weights)
         if target.streamed is not None:
             logger.warning("the model's embedding and head are in memory for this drafter, too")
         return _feature_drafter(place, target)
@@ -71,6 +76,14 @@ def load_drafter(
     return LMDrafter(model, target.vocab_size, weights=weights)
 
 
+def _refuse_weights(name: str, weights: str | None) -> None:
+    if weights not in (None, BFLOAT16):
+        raise InvalidInput(
+            f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave "
+            "it out"
+        )
+
+
 def _feature_drafter(folder: Path, target: Model) -> Drafter:
     """Load a drafter that reads the target's hidden states."""
     fitting: dict[str, Any] = {
@@ -83,7 +96,7 @@ def _feature_drafter(folder: Path, target: Model) -> Drafter:
     drafter: Drafter = (
         BlockDrafter(load_block(folder, **fitting), target)
         if is_block(folder)
-        else EagleDrafter(load_eagle(folder, **fitting), target)
+        else eagle_drafter(load_eagle(folder, **fitting), target)
     )
     drafter.folder = folder
     return drafter

@@ -14,7 +14,7 @@ from quickbeam.models.base import Model
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import KVShape, plain_rows
+from quickbeam.models.native.operands import KVShape, Packed, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer, QuantisedPacked
 
@@ -56,17 +56,20 @@ class NativePacker:
 
 
 class NativeHead:
-    """A head in the native kernels: `[n, d]` bfloat16 to `[n, vocab]` float32."""
+    """A head in the native kernels: `[n, d]` to `[n, vocab]` float32."""
 
     def __init__(self, packed: AnyPacked, kernels: Kernels) -> None:
         self._program, self.outputs = Program(kernels), packed.outputs
-        source = self._program.given("feature", packed.inputs)
+        self._dtype = packed.dtype if isinstance(packed, Packed) else torch.bfloat16
+        wide = self._dtype is torch.float32
+        source = self._program.given("feature", packed.inputs, wide)
         self._program.linear(packed, source, self._program.given("logits", packed.outputs, True))
 
     def __call__(self, feature: torch.Tensor) -> torch.Tensor:
         logits = torch.empty(len(feature), self.outputs)
         rows = plain_rows(len(feature))
-        self._program.run(rows, {"feature": feature.contiguous(), "logits": logits})
+        feature = feature.to(self._dtype).contiguous()
+        self._program.run(rows, {"feature": feature, "logits": logits})
         return logits
 
 

@@ -14,8 +14,8 @@ import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.families.reading import NotDescribed
+from quickbeam.mtp import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,

@@ -1,0 +1,275 @@
+"""MTP heads as drafters: one more decoder layer of a model, from the model's own checkpoint.
+
+As in an EAGLE drafter, row j holds the hidden state after token j and the embedding of token j + 1,
+and predicts token j + 2 through the model's head. What comes out stands in for the next hidden
+state. So one head drafts as deep as asked; further heads of a checkpoint are left alone, as they
+were trained for one depth each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
+from quickbeam.drafters.folder import named_errors
+from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import Model
+from quickbeam.models.checkpoint import ModelConfig, expected
+from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compiled_norm import CompiledNorm
+from quickbeam.models.families import FAMILIES
+from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.linear import NativeLinear
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import Rows as KernelRows
+from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
+from quickbeam.models.native_model import NativeModel
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Linear, Norm, Stack, Tensor
+from quickbeam.models.stack_tensors import names
+from quickbeam.models.stored import Stored, Whole, one_by_one, own_names
+from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.mtp import MTP, MtpLayout, is_mtp, mtp_layout
+
+# what a family reads of its first layer, of which the head is one more: full attention, and experts
+# where the model has any
+FIRST_LAYER = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "mlp_layer_types": ["sparse"],
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+
+def mtp_stack(config: Any, dtype: torch.dtype) -> tuple[Stack, ModelConfig]:
+    """Return a head's architecture but for what joins its input, and its configuration.
+
+    `config`: the model's, whose first layer's names the head's parameters have.
+    """
+    fields = config.to_dict()
+    one = ModelConfig(fields | {k: v for k, v in FIRST_LAYER.items() if k in fields})
+    # its family knows all that the configuration sets: the model is described by it
+    return FAMILIES[config.model_type](Config(one, dtype)), one
+
+
+@dataclass(frozen=True)
+class Join:
+    """How a hidden state joins the embedding of the token after it.
+
+    Each behind its norm, they stand side by side, the token's first unless `hidden_first`. The
+    layer reads what `fc`, `[d, 2 d]`, makes of them.
+    """
+
+    token: Norm
+    hidden: Norm
+    fc: Linear
+    hidden_first: bool
+
+
+def joined(stack: Stack, layout: MtpLayout) -> tuple[Stack, Join]:
+    """Return the stack with its own last norm, and what joins its input.
+
+    The joining product has the place of the head, which is the model's.
+    """
+
+    def norm(module: str) -> Norm:
+        return replace(stack.norm, weights=(f"{module}.weight",))
+
+    fc = Linear((Tensor(f"{layout.fc}.weight"),))
+    join = Join(norm(layout.token_norm), norm(layout.hidden_norm), fc, layout.hidden_first)
+    return replace(stack, norm=norm(layout.norm), head=fc), join
+
+
+class MtpParameters:
+    """A head's parameters by the names of its stack (`Parameters`).
+
+    `named`: the stored name of each of its parameters. `embedding`: the model's. Raises
+    `InvalidInput` for a parameter that is missing, or has another shape.
+    """
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        named: dict[str, str],
+        layout: MtpLayout,
+        stack: Stack,
+        join: Join,
+        config: Any,
+        embedding: torch.Tensor,
+    ) -> None:
+        self.config, self.dtype = config, embedding.dtype
+        self._files, self._embedding = files, (stack.embedding, embedding)
+        layer = f"{layout.layer}."
+        named = named | {
+            f"{stack.inside}.0.{name.removeprefix(layer)}": one
+            for name, one in named.items()
+            if name.startswith(layer)
+        }
+        self._stored = dict[str, Stored]()
+        width = embedding.shape[1]
+        joining = {name: [width] for norm in (join.token, join.hidden) for name in norm.weights}
+        joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
+        shapes = expected(stack, config) | joining
+        for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
+            found = Whole(named[name]) if name in named else one_by_one(name, named)
+            if found is None:
+                raise InvalidInput(f"its MTP head lacks {name}: download it again")
+            shape, self._stored[name] = found.shape(files), found
+            if shape != shapes.get(name, shape):
+                raise InvalidInput(
+                    f"{name} of its MTP head has shape {shape}, expected {shapes[name]}"
+                )
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self.rows(name)
+
+    mapped = __call__
+
+    def shape(self, name: str) -> list[int]:
+        if name == self._embedding[0]:
+            return list(self._embedding[1].shape)
+        return self._stored[name].shape(self._files)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        if name == self._embedding[0]:
+            return self._embedding[1][first:last]
+        end = self.shape(name)[0] if last is None else last
+        return self._stored[name].rows(self._files, first, end).to(self.dtype)
+
+    def release(self, layers: str, layer: int | None) -> None:
+        """Do nothing: what was read is nowhere kept."""
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(self(name).isfinite().all()) for name in self._stored)
+
+
+class CompiledMtp(CompiledStack):
+    """A `CompiledStack` whose first layer reads a `Join` of `states` `[rows, d]` and tokens, and
+    which ends with its last norm."""
+
+    states: torch.Tensor
+
+    def __init__(
+        self, parameters: MtpParameters, stack: Stack, join: Join, pages: PagePool, name: str
+    ) -> None:
+        super().__init__(parameters, stack, pages, name)
+        self._first, norms = join.hidden_first, (join.token, join.hidden)
+        self._token_norm, self._hidden_norm = (CompiledNorm(one, parameters) for one in norms)
+
+    def _embed(self, program: Program, target: Buffer) -> None:
+        width, wide, weight = target.width, self._float32, self.embedding.weight
+        assert isinstance(weight, torch.Tensor)
+        states, token = program.given("states", width, wide), program.buffer(width, True)
+        both = program.buffer(2 * width, wide)
+        program.embed(weight.detach(), token)
+        self._token_norm.add(program, token, both, column=width if self._first else 0)
+        self._hidden_norm.add(program, states, both, column=0 if self._first else width)
+        program.linear(self._head, both, target)
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        for name in ("logits", "best"):
+            program.given(name, 1)
+
+    def _results(self, rows: KernelRows) -> dict[str, torch.Tensor]:
+        return super()._results(rows) | {"states": self.states}
+
+
+class MtpPasses:
+    """The passes of an MTP head in the native kernels, with the pages of its keys and values.
+
+    `normed`: whether it reads what the model's head reads, and its own row stands in for that
+    behind its norm; else both are taken before their norms. vLLM, SGLang and transformers take them
+    behind for all families; for Qwen3.5 that accepts half as many tokens again (llama.cpp's pull
+    request 24025, LightLLM's 1402). `weights`: the format of its weights; None: 8 bits, as a wrong
+    draft costs only its time, and float32 beside a model in float32.
+    """
+
+    def __init__(
+        self,
+        parameters: MtpParameters,
+        stack: Stack,
+        join: Join,
+        model: Model,
+        normed: bool = True,
+        weights: str | None = None,
+    ) -> None:
+        kernels, head = library.kernels(), model.head
+        assert kernels is not None and isinstance(head, NativeLinear)
+        self.pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
+        if model.dtype is torch.float32:
+            weights = FLOAT32
+        weights = weights or (INT8 if parameters.finite else BFLOAT16)
+        self._compiled = CompiledMtp(parameters, stack, join, self.pool, weights)
+        self._compiled.watch([2] if normed else [1, 2])
+        self._width = int(model.config.hidden_size)
+        self._logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
+
+    def router(self, shortlist: Shortlist) -> None:
+        """Return None: no router was trained on its states."""
+
+    def logits(self, feature: torch.Tensor) -> torch.Tensor:
+        return self._logits(feature)
+
+    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+        listed = list_rows(rows, wanted=False)
+        self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
+        self._compiled(listed.rows(), max(listed.positions))
+        hidden, d = self._compiled.hidden, self._width
+        return Passed(hidden[:, :d], hidden[:, -d:])
+
+
+def runs_mtp(model: Model) -> bool:
+    """Whether a head can run beside `model`, and takes no memory that others were promised."""
+    return isinstance(model, NativeModel) and model.streamed is None
+
+
+def load_mtp(
+    folder: Path, model: Model, *, normed: bool = True, weights: str | None = None
+) -> Drafter:
+    """Load the MTP head in the folder of `model`. `normed`, `weights`: as of `MtpPasses`.
+
+    Raises `InvalidInput` where there is none of a known layout, where the native kernels don't run
+    the model, and for a head that is not whole.
+    """
+    config, layers = model.config, model.config.num_hidden_layers
+    if not isinstance(model, NativeModel):
+        raise InvalidInput(
+            f"--drafter {MTP} needs the native kernels, and this model runs on "
+            f"{model.describe()}; name another drafter"
+        )
+    with named_errors(folder):
+        try:
+            files = TensorFiles(folder)
+        except NotDescribed as error:
+            raise InvalidInput(str(error)) from error
+        stack, one = mtp_stack(config, model.dtype)
+        (head,) = {one.name for one in stack.head.weights}
+        named = {name: name for name in files.names}
+        named |= own_names(files.names, config.model_type, stack.embedding, head, True)
+        named = {name: one for name, one in named.items() if is_mtp(name, config)}
+        if (layout := mtp_layout(named, layers)) is None:
+            raise InvalidInput(
+                "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, "
+                "DeepSeek-V3's and GLM-4-MoE's, MiMo's); name another drafter"
+            )
+        (stack, join), embedding = joined(stack, layout), model.embedding.weight
+        assert isinstance(embedding, torch.Tensor)
+        parameters = MtpParameters(files, named, layout, stack, join, one, embedding.detach())
+    passes = MtpPasses(parameters, stack, join, model, normed, weights)
+    return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)

@@ -1,0 +1,381 @@
+"""MTP heads: transformers' own class is the reference; answers are plain decoding's, whatever the
+head reads.
+
+pytest tests/test_mtp.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+from transformers.modeling_layers import MtpLayer
+
+from answers import answer, request
+from cases import few, spread
+from drafters import DRAFTED
+from features import Pair, grown, rounds
+from models import SIZES, VOCAB, tiny
+from quickbeam import LLM, hub
+from quickbeam.drafters import eagle_passes
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.mtp import load_mtp
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine.engine import Engine
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.opening import make_model
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+KINDS: dict[str, PreTrainedConfig] = {
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **HYBRID),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, **HYBRID, **EXPERTS, num_experts=4, shared_expert_intermediate_size=24
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, **LATENT, **EXPERTS, **ROUTED, q_lora_rank=16
+    ),
+    "glm4_moe": Glm4MoeConfig(**SIZES, **EXPERTS, **ROUTED, head_dim=8),
+    "mimo": Qwen2Config(**SIZES),
+}
+# transformers' names of a head's modules, and those of published checkpoints
+QWEN = {
+    "eh_proj": "mtp.fc",
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "post_norm": "mtp.norm",
+    "mtp_block": "mtp.layers.0",
+}
+DEEPSEEK = {name: f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hnorm")} | {
+    "post_norm": "model.layers.3.shared_head.norm",
+    "mtp_block": "model.layers.3",
+}
+MIMO = {
+    "eh_proj": "model.mtp_layers.0.input_proj",
+    "enorm": "model.mtp_layers.0.token_layernorm",
+    "hnorm": "model.mtp_layers.0.hidden_layernorm",
+    "post_norm": "model.mtp_layers.0.final_layernorm",
+    "mtp_block": "model.mtp_layers.0",
+}
+NAMES = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "mimo": MIMO}
+every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3"]))
+
+
+class Head(Pair):
+    """A tiny model and its MTP head, which is of transformers' class.
+
+    `folder`: where both are written as published checkpoints have them. `normed`, `weights`: as of
+    `load_mtp`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype = torch.float32,
+        config: PreTrainedConfig | None = None,
+    ) -> None:
+        self.kind = kind
+        self.model = tiny("", seed=3, config=config or KINDS[kind]).to(dtype).float()
+        layers, config = self.model.model.layers, copy.deepcopy(self.model.config)
+        config.mtp_hidden_states_first = kind == "mimo"
+        place, norm = min(1, len(layers) - 1), type(self.model.model.norm)
+        self.layer = MtpLayer(config, type(layers[place]), norm, place).eval().requires_grad_(False)
+        torch.manual_seed(5)
+        for name, parameter in self.layer.named_parameters():
+            parameter.normal_(0, 0.2 if parameter.dim() > 1 else 0.3)
+            if "norm" in name and not kind.startswith("qwen3_"):
+                parameter.add_(1)
+        for buffer in self.layer.buffers():
+            buffer.zero_()
+        self.layer.to(dtype).float()
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The head's tensors by the names of published checkpoints, each expert's apart."""
+        parts, found = NAMES.get(self.kind, QWEN), dict[str, torch.Tensor]()
+        for name, tensor in self.layer.state_dict().items():
+            module, _, rest = name.partition(".")
+            name = f"{parts[module]}.{rest}"
+            at, _, kind = name.rpartition(".experts.")
+            if not at:
+                found[name] = tensor
+                continue
+            for i, one in enumerate(tensor):
+                halves = zip(("gate", "up"), one.chunk(2), strict=True)
+                apart = dict(halves) if kind == "gate_up_proj" else {"down": one}
+                found |= {f"{at}.experts.{i}.{part}_proj.weight": w for part, w in apart.items()}
+        return found
+
+    def open(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Head:
+        """Have a target and its drafter read what is written to `folder`."""
+        self.model.config.save_pretrained(folder)
+        tensors = {name: one.to(dtype).contiguous() for name, one in self.stored().items()}
+        save_file(tensors, folder / "model.safetensors")
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
+        self.normed = options.get("normed", True)
+        self.drafter = load_mtp(folder, self.target, **options)
+        return self
+
+    def run(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """The equations over a whole text by transformers' class, `[n, d]` before the last norm."""
+        n = len(tokens)
+        embedded = self.model.get_input_embeddings()(torch.tensor([list(tokens)]))
+        positions = torch.arange(n)[None]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        angles = self.model.model.rotary_emb(embedded, positions)
+        self.layer.use_post_norm = False
+        return self.layer(embedded, hidden[None], angles, mask, positions, None)[0]
+
+    def states(self, ids: Sequence[int]) -> torch.Tensor:
+        """The model's hidden states, before or behind its last norm."""
+        caught = list[torch.Tensor]()
+        norm = self.model.model.norm
+        hook = norm.register_forward_hook(
+            lambda _, a, out: caught.append(out if self.normed else a[0])
+        )
+        self.model(torch.tensor([list(ids)]), use_cache=False)
+        hook.remove()
+        return caught[0][0]
+
+    @torch.inference_mode()
+    def expected(
+        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
+    ) -> torch.Tensor:
+        certain, distributions = self.states(ids[:-1]), []
+        for node in nodes:
+            tokens, hidden = ids[1:], certain
+            out = self.run(hidden, tokens)
+            for below in tree.path(node)[1:]:
+                last = self.layer.post_norm(out[-1:]) if self.normed else out[-1:]
+                tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, last])
+                out = self.run(hidden, tokens)
+            logits = self.model.lm_head(self.layer.post_norm(out[-1]))
+            distributions.append((logits / temperature).softmax(-1))
+        return torch.stack(distributions)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By kind and dtype, each made once."""
+    made = dict[tuple[str, torch.dtype], Head]()
+
+    def get(kind: str, dtype: torch.dtype = torch.bfloat16) -> Head:
+        if (kind, dtype) not in made:
+            made[kind, dtype] = Head(kind, dtype).open(tmp_path_factory.mktemp(kind), dtype)
+        return made[kind, dtype]
+
+    return get
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@every_kind
+def test_distributions_are_those_of_transformers_class(
+    kind: str, normed: bool, tmp_path: Path
+) -> None:
+    head, rng = Head(kind).open(tmp_path, normed=normed), random.Random(kind)
+    text = head.begin([rng.randrange(VOCAB) for _ in range(9)], 5)
+    for _ in range(2):
+        tree = grown(rng, text.context.ids[-1], 7)
+        for nodes in rounds(tree):
+            text.check(tree, nodes)
+        path = max((tree.path(node) for node in range(len(tree))), key=len)
+        text.go_on(tree, path[:3], rng.randrange(VOCAB))
+    text.release()
+
+
+PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
+
+
+@every_kind
+def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind: str, heads: Any) -> None:
+    head = heads(kind)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        plain = [answer(head.target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
+        for budget in (None, 9):
+            auto = Auto(head.drafter, Ngram(), LastLogits())
+            alone = answer(head.target, auto, params, PROMPTS[0], budget=budget)
+            assert alone.output.token_ids == plain[0]
+            engine = Engine(head.target)
+            running = [
+                engine.add(request(head.target, auto, params, prompt, budget=budget))
+                for prompt in PROMPTS
+            ]
+            while engine.busy:
+                engine.step()
+            assert [one.output.token_ids for one in running] == plain
+            assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
+            engine.close()
+
+
+@pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
+def test_every_method_that_a_drafter_decides_grows_trees_over_a_head(
+    name: str, kind: str, heads: Any
+) -> None:
+    head = heads(kind)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=1, ignore_eos=True)
+        drafted = answer(head.target, DRAFTED[name](head.drafter), params, [3, 1, 4], budget=8)
+        plain = answer(head.target, NoDraft(), params, [3, 1, 4])
+        assert drafted.output.token_ids == plain.output.token_ids
+        assert drafted.statistics.drafter_calls > 0
+
+
+def mean_accepted(head: Head) -> float:
+    """The mean accepted tokens of a few greedy answers, each of which is plain decoding's."""
+    params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
+    for prompt in PROMPTS:
+        prompt = [token % head.model.config.vocab_size for token in prompt]
+        one = answer(head.target, DRAFTED["chain"](head.drafter), params, prompt, budget=5)
+        plain = answer(head.target, NoDraft(), params, prompt)
+        assert one.output.token_ids == plain.output.token_ids
+        steps += one.statistics.steps
+    return len(PROMPTS) * 40 / steps
+
+
+def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -> None:
+    """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
+    some around. The head reads the next token off the hidden state, so it must know them turned."""
+    size = 32
+    config = Qwen2Config(**SIZES | {"vocab_size": size, "num_hidden_layers": 1})
+    head, turned = Head("mimo", config=config), torch.where(torch.arange(size) % 2 > 0, 1.0, -1.0)
+    step = torch.eye(size).roll(7, 0)  # from the axis i to i + 7
+    for layer in (head.model.model.layers[0], head.layer.mtp_block):
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    head.model.model.embed_tokens.weight.data.copy_(torch.eye(size))
+    for norm in (head.model.model.norm, head.layer.post_norm):
+        norm.weight.data.copy_(turned)
+    head.model.lm_head.weight.data.copy_(step * turned)
+    head.layer.hnorm.weight.fill_(1)
+    head.layer.eh_proj.weight.copy_(torch.cat([step * turned, torch.zeros(size, size)], 1))
+    assert mean_accepted(head.open(tmp_path, torch.bfloat16)) > 4.5
+    assert mean_accepted(head.open(tmp_path, torch.bfloat16, normed=False)) < 2.5
+
+
+def test_keys_one_place_off_lose_acceptance_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is the model's only layer, on the embedding alone: it knows all but the first."""
+    head = Head("mimo", config=Qwen2Config(**SIZES | {"num_hidden_layers": 1}))
+    table = head.model.model.embed_tokens.weight.data
+    table.copy_(table / table.square().mean(1, keepdim=True).clamp(1e-6).sqrt())
+    layer = head.model.model.layers[0]
+    layer.self_attn.o_proj.weight.data.mul_(4)  # what is seen counts
+    layer.mlp.down_proj.weight.data.mul_(0.2)
+    head.layer.mtp_block.load_state_dict(layer.state_dict())
+    head.layer.post_norm.weight.copy_(head.model.model.norm.weight)
+    head.layer.enorm.weight.fill_(1)
+    head.layer.eh_proj.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
+    right = mean_accepted(head.open(tmp_path, torch.bfloat16))
+
+    class Off(RowList):
+        def add(self, *args: Any) -> None:
+            table, tokens, positions, orders, prefix, paths, *rest = args
+            prefix = [max(1, one - 1) for one in prefix]  # the newest row is not seen
+            super().add(table, tokens, positions, orders, prefix, paths, *rest)
+
+    monkeypatch.setattr(eagle_passes, "RowList", Off)
+    assert mean_accepted(head.open(tmp_path, torch.bfloat16)) < right - 0.1, right
+
+
+def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(
+    tmp_path: Path, heads: Any
+) -> None:
+    params, target = SamplingParams(max_tokens=12, ignore_eos=True), heads("qwen3_5").target
+    plain = answer(target, NoDraft(), params, [3, 1]).output.token_ids
+    for weights, value in ((BFLOAT16, 1.0), (None, float("nan"))):
+        head = Head("qwen3_5", torch.bfloat16)
+        head.layer.eh_proj.weight[0, 0] = value
+        drafter = head.open(tmp_path, torch.bfloat16, weights=weights).drafter
+        drafted = answer(head.target, DRAFTED["dyspec"](drafter), params, [3, 1], budget=8)
+        assert drafted.output.token_ids == plain
+        assert (drafted.statistics.sources["drafter"].drafted > 0) == (weights is not None)
+
+
+def with_head(folder: Path, source: str, **changes: Any) -> Path:
+    """A copy of a Llama's folder whose files hold a head of DeepSeek's layout besides."""
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    stored, config = load_file(path), json.loads((folder / "config.json").read_text())
+    layers, size = config["num_hidden_layers"], config["hidden_size"]
+    last, at = f"model.layers.{layers - 1}.", f"model.layers.{layers}"
+    head = {n.replace(last, f"{at}."): t.clone() for n, t in stored.items() if n.startswith(last)}
+    head |= {f"{at}.{n}.weight": torch.ones(size) for n in ("enorm", "hnorm", "shared_head.norm")}
+    head |= {f"{at}.eh_proj.weight": torch.randn(size, 2 * size)} | {
+        name.replace("@", at): tensor for name, tensor in changes.items()
+    }
+    kept = {n: t for n, t in (stored | head).items() if t is not None}
+    save_file(kept, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def test_a_head_in_the_models_own_files_drafts_by_itself(toy_folder: str, tmp_path: Path) -> None:
+    assert hub.shipped_drafter(toy_folder) is None
+    folder = with_head(tmp_path / "model", toy_folder)
+    assert hub.shipped_drafter(str(folder)) == "mtp"
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(folder)) as llm, LLM(toy_folder, "ar") as plain:
+        assert llm.method == "auto" and "dyspec" in llm.methods
+        one = llm.generate("abc abc abc", params, method="dyspec", budget=8)
+        assert one.statistics.sources["drafter"].drafted > 0
+        assert one.token_ids == plain.generate("abc abc abc", params).token_ids
+    with LLM(str(folder), dtype="float32", drafter="mtp") as llm:
+        assert llm.generate("abc", params, method="dyspec").statistics.drafter_calls > 0
+
+
+def test_what_is_no_head_is_refused_by_name(toy_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no MTP head of a known layout"):
+        LLM(toy_folder, drafter="mtp")
+    missing = with_head(tmp_path / "a", toy_folder, **{"@.mlp.up_proj.weight": None})
+    with pytest.raises(InvalidInput, match=r"MTP head lacks .*mlp\.up_proj.*download it again"):
+        LLM(str(missing))
+    odd = with_head(tmp_path / "b", toy_folder, **{"@.enorm.weight": torch.ones(3)})
+    with pytest.raises(InvalidInput, match=r"enorm.weight of its MTP head has shape \[3\]"):
+        LLM(str(odd), drafter="mtp")
+    with pytest.raises(InvalidInput, match="draft_weights='int8': mtp is a feature drafter"):
+        LLM(str(with_head(tmp_path / "c", toy_folder)), drafter="mtp", draft_weights="int8")
+
+
+def test_where_pytorch_runs_the_model_a_head_is_left_alone_unless_it_is_asked_for(
+    toy_folder: str, tmp_path: Path
+) -> None:
+    folder = str(with_head(tmp_path / "model", toy_folder))
+    with LLM(folder, dtype="float16") as llm:
+        assert llm.method == "logitspec"
+    with pytest.raises(InvalidInput, match="--drafter mtp needs the native kernels"):
+        LLM(folder, dtype="float16", drafter="mtp")
