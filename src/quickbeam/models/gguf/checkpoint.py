@@ -47,6 +47,8 @@ class GgufCheckpoint:
         hold(self.config)
         self.stack: Stack = stack_of(self.config, self.dtype)
         self.tokenizer = load_tokenizer(self.file)
+        for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
+            self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
         self._norms = {name for norm in norms(self.stack) for name in norm.weights}
         self._stored = self._places()
         shapes = expected(self.stack, self.config)

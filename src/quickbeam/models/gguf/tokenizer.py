@@ -137,15 +137,13 @@ def _sentence_piece(of: dict[str, Any], tokens: list[str], architecture: str) ->
 
 def _merges(vocab: dict[str, int], worth: Sequence[float]) -> list[tuple[str, str]]:
     """Return what joins to tokens, the best first: pairs of tokens that together are one."""
-    found = []
-    for token, i in vocab.items():
-        if len(token) > 1:
-            pairs = ((token[:k], token[k:]) for k in range(1, len(token)))
-            local = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-            local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-            found += [(-worth[i], -len(left), -len(right), left, right) for left, right in local]
-    found.sort(key=lambda one: one[:3])
-    return [(left, right) for *_, left, right in found]
+    best_first = sorted(vocab, key=lambda token: worth[vocab[token]], reverse=True)
+    return [
+        (left, right)
+        for token in best_first
+        for k in range(len(token) - 1, 0, -1)
+        if (left := token[:k]) in vocab and (right := token[k:]) in vocab
+    ]
 
 
 def _add(backend: Backend, tokens: Sequence[str], kinds: Any) -> None:
