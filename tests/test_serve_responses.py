@@ -10,8 +10,8 @@ pytest.importorskip("fastapi")
 
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
+from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import responses
-from quickbeam.serve.logprobs import TokenTexts
 from quickbeam.serve.tools import Call
 from serving import ask, events, good
 

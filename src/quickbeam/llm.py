@@ -43,10 +43,9 @@ class LLM(Answering):
     - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
     - `budget`: nodes of a draft tree, the root included, at most 512. None takes the preset's, 0
       the measured budget. A call may give its own.
-    - `drafter`: a smaller model with the same vocabulary, or a feature drafter of this model, named
-      as `model` is; `mtp` is a head for several tokens in the model's own checkpoint. None takes
-      the one that comes with the model, if there is one. The drafter is loaded when a method first
-      needs it.
+    - `drafter`: a smaller model, or a feature drafter of this model, named as `model` is; `mtp` is
+      a head for several tokens in the model's own checkpoint. None takes the one that comes with
+      the model, if there is one. The drafter is loaded when a method first needs it.
     - `vocab`: which part of the vocabulary the drafter scores, one of `options.VOCABS`. None takes
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of

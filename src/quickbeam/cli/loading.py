@@ -40,7 +40,7 @@ class Target:
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
     """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
     drafter: str | None = None
-    """A smaller model with the same vocabulary, a feature drafter, or mtp, a head in the files of
+    """A smaller model, a feature drafter, or mtp, a head in the files of
     the model itself, for the methods that draft with one."""
     vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
     """Which part of the vocabulary a feature drafter scores. Default: the method's own."""

@@ -15,9 +15,10 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
-from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
+from quickbeam.drafters.draft_model import LMDrafter, first_difference
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.mtp import load_mtp
+from quickbeam.drafters.translation import TranslatedDrafter, Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import local_folder
@@ -46,8 +47,9 @@ def load_drafter(
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
-    Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
-    other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
+    A smaller model may have another tokenizer (`translation.py`). Raises `InvalidInput` for what is
+    no drafter of this target: a vocabulary with few tokens of the target's, another width, other
+    tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
     """
     if name == MTP:
         _refuse_weights(name, weights)
@@ -63,16 +65,18 @@ def load_drafter(
     weights = weights or target.weights
     told: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
     opened = open_model(str(place), target.dtype, target.device, weights=weights, **told)
+    sizes = target.vocab_size, opened.model.vocab_size
+    if (difference := first_difference(tokenizer, opened.tokenizer, sizes)) is not None:
+        logger.info("%s has another tokenizer: %s", name, difference)
+        translation = Translation(tokenizer, opened.tokenizer, sizes)
+        return TranslatedDrafter(LMDrafter(opened.model, sizes[1], weights=weights), translation)
     if opened.model.vocab_size >= target.vocab_size:
-        sizes = target.vocab_size, opened.model.vocab_size
-        check_vocabulary(tokenizer, opened.tokenizer, sizes)
         return LMDrafter(opened.model, target.vocab_size, weights=weights)
     from quickbeam.models.loading import load_model  # which can give it more tokens
 
-    model, own = load_model(
+    model, _ = load_model(
         str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
     )
-    check_vocabulary(tokenizer, own, (target.vocab_size, opened.model.vocab_size))
     return LMDrafter(model, target.vocab_size, weights=weights)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
+from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert, tools
 from quickbeam.serve.answers import Answers, Choices, Json
 from quickbeam.serve.convert import Prompts, encode_conversation, size_of
 from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
+from quickbeam.serve.logprobs import chat_logprobs
 from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling, split

@@ -9,10 +9,11 @@ from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
+from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.answers import Answers, Choices, Json, Part
 from quickbeam.serve.convert import Prompts, encode_infill
-from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
+from quickbeam.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 

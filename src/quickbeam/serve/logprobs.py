@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from quickbeam.engine.result import Logprob
+from quickbeam.models.token_texts import TokenTexts
 
-# the byte for each character of byte-level vocabularies
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
-
-
-class TokenTexts:
-    """The bytes of each token of a vocabulary, as they stand in the middle of a text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known = {
-            token: str(added.content).encode()
-            for token, added in tokenizer.added_tokens_decoder.items()
-        }
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token; none for an id without a token."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
-
-    def text_of(self, token: int) -> str:
-        """Return the text of a token, with U+FFFD for bytes that are only part of a character."""
-        return self.bytes_of(token).decode(errors="replace")
-
-    def _find(self, token: int) -> bytes:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:
-            return b""
-        if self._byte_level:
-            return bytes(BYTES[character] for character in piece if character in BYTES)
-        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
-            return bytes([int(byte[1], 16)])
-        return str(piece).replace("▁", " ").encode()
-
-    @cached_property
-    def _byte_level(self) -> bool:
-        """Whether each character of a token's string stands for one byte."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return "ByteLevel" in repr(getattr(backend, "decoder", None))
 
 
 def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, Any]:

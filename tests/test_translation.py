@@ -1,0 +1,132 @@
+"""A smaller model with another tokenizer drafts: tokens are mapped by their bytes.
+
+pytest tests/test_translation.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from answers import answer, request
+from drafters import DRAFTED
+from features import context_of
+from models import VOCAB, tiny
+from quickbeam import LLM
+from quickbeam.drafters.base import DraftRequest
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.translation import TranslatedDrafter, Translation
+from quickbeam.engine.engine import Engine
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.base import Model
+from quickbeam.models.opening import make_model
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
+
+
+def tokenizer(characters: list[str]) -> Any:
+    """One whose tokens are single bytes."""
+    backend = Tokenizer(models.BPE({one: i for i, one in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def pair(shift: int = 0, own: int = 10, seed: int = 7) -> tuple[Model, TranslatedDrafter]:
+    """A model, and itself with other ids as its drafter, which lacks its first `own` tokens.
+
+    `shift`: by how much the drafter's ids are mapped wrongly.
+    """
+    source, ours = tiny("llama", torch.bfloat16, seed=3), tokenizer(ALPHABET[:VOCAB])
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
+    named = [ALPHABET[i] if i >= own else ALPHABET[VOCAB + i] for i in order]
+    twin = tiny("llama", torch.bfloat16, seed=3)
+    for module in (twin.model.embed_tokens, twin.lm_head):
+        module.weight.data.copy_(module.weight.data[order])
+    translation = Translation(ours, tokenizer(named), (VOCAB, VOCAB))
+    if shift:
+        translation.columns = translation.columns.roll(shift)
+    return make_model(source), TranslatedDrafter(LMDrafter(twin, VOCAB), translation)
+
+
+def steps(target: Model, drafter: TranslatedDrafter, **more: Any) -> int:
+    """The steps of some answers, each of which is plain decoding's."""
+    total, params = 0, SamplingParams(max_tokens=30, ignore_eos=True, seed=2, **more)
+    for prompt in PROMPTS:
+        one = answer(target, DRAFTED["chain"](drafter), params, prompt, budget=5)
+        plain = answer(target, NoDraft(), params, prompt)
+        assert one.output.token_ids == plain.output.token_ids
+        total += one.statistics.steps
+    return total
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature: float) -> None:
+    right = steps(*pair(own=0), temperature=temperature)
+    some = steps(*pair(own=10), temperature=temperature)
+    wrong = steps(*pair(own=0, shift=1), temperature=temperature)
+    assert right <= some < wrong and right < wrong / 1.5, (right, some, wrong)
+
+
+def test_many_answers_in_one_call_are_plain_decodings() -> None:
+    target, drafter = pair()
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        plain = [answer(target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
+        for policy in (DRAFTED["dyspec"](drafter), Auto(drafter, Ngram(), LastLogits())):
+            engine = Engine(target)
+            running = [
+                engine.add(request(target, policy, params, prompt, budget=8)) for prompt in PROMPTS
+            ]
+            while engine.busy:
+                engine.step()
+            assert [one.output.token_ids for one in running] == plain
+            assert running[0].statistics.sources["drafter"].drafted > 0
+            engine.close()
+
+
+def test_beyond_its_context_it_drafts_nothing() -> None:
+    _, drafter = pair(own=0)
+    drafter.context_length, context = 24, context_of([5] * 22)
+    state = context.states["drafter"] = drafter.begin(context.ids)
+    (probs,) = drafter.answer([DraftRequest(context, TokenTree(5), [0])])
+    assert float(probs.values.sum()) == pytest.approx(1) and probs.dense().shape == (1, VOCAB)
+    context.extend([6, 7])
+    (probs,) = drafter.answer([DraftRequest(context, TokenTree(7), [0])])
+    drafter.read([state])
+    assert not probs.values.any() and state.waiting
+
+
+def test_too_few_shared_tokens_are_told() -> None:
+    with pytest.raises(InvalidInput, match=r"shares 40 of 97 tokens with the target \(41%\)"):
+        pair(own=57)
+
+
+def test_a_drafter_with_another_tokenizer_is_loaded_by_name(
+    toy_folder: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(toy_folder, other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    vocab = stored["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(toy_folder, "dyspec", drafter=str(other)) as llm:
+        one = llm.generate("abc cba", params)
+        assert one.statistics.sources["drafter"].drafted > 0
+        assert one.token_ids == llm.generate("abc cba", params, method="ar").token_ids
