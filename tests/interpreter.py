@@ -180,7 +180,7 @@ def _attend(
     weight = score.softmax(-1)[..., :n]
     mixed = torch.einsum("hqk,khd->qhd", weight, value).reshape(n, -1)
     if of.gated:
-        mixed = mixed * gates.sigmoid()
+        mixed = mixed * gates.sigmoid().repeat_interleave(dim if of.one_gate else 1, -1)
     return _linear(mixed, of.out, parameters)
 
 

@@ -41,6 +41,7 @@ from transformers import (
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -281,6 +282,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
     "lfm2": Lfm2Config(**SIZES, layer_types=CONVOLVED, conv_bias=True),
     "lfm2_moe": Lfm2MoeConfig(**SIZES | EXPERTS, layer_types=CONVOLVED, num_dense_layers=1),
+    "lfm3": Lfm3Config(
+        **SIZES | {"num_hidden_layers": 4},
+        layer_types=["conv", "sliding_attention", "full_attention", "conv"],
+        sliding_window=6,
+        head_dim=8,
+    ),
     "llama": LlamaConfig(**SIZES),
     "llama-bias": LlamaConfig(
         **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
@@ -497,6 +504,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
         ),
     ),
     "no gate of attention": ("qwen3_5", each_attention(gated=False)),
+    "no gate of a head": ("lfm3", each_attention(gated=False)),
     "a gate before the norm": ("qwen3_5", each_recurrent(norm_last=True)),
     "decays held too low": ("qwen3_next", each_recurrent(most=0.1)),
     "no value beside the state": ("bamba", each_recurrent(skip=None)),
@@ -649,7 +657,10 @@ def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[in
 OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
 
 
-HYBRIDS = ("bamba", "falcon_h1", "granite_hybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next")
+HYBRIDS = (
+    *("bamba", "falcon_h1", "granite_hybrid", "lfm2", "lfm3", "nemotron_h", "qwen3_5"),
+    "qwen3_next",
+)
 
 
 # `make test` runs each family in bfloat16 and in one of the other formats, in turns, and hybrids,

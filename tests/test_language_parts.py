@@ -72,6 +72,7 @@ TEXT: dict[str, dict[str, Any]] = {
     | {"num_kv_shared_layers": 3},
     "glm4v": axes(1, 0, 1, partial_rotary_factor=0.5),
     "lfm2_vl": {"layer_types": CONVOLVED},
+    "lfm3_vl": {"layer_types": CONVOLVED, "head_dim": 8},
     "qwen2_5_vl": axes(1, 1, 2),
     "qwen2_vl": axes(1, 1, 2),
     "qwen3_5": DELTA | {"layer_types": LINEAR},
@@ -112,7 +113,15 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 # `make test` leaves out those whose text and names are as another's
 ALIKE = {
-    *("exaone4_5", "got_ocr2", "idefics3", "lighton_ocr", "llava_next", "llava_onevision"),
+    *(
+        "lfm3_vl",
+        "exaone4_5",
+        "got_ocr2",
+        "idefics3",
+        "lighton_ocr",
+        "llava_next",
+        "llava_onevision",
+    ),
     *("ovis2", "qwen2_audio", "qwen2_vl", "video_llava", "vipllava", "voxtral"),
 }
 

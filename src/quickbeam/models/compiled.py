@@ -254,11 +254,10 @@ class CompiledStack:
             layer.sinks,
         )
         if of.gated:
-            attended, qkv, width = buffers["attended"], buffers["qkv"], of.heads * of.head_dim
-            gates = width + 2 * of.kv_heads * of.head_dim
-            operations.gate(
-                program, attended, qkv, attended, 1, width, gates_of=gates, activation="sigmoid"
-            )
+            attended, qkv, dim = buffers["attended"], buffers["qkv"], of.head_dim
+            at = (of.heads + 2 * of.kv_heads) * dim
+            how: dict[str, Any] = {"activation": "sigmoid", "one": of.one_gate}
+            operations.gate(program, attended, qkv, attended, of.heads, dim, gates_of=at, **how)
         factor = layer.layer.residual * of.factor
         self._add(program, buffers, layer.out, "attended", layer.attention_after, factor)
 

@@ -110,11 +110,10 @@ class Attention:
     count, itself among them. `softcap`: scores are bent to stay below it. `rotary`: None for none;
     `turned`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of each
     head (its weight is one head's, or all heads') or with `norm_all` of all heads together; with
-    `norm_last` after the angles. `gated`: behind the values, `qkv` has gates; the result is taken
-    times their sigmoid. `factor`: of what is added to the residual stream. `value_norm`: each
-    head's value is normed, without a weight, by the queries' epsilon. `values_are_keys`: `qkv` has
-    no values; they are what keys are made of. `source`: the layer whose keys and values are read;
-    `qkv` has queries alone then.
+    `norm_last` after the angles. `gated`: behind the values, `qkv` has gates (with `one_gate` one a
+    head); their sigmoids scale the result. `factor`: of what is added to the stream. `value_norm`:
+    each head's value is normed, without a weight. `values_are_keys`: `qkv` has no values; they are
+    what keys are made of. `source`: whose keys and values are read; `qkv` has queries alone then.
     """
 
     qkv: Linear
@@ -133,6 +132,7 @@ class Attention:
     query_scale: QueryScale | None = None
     sinks: str | None = None
     gated: bool = False
+    one_gate: bool = False
     factor: float = 1.0
     latent: Latent | None = None
     value_norm: bool = False

@@ -21,7 +21,7 @@ from quickbeam.models.families.gpt2 import gpt2
 from quickbeam.models.families.gpt_neox import gpt_neox
 from quickbeam.models.families.gpt_oss import gpt_oss
 from quickbeam.models.families.hunyuan import hunyuan
-from quickbeam.models.families.lfm2 import lfm2, lfm2_moe
+from quickbeam.models.families.lfm2 import lfm2, lfm2_moe, lfm3
 from quickbeam.models.families.llama import granite, granitemoe, llama, seed_oss, smollm3
 from quickbeam.models.families.mamba import bamba, falcon_h1, granite_hybrid, nemotron_h
 from quickbeam.models.families.mistral import ministral3, mistral
@@ -74,6 +74,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "hunyuan_v1_dense": hunyuan,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,

@@ -1,8 +1,9 @@
-"""LFM2: short convolutions, attention in some layers, and experts."""
+"""LFM2 and 3: short convolutions, attention in some layers, and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from quickbeam.models.families.reading import (
     Config,
@@ -55,6 +56,37 @@ def lfm2_moe(c: Config) -> Stack:
         return experts(c, i, routing, c.num_experts, "feed_forward", act="silu")
 
     return _stack(c, feed_forward, Rotary())
+
+
+def lfm3(c: Config) -> Stack:
+    """Norms before and after, windows, angles by the kind of layer, and a gate for each head."""
+    c.must("use_attention_gate", True)
+    after = bool(c.use_sandwich_norm)
+
+    def norm(module: str) -> Norm:
+        return Norm((f"{module}.weight",), c.norm_eps)
+
+    def layer(i: int) -> Layer:
+        at, kind = f"model.layers.{i}", c.layer_types[i]
+        norms: dict[str, Any] = {
+            "attention_before": norm(f"{at}.operator_norm"),
+            "feed_forward_before": norm(f"{at}.ffn_norm"),
+        }
+        if after:
+            norms["attention_after"] = norm(f"{at}.post_operator_norm")
+            norms["feed_forward_after"] = norm(f"{at}.post_ffn_norm")
+        if kind == "conv":
+            mixer = conv(c, f"{at}.conv")
+            return Layer(None, dense(i), **norms, recurrent=mixer)
+        of = f"{at}.self_attn"
+        qkv = tensors(*(f"{of}.{name}_proj" for name in "qkvg"))
+        if c.attention_bias:
+            raise NotDescribed("attention_bias=True")
+        heads = norm(f"{of}.q_norm"), norm(f"{of}.k_norm")
+        how = {"rotary": Rotary(kind), "kind": kind, "gated": True, "one_gate": True}
+        return Layer(attention(c, i, qkv=qkv, norms=heads, **how), dense(i), **norms)
+
+    return decoder(c, layer, norm=norm("model.embedding_norm"))
 
 
 def _stack(

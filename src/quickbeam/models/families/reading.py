@@ -104,6 +104,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "num_hidden_layers": "n_layer",
     },
     "granitemoehybrid": {"layers_block_type": "layer_types"},
+    "lfm3": {"rms_norm_eps": "norm_eps"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "olmoe": {"num_local_experts": "num_experts"},
     **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},

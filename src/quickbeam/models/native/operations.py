@@ -134,13 +134,15 @@ def gate(
     weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
     norm_last: bool = False,
+    one: bool = False,
 ) -> None:
     """Write `activation(gates * scaling) * source` to the target.
 
     There are `groups` of `width` columns.
 
     `weight`: of an RMS norm of each group, before the gates or with `norm_last` after them;
-    `[width]`, or `[groups * width]`. `gates_of`: the first column of the gates, float32.
+    `[width]`, or `[groups * width]`. `gates_of`: the first column of the gates, float32. `one`:
+    each group has one gate.
     """
     program.add(
         library.GATE,
@@ -151,6 +153,7 @@ def gate(
         key_head=gates_of,
         heads=groups,
         inputs=width,
+        outputs=1 if one else width,
         source_offset=of,
         activation=library.ACTIVATIONS.index(activation),
         scaling=scaling,

@@ -535,20 +535,22 @@ class Worker {
     }
   }
 
-  // target = source * activation(gate), in groups of `inputs` numbers; with a weight, a group is normed before, or with `norm_last` after.
+  // target = source * activation(gate), in groups of `inputs` numbers with `outputs` gates, 1 or as many; with a weight, a group is normed before, or with `norm_last` after.
   void gate(const Op& op) {
     const int64_t n = op.inputs;
     const float* weight = static_cast<const float*>(op.weight);
     std::vector<float> x(size_t(n + 15));
     for (int64_t unit = low(batch_.rows * op.heads); unit < high(batch_.rows * op.heads); ++unit) {
       const int64_t r = unit / op.heads, g = unit % op.heads, from = r * op.source_stride + op.source_offset + g * n;
-      const float* gates = at<float>(op.key) + r * op.key_stride + op.key_head + g * n;
+      const float* gates = at<float>(op.key) + r * op.key_stride + op.key_head + g * op.outputs;
+      const bool one = op.outputs == 1;
       for (int64_t i = 0; i < n; ++i) x[size_t(i)] = number(op, call_.buffer[op.source], from + i);
       const auto norm = [&] { normalise(x.data(), x.data(), n, op.epsilon, weight + g * op.norm_stride, nullptr, false); };
       if (weight && !op.norm_last) norm();
       for (int64_t i = 0; i < n; i += 16) {
         const int64_t count = std::min<int64_t>(16, n - i);
-        store(&x[size_t(i)], mul(load_first(&x[size_t(i)], count), activate(op.activation, mul(load_first(gates + i, count), all(op.scaling)))));
+        const Lanes mine = one ? all(gates[0]) : load_first(gates + i, count);
+        store(&x[size_t(i)], mul(load_first(&x[size_t(i)], count), activate(op.activation, mul(mine, all(op.scaling)))));
       }
       if (weight && op.norm_last) norm();
       for (int64_t i = 0; i < n; i += 16) put(op, r, g * n + i, std::min<int64_t>(16, n - i), load(&x[size_t(i)]));
