@@ -5,6 +5,7 @@ It draws on stderr and writes data to stdout. Everything else is the library's w
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ from contextlib import suppress
 def main() -> None:
     """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    gc.set_threshold(50_000)  # what imports make lives on: looking for garbage in it takes long
     if not sys.warnoptions and not os.environ.get("QUICKBEAM_DEBUG"):
         # warnings of libraries don't concern the user of the command
         warnings.simplefilter("ignore")

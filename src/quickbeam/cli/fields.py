@@ -93,7 +93,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
     """Return the parameter that typer makes an option from. `given`: an instance with defaults."""
-    kind: Any = get_type_hints(owner)[field.name]
+    kind: Any = _hints(owner)[field.name]
     more, default = dict(field.metadata), _default(field, given)
     text = more.pop("help", None) or _docs(owner).get(field.name, "")
     name, *others = (more.pop("option", "") or f"--{field.name.replace('_', '-')}").split()
@@ -135,6 +135,11 @@ def _read(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return value.value if isinstance(value, Enum) else value
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)  # compiles every annotation
 
 
 @lru_cache

@@ -92,7 +92,7 @@ class CompiledStack:
             self.disk = WeightsOnDisk(kept, self._packed, parameters, stack.embedding, memory)
             self._place(None, name)
         else:
-            self._embedded = parameters(stack.embedding)
+            self._embedded = parameters.mapped(stack.embedding)
             self._table = embedding_of(self._kernels, self._embedded, stack.scale)
             self._load(name, kept)
         recurrent = [layer.recurrent for layer in self.layers if layer.recurrent is not None]

@@ -55,9 +55,16 @@ class PackedWeights:
     def __call__(self, linear: Linear, gated: bool) -> Any:
         place = next(self._left)
         assert place.linear is linear
-        room = self.memory[place.first : place.last]
-        weights = self._shapes(linear) if self.filled else self._stored(linear.weights)
-        return place.packer.pack_apart(weights, self._bias(linear), gated, room, self.filled)
+        room, like, begin = self.memory[place.first : place.last], self._shapes(linear), 0
+        bias = self._bias(linear)
+        if self.filled or not place.packer.together(like):
+            weights = like if self.filled else self._stored(linear.weights)
+            return place.packer.pack_apart(weights, bias, gated, room, self.filled)
+        for some in self._chunks(linear, gated):
+            end = begin + place.packer.size(some, gated)
+            place.packer.pack(some, None, gated, room[begin:end])
+            begin = end
+        return place.packer.pack(like, bias, gated, room, True)
 
     def head(self, memory: torch.Tensor) -> AnyPacked:
         """Return the packed head, whose bytes are in `memory`."""

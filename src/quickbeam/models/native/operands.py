@@ -60,18 +60,18 @@ class Packed:
         self.gated, self.outputs = gated, sum(len(weight) for weight in weights)
         self.format = library.FORMATS.index(str(dtype).removeprefix("torch."))
         self._kernels, block = kernels, self.inputs * BLOCK
-        if gated or len(weights) == 1:
-            parts, rows = list(weights), len(weights[0])
-        else:
-            parts, rows = [torch.cat(list(weights))], self.outputs
-        self.blocks = -(-rows // BLOCK) * len(parts)
+        rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
+        self.blocks = -(-rows // BLOCK) * together
         self.data = room_for_weights(self.blocks * block, dtype) if place is None else place
+        parts = (
+            list(weights) if gated or len(weights) == 1 or filled else [torch.cat(list(weights))]
+        )
         for i, part in enumerate([] if filled else parts):
             part = part.detach().to(dtype).contiguous()
             if dtype is torch.float32:
                 whole = torch.zeros(-(-rows // BLOCK) * BLOCK, self.inputs)
                 whole[:rows] = part
-                to = self.data.view(-1, len(parts), self.inputs, BLOCK)[:, i]
+                to = self.data.view(-1, together, self.inputs, BLOCK)[:, i]
                 to.copy_(whole.view(-1, BLOCK, self.inputs).transpose(1, 2))
                 continue
             kernels.pack(
@@ -80,7 +80,7 @@ class Packed:
                 self.inputs,
                 self.inputs,
                 self.data.data_ptr() + 2 * i * block,
-                block * len(parts),
+                block * together,
             )
         self.bias = (
             None

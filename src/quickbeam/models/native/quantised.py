@@ -76,14 +76,14 @@ class QuantisedPacked:
         )
         self.name, self.format, self._kernels = name, library.FORMATS.index(name), kernels
         self._block = kernels.block_bytes(self.format, self.inputs)
-        parts = list(weights) if gated or len(weights) == 1 else [_stacked(weights)]
-        rows = len(parts[0])
-        self.blocks = -(-rows // BLOCK) * len(parts)
+        rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
+        self.blocks = -(-rows // BLOCK) * together
         self.data = (
             room_for_weights(self.blocks * self._block, torch.uint8) if place is None else place
         )
+        parts = list(weights) if gated or len(weights) == 1 or filled else [_stacked(weights)]
         for i, part in enumerate([] if filled else parts):
-            self._put(part, self.data.data_ptr() + i * self._block, self._block * len(parts))
+            self._put(part, self.data.data_ptr() + i * self._block, self._block * together)
         self.bias = (
             None
             if bias is None
