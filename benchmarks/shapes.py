@@ -42,6 +42,12 @@ class RandomParameters:
     def __call__(self, name: str) -> torch.Tensor:
         return self.rows(name)
 
+    def mapped(self, name: str) -> torch.Tensor:
+        return self(name)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shapes[name], device="meta")
+
     def shape(self, name: str) -> list[int]:
         return self.shapes[name]
 
