@@ -58,8 +58,7 @@ def load(given: Namespace, method: str = "auto", **more: Any) -> LLM:
 
 
 def params_of(given: Namespace) -> SamplingParams:
-    names = ("max_tokens", "temperature", "seed")
-    return SamplingParams(**{name: getattr(given, name) for name in names})
+    return SamplingParams(**{n: getattr(given, n) for n in ("max_tokens", "temperature", "seed")})
 
 
 def questions_of(given: Namespace) -> list[Question]:

@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
+from transformers import Qwen3Config
 
 from docs import ROOT, commands, save_drafter
+from models import SIZES
 from quickbeam.errors import InvalidInput
+from quickbeam.models.native import library
 from scripts import FOLDER, script
 
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
+PARTS = {"common", "model_shapes", "random_gguf"}  # of scripts
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - PARTS)
 FEW = ["--limit", "2", "--max-tokens", "8"]
 TRACES = str(FOLDER / "traces.json")
 # by script: its arguments, and the key of the summary that holds its figures
@@ -51,7 +56,7 @@ def run(name: str, words: list[str], out: Path, monkeypatch, capsys) -> tuple[st
 
 
 def test_every_script_is_run_here() -> None:
-    assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall"}
+    assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall", "shapes"}
     for path in FOLDER.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path
 
@@ -67,6 +72,20 @@ def test_a_script_prints_a_table_and_writes_a_summary(
     assert len(table) > 2 and len({line.count("|") for line in table}) == 1
     assert re.search(rf"^\d{{4}}-\d\d-\d\d, .*: `{name}\.py ", shown, re.MULTILINE)
     assert summary[key] and summary["environment"]["date"] and summary["settings"]["seed"] == "0"
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, capsys) -> None:
+    shapes, config = script("shapes"), Qwen3Config(**SIZES, head_dim=8)
+    monkeypatch.setattr(shapes, "MEGABYTES", 1)
+    monkeypatch.setitem(shapes.CONFIGS, "tiny", config)
+    words = ["--models", "tiny", "--prompt", "20", "--prompts", "1", "--repeats", "1"]
+    shown, summary = run("shapes", words, tmp_path / "out.json", monkeypatch, capsys)
+    assert "| tiny" in shown and summary["shapes"]["tiny"]["prompt_tokens_per_second"] > 0
+    parameters = shapes.RandomParameters(config)
+    shapes.write(tmp_path / "tiny.gguf", config, parameters.shapes, "bfloat16")
+    written = {one.name for one in GGUFReader(tmp_path / "tiny.gguf").tensors}
+    assert len(written) == len(parameters.shapes) and "blk.2.attn_q.weight" in written
 
 
 @pytest.mark.long
