@@ -94,7 +94,8 @@ def test_the_rate_is_that_of_recent_steps_and_no_less_than_plain_decodings() -> 
 def test_a_guess_follows_what_calls_and_rows_cost() -> None:
     def mode(call: float, row: float) -> str:
         budget = begun(CostModel({1: 1.0, 64: 1.0 + 63 * row}))
-        budget.cost.observe_call(DRAFTER, 1, call)
+        for _ in range(2):
+            budget.cost.observe_call(DRAFTER, 1, call)
         return budget.comparison(METHOD, [ASKED, UNASKED, PLAIN], DRAFTER).mode
 
     assert mode(0.1, 0.01) == ASKED and mode(0.9, 0.01) == UNASKED and mode(0.9, 0.5) == PLAIN

@@ -153,7 +153,7 @@ def test_before_a_call_was_seen_its_cost_is_a_guess() -> None:
 
 def test_a_call_costs_the_median_of_recent_ones_for_as_many_sequences() -> None:
     cost = CostModel({1: 2.0})
-    for seconds in (9.0, 0.5, 0.6, 0.4, 9.0):  # the first is slow, and the machine is busy
+    for seconds in (99.0, 0.5, 0.6, 0.4, 9.0, 9.0):  # the first is slow; the machine is busy
         cost.observe_call("d", 1, seconds)
     assert cost.call("d", 1) == 0.6 and cost.call("another", 1) == pytest.approx(0.6)
     assert cost.call("d", 2) == pytest.approx(0.6 * 1.15)
@@ -163,6 +163,14 @@ def test_a_call_costs_the_median_of_recent_ones_for_as_many_sequences() -> None:
     for _ in range(cost.CALLS):
         cost.observe_call("d", 1, 3.0)
     assert cost.call("d", 1) == 3.0
+
+
+def test_the_first_call_of_all_does_not_count() -> None:
+    cost = CostModel({1: 2.0})
+    cost.observe_call("d", 1, 50.0)  # weights were packed in it
+    assert cost.call("d", 1) == pytest.approx(cost.CALL * 2.0)
+    cost.observe_call("d", 1, 1.5)
+    assert cost.call("d", 1) == 1.5
 
 
 def test_one_fast_call_outweighs_doubted_ones() -> None:
@@ -179,7 +187,8 @@ def test_reading_is_no_part_of_a_calls_cost() -> None:
     cost = CostModel({1: 1.0})
     cost.observe_read("d", 100, 2.0)
     assert cost.read("d", 50) == pytest.approx(1.0)
-    cost.observe_call("d", 1, 1.3, 20)
+    for _ in range(2):
+        cost.observe_call("d", 1, 1.3, 20)
     assert cost.call("d", 1) == pytest.approx(0.9)
     for _ in range(cost.CALLS):
         cost.observe_call("d", 1, 1.3, 1000)  # never less than a part of it

@@ -253,10 +253,14 @@ class CostModel:
         """Record that a call for `sequences` sequences took `seconds`.
 
         The drafter first read `unread` tokens in it. Their time is left out: they have to be read
-        once, whichever call does it. With it, calls would seem slower the fewer are made.
+        once, whichever call does it. With it, calls would seem slower the fewer are made. A
+        drafter's first call of all does not count: weights may be packed in it.
         """
+        if drafter not in self._calls:
+            self._calls[drafter] = {}
+            return
         seconds = max(self.LEAST * seconds, seconds - self.read(drafter, unread))
-        seen = self._calls.setdefault(drafter, {})
+        seen = self._calls[drafter]
         seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
     def doubt_calls(self, drafter: Hashable) -> None:
