@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from answers import answer, request
 from drafters import DRAFTED
@@ -31,6 +32,7 @@ from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
+from quickbeam.models.token_texts import BYTES
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
@@ -130,3 +132,7 @@ def test_a_drafter_with_another_tokenizer_is_loaded_by_name(
         one = llm.generate("abc cba", params)
         assert one.statistics.sources["drafter"].drafted > 0
         assert one.token_ids == llm.generate("abc cba", params, method="ar").token_ids
+
+
+def test_the_bytes_of_characters_are_those_of_byte_level_vocabularies() -> None:
+    assert {character: byte for byte, character in bytes_to_unicode().items()} == BYTES

@@ -6,10 +6,11 @@ import re
 from functools import cached_property
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-# the byte for each character of byte-level vocabularies
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+# bytes whose character in byte-level vocabularies is their own; the others have U+0100 and on
+_OWN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = [byte for byte in range(256) if byte not in _OWN]
+# the byte for each character
+BYTES = {chr(byte): byte for byte in _OWN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class TokenTexts:
