@@ -8,8 +8,8 @@ B * tokens / (pass of B * rows + calls + host), plain decoding among them. A pas
 of reading its bytes (weights, the experts that its rows wake, keys and values) and of its
 arithmetic, at the shares of a data sheet's figures in REACHED.
 
-`here` takes passes and calls as this machine's budget measured them, and the host's time from plain
-decoding under the same load. Its table has what decoding really gave beside the simulated figure.
+`here` takes passes and calls as this machine's budget measured them, and the host's time of a step
+from the run itself. Its table has what decoding really gave beside the simulated figure.
 """
 
 from __future__ import annotations
@@ -83,12 +83,13 @@ def best(curve: Sequence[Entry], many: int, seconds: Seconds) -> tuple[Entry, fl
 
 
 def decoded(llm: LLM, asked: list[list[int]], name: str, given: Namespace) -> tuple[float, float]:
-    """Return the tokens a second of decoding here, and the seconds of a step beside the pass."""
+    """Return the tokens a second of decoding here, and a step's seconds beside pass and calls."""
     llm.reset()
     engine = llm.engine
     tokens, seconds = engine.decoding_tokens, engine.decoding_seconds
     done = [one.statistics for one in llm.generate(asked, params_of(given), method=name)]
     beside = sum(one.overhead_seconds + one.draft_seconds for one in done)
+    beside -= sum(one.drafter_seconds for one in done) * engine.scheduler.most  # each has a share
     rate = (engine.decoding_tokens - tokens) / (engine.decoding_seconds - seconds)
     return rate, beside / sum(one.steps for one in done)
 
@@ -112,10 +113,10 @@ def compared(
     asked = prompts(llm, given)
     context = round(mean(map(len, asked))) + given.max_tokens // 2
     for many in map(int, numbers(given.loads)):
-        llm.engine.scheduler.most, host = many, 0.0
+        llm.engine.scheduler.most = many
+        enough = asked * -(-4 * many // len(asked))  # as many run for most of the time
         for name in ("ar", "logitspec", "auto"):
-            rate, beside = decoded(llm, asked, name, given)
-            host = beside if name == "ar" else host
+            rate, host = decoded(llm, enough, name, given)
             seconds = here(llm.engine.budget.cost, llm.drafting.drafter, host, context)
             guess = best([] if name == "ar" else curves[name], many, seconds)[1]
             row = {"measured": f"{rate:.1f}", "simulated": f"{guess:.1f}"}
