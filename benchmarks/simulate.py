@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     drafter: float  # parameters of a drafter of one layer with a head of 32,000 tokens
 
 
-# H100 SXM: NVIDIA's data sheet, dense. EPYC 9965: AMD's, 12 channels of DDR5-6400; 192 cores with
+# H100 SXM: NVIDIA's data sheet, dense. EPYC 9965: 12 channels of DDR5-6400; 192 cores with
 # two products of 32 pairs a cycle at 2.25 GHz.
 DEVICES = {
     "h100": Device(3.35e12, 989e12, 1e-4),
