@@ -36,6 +36,7 @@ from quickbeam.models.stored import (
     stacked,
 )
 from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.mtp import is_mtp
 
 logger = logging.getLogger(__name__)
 
@@ -205,11 +206,8 @@ class Checkpoint:
         read = {name for one in found.values() for name in one.names}
         blocks = {name for one in found.values() if isinstance(one, Mxfp4) for name in one.names}
         read |= {named[name] for name in stack.unread if name in named}
-        count = config.num_hidden_layers  # behind them come layers that predict further tokens
-        for i in range(int(getattr(config, "num_nextn_predict_layers", 0) or 0)):
-            ahead = f"{stack.inside}.{count + i}."
-            read |= {one for name, one in named.items() if name.startswith(ahead)}
-        if odd := sorted(name for name, one in named.items() if one not in read):
+        odd = [name for name, one in named.items() if one not in read]
+        if odd := sorted(name for name in odd if not is_mtp(name, config)):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
         if kinds := {self._files.kind(name) for name in read - blocks} - NUMBERS:

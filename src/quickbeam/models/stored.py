@@ -67,9 +67,8 @@ PREFIXES = (
 )
 # what stands before the head's name
 HEADS = ("", "language_model.", "model.")
-# what no pass reads: buffers of older checkpoints, and what predicts further tokens
+# what no pass reads: buffers of older checkpoints
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
-FURTHER = ("mtp.", "model.mtp.")
 # other names of published checkpoints, by `model_type`
 MIXTRAL = ((".block_sparse_moe.", ".mlp."),)
 GRANITE = (
@@ -115,7 +114,7 @@ def own_names(
     `kind`: the language model's `model_type`. `embedding`, `head`: the names of two parameters.
     `parts`: the files may hold more than a language model, which is left out.
     """
-    renamed = {_renamed(kind, name): name for name in stored if not name.startswith(FURTHER)}
+    renamed = {_renamed(kind, name): name for name in stored}
     base, _, tail = embedding.partition(".")
     base, head = f"{base}.", head.rpartition(".")[0] + "."
     known = (*PREFIXES, base, "") if parts else (base, "")

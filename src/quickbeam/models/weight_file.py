@@ -26,7 +26,7 @@ ORDER = 2  # version of the order in which weights follow one another
 # files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 # sources that define what the bytes mean and how weights are rounded
-LAYOUT = ("formats.h", "bytes.h", "quantise.h", "quantised.py")
+LAYOUT = ("formats.h", "bytes.h", "quantise.h", "quantised.py", "operands.py")
 
 
 class WeightFile:

@@ -613,18 +613,7 @@ QB_API void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64
 
 // [outputs, inputs] bfloat16 to [ceil(outputs / 16)][inputs / 2][16][2], zeros where the weight ends; blocks `stride` apart.
 QB_API void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint16_t* packed, int64_t stride) {
-  constexpr int64_t PART = 256;  // pairs at a time, so that what is written stays in the cache
-  qb::share_out((outputs + 15) / 16, [=](int64_t block) {
-    for (int64_t part = 0; part < inputs / 2; part += PART)
-      for (int64_t lane = 0; lane < 16; ++lane) {
-        const int64_t o = block * 16 + lane, end = std::min(inputs / 2, part + PART);
-        uint16_t* to = packed + block * stride + lane * 2;
-        for (int64_t k = part; k < end; ++k) {
-          if (o < outputs) std::memcpy(to + k * 32, weight + o * row_stride + 2 * k, 4);
-          else std::memset(to + k * 32, 0, 4);
-        }
-      }
-  });
+  qb::share_out((outputs + 15) / 16, [=](int64_t block) { qb::pack(weight, row_stride, block, outputs, inputs, packed + block * stride); });
 }
 
 // Bytes of a block of 16 outputs in a format of formats.h.

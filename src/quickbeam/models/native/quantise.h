@@ -1,8 +1,22 @@
-// Weights of bfloat16 to INT8 and INT4 (`formats.h`).
+// Weights of bfloat16 to the layouts that products read: to BFLOAT16 (`product.h`), INT8 and INT4 (`formats.h`).
 #pragma once
 #include "quantised.h"
 
 namespace qb {
+
+// Block `block` to BFLOAT16, zeros where the weight ends.
+static void pack(const bf16* weight, int64_t stride, int64_t block, int64_t outputs, int64_t inputs, bf16* packed) {
+  constexpr int64_t PART = 256;  // pairs at a time, so that what is written stays in the cache
+  for (int64_t part = 0; part < inputs / 2; part += PART)
+    for (int64_t lane = 0; lane < 16; ++lane) {
+      const int64_t o = block * 16 + lane, end = std::min(inputs / 2, part + PART);
+      bf16* to = packed + lane * 2;
+      for (int64_t k = part; k < end; ++k) {
+        if (o < outputs) std::memcpy(to + k * 32, weight + o * stride + 2 * k, 4);
+        else std::memset(to + k * 32, 0, 4);
+      }
+    }
+}
 
 // 16 outputs of 32 inputs by input, zeros where the weight ends.
 struct Tall {

@@ -93,14 +93,13 @@ class QuantisedPacked:
         )
 
     def _put(self, part: Weight, to: int, stride: int) -> None:
-        rows, put = len(part), self._kernels.repack
+        of, kernels = (len(part), self.inputs), self._kernels
         if isinstance(part, BlockRows):
             data = part.data.contiguous()
-            put(self.format, data.data_ptr(), rows, self.inputs, data.shape[1], to, stride)
+            kernels.repack(self.format, data.data_ptr(), *of, data.shape[1], to, stride)
             return
         part = part.detach().to(torch.bfloat16).contiguous()
-        put = self._kernels.quantise
-        if not put(self.format, part.data_ptr(), rows, self.inputs, self.inputs, to, stride):
+        if not kernels.quantise(self.format, part.data_ptr(), *of, self.inputs, to, stride):
             raise InvalidInput(NOT_FINITE)
 
     @staticmethod
