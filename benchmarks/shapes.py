@@ -9,6 +9,7 @@ threads together read memory. Passes and reading memory go in turn, and the medi
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
@@ -113,10 +114,11 @@ def llama_cpp(name: str, given: Namespace) -> dict[str, float]:
         path = Path(folder) / "random.gguf"
         write(path, parameters.config, parameters.shapes, given.weights)
         options = f"-p {given.prompt} -n 32 -t {torch.get_num_threads()} -r 3 -o json"
-        command = [given.llama_bench, "-m", str(path), *options.split()]
+        command = [*shlex.split(given.llama_bench), "-m", str(path), *options.split()]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise QuickbeamError(f"{given.llama_bench} failed: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise QuickbeamError(f"{given.llama_bench} failed: {said[-1]}")
     prompt, tokens = (one["avg_ts"] for one in json.loads(done.stdout))
     return {"llama_token_ms": 1000 / tokens, "llama_prompt_tokens_per_second": prompt}
 
@@ -128,7 +130,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--prompts", type=int, default=3, help="how often it is read")
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--llama-bench", help="llama.cpp's binary, to run it on the same shapes")
+    parser.add_argument("--llama-bench", help="llama.cpp's binary, and options of its own")
     given = parser.parse_args()
     figures = dict[str, dict[str, float]]()
     for name in given.models.split(","):

@@ -53,7 +53,8 @@ def rows_format(weight: torch.Tensor) -> str:
 
     It is 8 bits, as a wrong draft costs only its time, or bfloat16 where some number is not finite.
     """
-    return INT8 if bool(weight.isfinite().all()) else BFLOAT16
+    ends = torch.stack(weight.aminmax())  # both NaN if any is; a copy of a head would be large
+    return INT8 if bool(ends.isfinite().all()) else BFLOAT16
 
 
 class Prepared(NamedTuple):
