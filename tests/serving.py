@@ -39,10 +39,6 @@ def ask_raw(runner, path, text):
     return send(runner, ("POST", path, {"content": text, "headers": headers}))[0]
 
 
-def ask_all(runner, path, bodies):
-    return send(runner, *(("POST", path, {"json": body}) for body in bodies))
-
-
 def good(response):
     """The body of an answer."""
     assert response.status_code == 200, response.text

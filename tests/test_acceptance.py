@@ -22,8 +22,7 @@ from quickbeam.methods.acceptance import (
     repeated,
 )
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_equal, verify_residual
+from quickbeam.verify import verify_residual
 from toy import ToyModel, path_tokens, random_tree, reached
 
 
@@ -82,26 +81,6 @@ def test_of_draws_what_had_its_turn_is_learned() -> None:
         assert told == expected
 
 
-def test_of_deterministic_proposals_all_of_a_reached_node_are_learned() -> None:
-    """Those after the accepted one too: the target could have said any of them."""
-    model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
-    policy = DySpec(KnownDrafter(model.draft), as_printed)
-    told = observed(policy)
-    tree, learn, _ = grow(policy, context_of([0], 0.0), 20, 5)
-    path, _ = verify_equal(
-        tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax())
-    )
-    learn(tree, path)
-    expected = []
-    for node, following in zip(path, [*path[1:], None], strict=True):
-        probs = model.draft([0, *path_tokens(tree, node)])
-        expected += [
-            (float(probs[token]), child == following)
-            for token, child in tree.children[node].items()
-        ]
-    assert len(path) > 1 and told == expected
-
-
 def accepted(printed: bool, temperature: float, budget: int) -> float:
     """Tokens a step of many trees, after as many to learn from."""
     found, policy = [], None
@@ -151,15 +130,3 @@ def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> N
         assert hit / count == pytest.approx(
             chance, abs=4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
         )
-
-
-def test_a_perfect_drafter_is_always_accepted() -> None:
-    model = ToyModel(vocab=5, seed=1, noise=0.0, zeros=0.0)
-    tree = TokenTree(0)
-    tree.add(
-        tree.add(0, 3, "drawn", probs=model.target([0])), 1, "drawn", probs=model.target([0, 3])
-    )
-    tree.add(0, 2, "drawn", probs=model.target([0]))
-    assert reached(tree, lambda node: model.target([0, *path_tokens(tree, node)])) == pytest.approx(
-        [1, 1, 1, 0]
-    )

@@ -17,17 +17,16 @@ from cases import examples
 from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
-from quickbeam.drafters.base import Context, DraftProbs, MarginalCost
+from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
-from quickbeam.methods.acceptance import guessed, repeated
+from quickbeam.methods.acceptance import guessed
 from quickbeam.methods.auto import LONGEST, Auto
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.search import Search
 from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
 from toy import ToyModel, path_tokens
@@ -94,15 +93,6 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> No
     assert drafter.rounds > 0
 
 
-def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() -> None:
-    drafter = zipf_drafter(20)
-    context = priced(
-        [5, 9, 2, 7, 1, 8, 3] * 4, MarginalCost.of_passes([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0])
-    )
-    tree = tree_of(auto(drafter), context, 64, 12, call=5.0)
-    assert drafter.rounds == 0 and len(tree) == 4
-
-
 def test_likely_paths_are_continued_from_the_text() -> None:
     """The drafter is sure of one token; what followed it earlier hangs below it without a further
     call."""
@@ -118,51 +108,6 @@ def test_likely_paths_are_continued_from_the_text() -> None:
         call=0.75,
     )
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
-
-
-def trees_under_prices(seed: int) -> list[tuple[object, ...]]:
-    """Trees of both searches under random prices: nodes in order, with their values and sources."""
-    rng, found = random.Random(seed), []
-    passes = [1.0, 1.0, 1.0]  # as a rule the first few nodes cost nothing
-    for _ in range(4):
-        passes.append(passes[-1] * rng.choice([1.02, 1.2, 1.5]))
-    for policy in (DySpec(zipf_drafter(30)), auto(zipf_drafter(30))):
-        policy.calibration._accepted *= rng.choice([0.3, 1.0, 2.0])  # trees keep less or more
-        for _ in range(4):
-            text = [rng.randrange(8) for _ in range(30)]
-            prices = MarginalCost.of_passes([1, 2, 4, 8, 16, 32, 64], [0.5 * one for one in passes])
-            tree = tree_of(policy, priced(text, prices), 40, 9, call=rng.choice([0.0, 0.1]))
-            found.append((paths(tree), tree.value, tree.source, tree.probability))
-    return found
-
-
-def test_paths_that_are_not_entered_would_have_been_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    entered, sizes = Search.enter, list[int]()
-
-    def enter(self, *about):
-        sizes[-1] += 1
-        return entered(self, *about)
-
-    monkeypatch.setattr(Search, "enter", enter)
-    trees = []
-    for below_cost in (Search.below_cost, lambda self, value, nodes: False):
-        monkeypatch.setattr(Search, "below_cost", below_cost)
-        sizes.append(0)
-        trees.append([trees_under_prices(seed) for seed in range(25)])
-    assert trees[0] == trees[1] and sizes[0] < 0.85 * sizes[1]
-    assert max(len(nodes) for some in trees[0] for nodes, *_ in some) > 20
-
-
-def test_dropping_paths_that_are_worth_their_node_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    right = Search.below_cost
-    wrong = lambda self, value, nodes: right(self, value, nodes + 2)  # noqa: E731
-    monkeypatch.setattr(Search, "below_cost", wrong)
-    with pytest.raises(AssertionError):
-        test_paths_that_are_not_entered_would_have_been_dropped(monkeypatch)
 
 
 def test_guesses_of_the_last_logits_compete_with_the_others() -> None:
@@ -232,76 +177,12 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     )
 
 
-def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
-    short, long = [1, 2, 3, 4, 1, 2], [5, 9, 2, 7, 1, 8, 3] * 3
-    policy = auto(zipf_drafter(20))
-    assert [
-        policy.situation(context_of(ids, 1.0).begin(policy.sources)) for ids in (short, long)
-    ] == [3, 4]
-
-
 def test_children_are_never_drawn() -> None:
     """Where the noise is not to be looked at they are the likeliest ones."""
     tree = tree_of(auto(zipf_drafter(20)), context_of([5, 9, 2, 7, 1, 8, 3] * 4, 1.0), 24, 12)
     assert tree.probs == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
 
 
-@pytest.mark.parametrize("prices", [None, MarginalCost.of_passes([1, 64], [0.0, 63 * 0.03])])
-def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
-    prices: MarginalCost | None,
-) -> None:
-    ids = [5, 9, 2, 7, 1, 8, 3] * 4
-    probs = torch.full((20,), 0.1 / 19)
-    probs[5] = 0.9  # what followed the text's end before
-    policy = auto(KnownDrafter(lambda context: probs))
-    for _ in range(5000):
-        for length in (1, 2, 4, 8, 16):
-            policy.model.observe(repeated(length), False)
-    context = context_of(ids, 0.0)
-    context.marginal_cost = prices
-    tree = tree_of(policy, context, 6, 12, call=0.01)
-    assert [tree.token[child] for child in tree.children[0].values()][:1] == [5]
-    assert tree.value[tree.children[0][5]] > 0.8
-
-
 def test_continuations_are_not_endless() -> None:
     ids = [1] * 40
     assert max(tree_of(auto(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
-
-
-def test_sequences_grow_side_by_side_from_one_policy() -> None:
-    """Their growths take turns; each tree is what it is alone."""
-    probs = zipf_drafter(30, 2).probs
-    texts = [[5, 9, 2, 7, 1, 8, 3, 5, 9], [4, 4, 6, 4, 4], [1, 2, 3]]
-    for temperature in (0.0, 1.0):
-
-        def context(i: int) -> Context:
-            return context_of(texts[i], temperature, torch.Generator().manual_seed(i))  # noqa: B023 (called in this round only)
-
-        alone = [tree_of(auto(KnownDrafter(probs)), context(i), 12, 6) for i in range(3)]
-        drafter = KnownDrafter(probs)
-        policy, found, requests = auto(drafter), dict[int, TokenTree](), {}
-        growths = [policy.grow(context(i).begin(policy.sources), 12, 6) for i in range(3)]
-
-        def go_on(i: int, distributions: DraftProbs | None) -> None:
-            requests.pop(i, None)  # noqa: B023
-            try:
-                requests[i] = growths[i].send(distributions)  # noqa: B023
-            except StopIteration as end:
-                found[i] = end.value.tree  # noqa: B023
-
-        for i in range(3):
-            go_on(i, None)
-        while requests:
-            asked = sorted(requests)
-            for i, distributions in zip(
-                asked, drafter.answer([requests[i] for i in asked]), strict=True
-            ):
-                go_on(i, distributions)
-        for i, tree in enumerate(alone):
-            assert (found[i].token, found[i].parent, found[i].value) == (
-                tree.token,
-                tree.parent,
-                tree.value,
-            )
-        assert drafter.rounds < drafter.rows

@@ -5,11 +5,9 @@ import asyncio
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -108,18 +106,6 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
     assert go(source, output) == (3, 0)
     with Journal(output) as journal:
         assert journal.failed == 1
-
-
-def test_byte_order_marks_are_no_part_of_a_line(tmp_path):
-    source = tmp_path / "in.jsonl"
-    text = b'{"prompt": "a"}\n'
-    source.write_bytes(text * 2)
-    plain = list(read(source))
-    source.write_bytes(b"\xef\xbb\xbf" + text + b"\xef\xbb\xbf" + text + b"\xef\xbb\xbf\n")
-    assert list(read(source)) == plain and not any(one.fault for one in plain)
-    source.write_text(text.decode(), encoding="utf-16")
-    with pytest.raises(InvalidInput, match="UTF-16; save it in UTF-8"):
-        list(read(source))
 
 
 def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path):
@@ -353,29 +339,3 @@ def all_forty(source, output, folder):
     llm = LLM(folder, dtype="float32")
     for request in read(source):
         assert said(found[request.custom_id]) == told(llm, request.body, 30)
-
-
-@pytest.mark.long
-def test_a_command_that_is_broken_off_goes_on(toy_folder, tmp_path):
-    pytest.importorskip("fastapi")
-    source, output, chance = forty(tmp_path), tmp_path / "out.jsonl", random.Random(0)
-    asked = [sys.executable, "-m", "quickbeam", *command(source, output, toy_folder)]
-    asked += ["--max-running", "4"]
-    codes = []
-    for end in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL, None):
-        before = output.stat().st_size if output.exists() else 0
-        child = subprocess.Popen(asked, stderr=subprocess.PIPE, text=True)
-        while end and child.poll() is None:
-            if output.exists() and output.stat().st_size > before:
-                break
-            time.sleep(0.01)
-        if end:
-            time.sleep(chance.random() / 3)
-            child.send_signal(end)
-        last = child.communicate()[1].splitlines()[-1:]
-        codes.append(child.returncode)
-        if child.returncode == 130:
-            assert "of 40 answers are in" in last[0] and "goes on" in last[0]
-    # -2: Ctrl-C came when all was written and Python was about to end
-    assert set(codes) <= {-9, -2, 130, 0} and codes[0] and not codes[-1]
-    all_forty(source, output, toy_folder)

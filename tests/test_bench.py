@@ -6,21 +6,19 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from fake_runner import PARAMS, FakeRunner, measured, questions_of, started, two_methods
+from fake_runner import FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions
+from quickbeam.bench.questions import Question
 from quickbeam.bench.report import by_category, summaries, tables
-from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, difference, run, warm_up
+from quickbeam.bench.run import begin, difference, run
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS
-from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 
 # Methods
@@ -81,10 +79,6 @@ def test_bad_methods_are_refused(text, says):
     assert says in str(caught.value)
 
 
-def test_the_default_model_brings_a_drafter():
-    assert [item.method for item in parse_methods("dyspec,eagle2:8")] == ["dyspec", "eagle2"]
-
-
 # The harness
 
 
@@ -95,14 +89,6 @@ def test_methods_take_turns_at_going_first():
     order = [name for name, _ in calls]
     assert order == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b", "ar", "b", "c"]
     assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
-
-
-def test_warm_up_is_short_and_not_counted():
-    runners = two_methods()
-    warm_up(runners, SamplingParams(max_tokens=500))
-    for name, runner in runners.items():
-        assert runner.calls.count((name, WARM_UP)) == 1 and runner.lengths == [WARM_UP_TOKENS]
-    assert WARM_UP not in {turn for question in load_questions() for turn in question.turns}
 
 
 def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations():
@@ -118,11 +104,6 @@ def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations()
         {"role": "user", "content": "and then?"},
     ]
     assert runners["ar"].prompts == runners["fast"].prompts, "all methods see the same ids"
-
-
-@pytest.mark.parametrize(("methods", "reference"), [("pld,ar", "ar"), ("pld,hf", "pld")])
-def test_reference_is_ar_or_else_the_first(methods, reference):
-    assert begin(parse_methods(methods), PARAMS).reference == reference
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
@@ -201,19 +182,6 @@ def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
     assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
 
 
-def test_interrupted_run_keeps_whole_prompts_only():
-    runners = two_methods()
-    runners["ar"].fails = {"q1": KeyboardInterrupt()}
-    results = started(runners)
-    with pytest.raises(KeyboardInterrupt):
-        list(run(questions_of("x", "y", "z"), runners, results))
-    assert [trial.question.question_id for trial in results.trials] == [0] and not results.complete
-    runners = two_methods()
-    runners["fast"].reply.finish_reason = "interrupted"
-    with pytest.raises(KeyboardInterrupt):
-        measured(runners, questions_of("x"))
-
-
 @examples(100)
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
 def test_first_difference(a, b):
@@ -238,25 +206,6 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
     assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]] * 2, "prompt, shared tokens"
     assert [one["identical"] for one in summaries(results).values()] == [1, 1, 0, 0]
     assert "late: 1 of 1 outputs differ" in "\n".join(report.footer(results))
-
-
-def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
-    runners = two_methods()
-    runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
-    # 2 tokens of the prompt, 2 of the answer
-    noise = Noise(5, 0, 10).of(np.arange(10), np.full(10, 4))
-    params = SamplingParams(temperature=0.6, seed=5)
-    for top_k, possible in ((0, range(10)), (2, (3, 7))):
-        (one,) = measured(runners, questions_of("x"), replace(params, top_k=top_k)).differences
-        logits = runners["ar"].last_logits([0] * 4).tolist()
-        sums = sorted(logits[token] / 0.6 + noise[token] for token in possible)
-        assert one["gap"] == pytest.approx(sums[-1] - sums[-2], abs=1e-6)
-    (one,) = measured(runners, questions_of("x"), replace(params, top_k=1)).differences
-    assert one["gap"] is None, "one token is left"
-    (one,) = measured(runners, questions_of("x"), replace(params, temperature=1e-6)).differences
-    assert one["gap"] == pytest.approx(0.5 / 1e-6, rel=1e-4), (
-        "a probability that is 0 in float32 has a gap all the same"
-    )
 
 
 # Figures

@@ -4,7 +4,6 @@ tests/test_bench_peers.py."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,21 +12,8 @@ from typer.testing import CliRunner
 from quickbeam.bench import peers
 from quickbeam.bench.methods import load_runners, parse_methods
 from quickbeam.bench.peers import Peer
-from quickbeam.bench.questions import Question
-from quickbeam.bench.report import summaries
-from quickbeam.bench.run import begin, run
 from quickbeam.cli.app import app
 from quickbeam.params import SamplingParams
-
-
-def measured(toy_folder, methods, texts, params, **options):
-    """The runners, and what came of the questions."""
-    items = parse_methods(methods, drafter=toy_folder)
-    given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
-    runners, name, _ = load_runners(items, given)
-    results = begin(items, params)
-    list(run([Question(1, "x", texts)], runners, results, **options))
-    return runners, name, results
 
 
 @pytest.fixture(scope="module")
@@ -78,35 +64,6 @@ def test_hf_pld_gives_the_same_tokens_in_fewer_passes(toy):
     assert steps < answer.statistics.new_tokens - 1 <= len(answer.token_ids) - 1, (
         "what the pass over the prompt emitted is not counted"
     )
-
-
-def test_an_answer_ends_with_the_models_own_stop_id(toy):
-    peer = Peer(toy)
-    ids = peer.encode(MESSAGES)
-    free = peer.answer(ids, SamplingParams(max_tokens=24)).token_ids
-    stop = free[4]
-    peer.stops = [stop]
-    assert peer.answer(ids, SamplingParams(max_tokens=24)).token_ids == free[: free.index(stop) + 1]
-
-
-def test_sampled_peers_repeat_with_a_seed(toy):
-    peer = Peer(toy)
-    ids = peer.encode(MESSAGES)
-    params = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
-    first = peer.answer(ids, params).token_ids
-    assert (
-        first
-        == peer.answer(ids, params).token_ids
-        != peer.answer(ids, replace(params, seed=4)).token_ids
-    )
-
-
-def test_peers_run_through_the_harness(toy_folder):
-    texts, params = ("one two one two", "three"), SamplingParams(max_tokens=12)
-    runners, name, results = measured(toy_folder, "hf,hf-pld", texts, params, all_turns=True)
-    assert name == toy_folder and runners["hf"].model is runners["hf-pld"].model
-    assert len(results.trials) == 2
-    assert [one["identical"] for one in summaries(results).values()] == [2, 2]
 
 
 def test_bench_raw_gives_text_as_it_is(toy_folder, tmp_path):

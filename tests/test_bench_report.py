@@ -34,24 +34,6 @@ def test_tables_show_figures_and_the_reference():
     assert any("speed-up over ar" in line for line in lines)
 
 
-def test_json_record_holds_what_a_reader_needs(tmp_path):
-    runners = two_methods()
-    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
-    results = measured(runners, questions_of("x", "y", "x"))
-    common.save("--json", tmp_path / "out.json", report.record(results))
-    content = json.loads((tmp_path / "out.json").read_text())
-    assert (content["questions"], content["complete"], content["reference"]) == (3, True, "ar")
-    fields = {"tokens_per_second", "tokens_per_second_with_prompts", "speedup", "speedup_error"}
-    fields |= {"mean_accepted_tokens", "identical", "prompts", "draft_ms", "verify_ms"}
-    for entry in content["methods"].values():
-        assert fields | {"by_category"} <= set(entry) and set(entry["by_category"]) == {"x", "y"}
-        assert all(fields <= set(row) for row in entry["by_category"].values())
-    fast = content["methods"]["fast"]
-    assert fast["speedup"] == 4 and fast["by_category"]["x"]["prompts"] == 2
-    assert content["methods"]["other"]["identical"] == 0 and len(content["differences"]) == 3
-    assert content["differences"][0]["gap"] > 0 and content["skipped"] == []
-
-
 def full(monkeypatch):
     """Let the disk be full from now on."""
 
@@ -70,15 +52,6 @@ def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch)
     with pytest.raises(QuickbeamError, match=r"--json .*No space left"):
         common.save("--json", path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": None} and list(tmp_path.iterdir()) == [path]
-
-
-def test_outputs_are_checked_before_any_work(tmp_path):
-    common.check_output("--json", tmp_path / "fine.json")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(InvalidInput, match="is a folder"):
-        common.check_output("--json", tmp_path)
-    with pytest.raises(InvalidInput, match="does not exist"):
-        common.check_output("--json", tmp_path / "none" / "out.json")
 
 
 # The command
@@ -124,14 +97,6 @@ def test_command_prints_tables_and_writes_everything(invoke, tmp_path):
     assert content["settings"]["turns"] == "all"
 
 
-def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):
-    counts = []
-    monkeypatch.setattr(command, "save", lambda *given: counts.append(given[2]["questions"]))
-    runners = two_methods()
-    result = invoke(runners, "--json", tmp_path / "out.json")
-    assert result.exit_code == 0 and counts == [1, 2, 3, 3]
-
-
 def test_ctrl_c_keeps_and_shows_what_was_done(invoke, tmp_path):
     runners = two_methods()
     runners["fast"].fails = {"q2": KeyboardInterrupt()}
@@ -139,21 +104,6 @@ def test_ctrl_c_keeps_and_shows_what_was_done(invoke, tmp_path):
     assert result.exit_code == 130 and "prompts: 2;" in result.stdout
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["questions"] == 2 and content["complete"] is False
-
-
-def test_failure_mid_run_keeps_and_shows_what_was_done(invoke, tmp_path):
-    runners = two_methods()
-    runners["fast"].fails = {"q1": QuickbeamError("NaN logits")}
-    result = invoke(runners, "--json", tmp_path / "out.json")
-    assert isinstance(result.exception, QuickbeamError) and "prompts: 1;" in result.stdout
-    assert json.loads((tmp_path / "out.json").read_text())["questions"] == 1
-
-
-def test_full_disk_is_told_after_the_tables(invoke, tmp_path, monkeypatch):
-    full(monkeypatch)
-    result = invoke(two_methods(), "--json", tmp_path / "out.json")
-    assert "prompts: 3;" in result.stdout and isinstance(result.exception, QuickbeamError)
-    assert "No space left on device" in str(result.exception)
 
 
 def test_all_prompts_refused_is_bad_input(invoke):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -247,13 +246,6 @@ def test_demo_sets_both_answers_side_by_side(run):
     answered = [call[1][0][1] for call in fake_llm.CALLS if call[0] == "chat"]
     first, second = EXAMPLES.values()
     assert answered == [first] * 2 + [first] * 4 + [second] * 4  # the first 2 warm up
-
-
-def test_demo_says_when_the_machine_is_busy(run, monkeypatch):
-    for share in (5.0, 40.0):
-        monkeypatch.setattr(psutil, "cpu_percent", lambda seconds, share=share: share)
-        shown = "The machine is busy: other programs used 40 %" in run("demo").stdout
-        assert shown == (share > 10)
 
 
 def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_path):

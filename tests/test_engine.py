@@ -7,7 +7,6 @@ pytest tests/test_engine.py
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 
 import pytest
@@ -19,8 +18,6 @@ from answers import answer, request
 from cases import examples
 from models import VOCAB, tiny
 from quickbeam.engine import commit
-from quickbeam.engine.budget import Budget
-from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import shares
 from quickbeam.engine.sequence import SequenceState
@@ -134,18 +131,6 @@ def test_drafts_are_accepted_where_text_repeats(model: Model) -> None:
         assert stats.mean_accepted_tokens > 2
 
 
-def test_sampled_answers_depend_on_the_seed_only(model: Model) -> None:
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
-    answers = {
-        tuple(run(model, method, params, prompt_of(1), budget).output.token_ids)
-        for method in CERTAIN
-        for budget in (3, 30)
-    }
-    assert len(answers) == 1
-    other = SamplingParams(max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
-    assert tuple(run(model, "ar", other, prompt_of(1)).output.token_ids) not in answers
-
-
 def test_a_prompt_and_answer_beyond_the_context_are_refused(model: Model) -> None:
     with pytest.raises(InvalidInput, match="at most 6 tokens"):
         run(model, "logitspec", SamplingParams(max_tokens=7), [1] * 4090)
@@ -161,53 +146,6 @@ def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
         budget=64,
     )
     assert sequence.statistics.new_tokens == 40
-
-
-def test_answers_side_by_side_are_those_alone(model: Model) -> None:
-    """Whatever else is under way, and whenever each came."""
-    rng, engine = random.Random(0), Engine(model, most=4)
-    asked, expected = [], []
-    for i in range(12):
-        params = SamplingParams(
-            max_tokens=rng.randint(1, 40),
-            temperature=rng.choice([0.0, 0.8]),
-            seed=i,
-            logprobs=rng.choice([None, 1]),
-            stop=("ab",),
-        )
-        method, prompt, budget = (
-            rng.choice(CERTAIN),
-            prompt_of(i % 5, rng.randint(1, 30)),
-            rng.choice([2, 9, 30]),
-        )
-        expected.append(run(model, method, params, prompt, budget, eos=(3,)))
-        asked.append(
-            engine.add(
-                request(
-                    model,
-                    policy_of(method),
-                    params,
-                    prompt,
-                    budget=budget,
-                    eos=(3,),
-                    tokenizer=Letters(),
-                )
-            )
-        )
-        for _ in range(rng.randrange(6)):
-            engine.step()
-            assert len(engine.scheduler.active) <= 4
-    run_all(engine)
-    for mine, alone in zip(asked, expected, strict=True):
-        assert (mine.output.token_ids, mine.output.text) == (
-            alone.output.token_ids,
-            alone.output.text,
-        )
-        assert mine.output.finish_reason == alone.output.finish_reason
-        assert [entry.token for entry in mine.logprobs or []] == [
-            entry.token for entry in alone.logprobs or []
-        ]
-        assert mine.statistics.steps == alone.statistics.steps
 
 
 def test_statistics_and_observers_tell_of_every_step(model: Model) -> None:
@@ -424,40 +362,6 @@ def test_a_cancelled_answer_keeps_what_it_gave_and_gives_back_its_memory(model: 
 
 
 # --- what passes cost (followed by the budget: test_cost.py) --------------------------------------
-
-
-def test_measuring_what_passes_cost_leaves_what_is_under_way_alone(model: Model) -> None:
-    params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
-    expected = run(model, "ar", params, prompt_of(0)).output.token_ids
-    sequence = engine.add(request(model, NoDraft(), params, prompt_of(0)))
-    for _ in range(5):
-        engine.step()
-    used = model.pool.used
-    CostModel.measure(model, 16)
-    assert model.pool.used == used
-    run_all(engine)
-    assert sequence.output.token_ids == expected
-
-
-def test_a_measured_budget_learns_from_answers(model: Model) -> None:
-    """Through the engine: what is learned belongs to the method, and outlasts the answer."""
-    # nodes cost next to nothing: wide trees pay
-    engine = Engine(model, budget=Budget(CostModel({1: 1.0, 64: 1.01})))
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    engine.budget.cost.observe = lambda *_: None  # the real times are others
-    expected = run(model, "ar", params, prompt_of(0)).output.token_ids
-    sizes: list[int] = []
-    sequence = run(
-        model,
-        "logitspec",
-        params,
-        prompt_of(0),
-        budget=None,
-        engine=engine,
-        setting="l",
-        observer=lambda r: sizes.append(len(r.tree)),
-    )
-    assert sequence.output.token_ids == expected and max(sizes) > 16
 
 
 @pytest.mark.parametrize(

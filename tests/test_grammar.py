@@ -117,15 +117,6 @@ def test_all_that_shapes_an_answer_goes_with_a_grammar(llm: LLM, method: str) ->
     assert json.loads(answer.text)["kind"] == "dog"
 
 
-def test_logprobs_are_the_models_own(llm: LLM) -> None:
-    free = llm.generate("abc", SamplingParams(max_tokens=1, logprobs=3, ignore_eos=True)).logprobs
-    bound = llm.generate("abc", asked("regex", logprobs=3, max_tokens=1)).logprobs
-    assert free is not None
-    assert bound is not None
-    assert bound[0].top == free[0].top
-    assert bound[0].logprob < 0
-
-
 @pytest.mark.parametrize("method", ["pld", "auto"])
 def test_others_beside_it_change_no_answer(llm: LLM, method: str) -> None:
     every = [
@@ -162,14 +153,6 @@ def test_an_answer_outlasts_a_preemption(llm: LLM, method: str) -> None:
         pool.limit = limit
     assert [one.token_ids for one in found] == expected
     assert sum(one.statistics.preemptions for one in found) > 0
-
-
-def test_a_cancelled_answer_leaves_the_others(llm: LLM) -> None:
-    expected = llm.generate("abc", asked("schema"), method="ar").text
-    one, other = (llm.stream("abc", asked("schema"), method="dyspec") for _ in range(2))
-    assert expected.startswith(next(one))
-    one.close()
-    assert "".join(other) == expected and one.completion.finish_reason == "interrupted"
 
 
 # --- forced tokens --------------------------------------------------------------------------------
@@ -228,18 +211,6 @@ def test_every_id_that_ends_an_answer_may_end_it(
     assert never.token_ids == [a] * 9 + [end]
     named = SamplingParams(grammar=Grammar.regex("a{9}"), ignore_eos=True, stop_token_ids=[end])
     assert llm.generate("abc", named, method=method).token_ids == [a] * 9 + [end]
-
-
-@pytest.mark.parametrize("method", ["ar", "pld", "dyspec"])
-def test_a_limit_cuts_it(llm: LLM, method: str) -> None:
-    cut = llm.generate(
-        "abc", SamplingParams(grammar=Grammar.regex(LONG), max_tokens=7), method=method
-    )
-    assert (cut.text, cut.finish_reason) == (LONG[:7], "length")
-    stopped = llm.generate(
-        "abc", SamplingParams(grammar=Grammar.regex(LONG), stop=["brown"]), method=method
-    )
-    assert (stopped.text, stopped.finish_reason) == ("The quick ", "stop")
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec", "specinfer"])

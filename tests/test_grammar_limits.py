@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 
 from cases import few
-from quickbeam import Grammar
-from quickbeam.grammar import trial
 
 # Compiles a grammar in a thread like a server's, and says what came of it.
 CHILD = """
@@ -182,51 +179,3 @@ def test_a_deep_schema_that_fits_compiles(toy_folder: str) -> None:
     rules = [f"r{i}: r{i + 1}" for i in range(3000)]
     lark = ("lark", "\n".join(["start: r0", *rules, 'r3000: "a"\n']))
     assert outcomes(toy_folder, schema, lark) == ["compiled True"] * 2
-
-
-def test_known_grammars_do_not_wait_for_new_ones(toy_folder: str, monkeypatch) -> None:
-    import threading
-
-    from transformers import AutoTokenizer
-
-    from quickbeam.grammar.compiler import Compiler
-
-    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
-    compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    ends = [tokenizer.eos_token_id]
-    compiler.begin(Grammar.regex("known"), ends)
-    entered, go = threading.Event(), threading.Event()
-
-    def failure(text: str) -> None:
-        entered.set()
-        assert go.wait(60)
-
-    monkeypatch.setattr(trial, "failure", failure)
-    slow = threading.Thread(target=lambda: compiler.begin(Grammar.regex("new"), ends))
-    slow.start()
-    try:
-        assert entered.wait(60)
-        compiler.begin(Grammar.regex("known"), ends)
-        assert not go.is_set()
-    finally:
-        go.set()
-        slow.join()
-
-
-def test_warnings_write_nothing_raw_and_only_to_those_who_ask(toy_folder: str, caplog) -> None:
-    """A schema may come from a request: what it holds is in no log at the usual level."""
-    from transformers import AutoTokenizer
-
-    from quickbeam.grammar.compiler import Compiler
-
-    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
-    compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    evil = "secret\x1b[2J\nERROR quickbeam: forged"
-    schema = Grammar.json_schema(
-        {"type": "string", "format": evil, "x-guidance": {"lenient": True}}
-    )
-    with caplog.at_level(logging.INFO):
-        compiler.begin(schema, [tokenizer.eos_token_id])
-    shown = [one for one in caplog.records if "secret" in one.getMessage()]
-    assert shown and all(one.levelno < logging.WARNING for one in shown)
-    assert all("\n" not in one.getMessage() and "\x1b" not in one.getMessage() for one in shown)

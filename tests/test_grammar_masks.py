@@ -24,7 +24,7 @@ from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import Grown, Method
-from quickbeam.methods.constrained import constrained, lay_runs
+from quickbeam.methods.constrained import constrained
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.models.base import Passed
 from quickbeam.noise import Noise
@@ -331,21 +331,6 @@ def known() -> KnownDrafter:
     return KnownDrafter(lambda context: probs)
 
 
-def test_what_is_forced_costs_no_call_and_comes_first() -> None:
-    drafter = known()
-    tree = draft(DySpec(drafter), "abcde[ab]c*", "", 8).tree
-    assert spelt(tree.token[1:7]) == "abcdea" and tree.source[1:7] == [GRAMMAR] * 5 + ["drafter"]
-    assert tree.value[1:6] == [1.0] * 5 and tree.probability[1:6] == [1.0] * 5
-    # to know what may come after the run, it reads the run
-    assert drafter.calls[:6] == [[0], [1], [2], [3], [4], [5]]
-
-
-def test_a_run_that_takes_all_nodes_needs_no_drafter() -> None:
-    drafter = known()
-    tree = draft(DySpec(drafter), "abcde[ab]c", "", 6).tree
-    assert spelt(tree.token[1:]) == "abcde" and not drafter.rounds
-
-
 def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left() -> None:
     tree = draft(DySpec(known()), "[bd]", "", 3).tree
     (b, d) = tree.children[0]
@@ -374,27 +359,3 @@ def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern:
             assert (tree.source[node] == GRAMMAR) == (
                 len(keep) == 1 and tree.source[node] != Ngram.name
             )
-
-
-def test_what_repeats_stops_where_it_is_banned() -> None:
-    """The text goes on `abcd abcd`, the grammar wants an e after `abc`; forced letters are the
-    grammar's, whoever knows them."""
-    policy = Auto(known(), Ngram(), LastLogits())
-    tree = draft(policy, "(abcd|eab[ce]e[ab])*", "abcdeab", 5).tree
-    path = [0]
-    while tree.children[path[-1]]:
-        path.append(next(iter(tree.children[path[-1]].values())))
-    assert spelt([tree.token[node] for node in path[1:3]]) == "ce"
-    assert tree.source[path[2]] == GRAMMAR
-
-
-def test_runs_are_laid_where_there_is_room() -> None:
-    tree = TokenTree(0)
-    tree.add(tree.add(0, 1, "ngram", 0.5), 2, "ngram", 0.25)
-    tree.add(0, 3, "ngram", 0.5)
-    lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 6, 3)
-    assert spelt(tree.token) == "abcdab"
-    assert tree.source[4:] == [GRAMMAR] * 2
-    assert tree.value[4:] == [0.5, 0.5]
-    lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 9, 3)
-    assert len(tree) == 6  # as deep as may be

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,27 +177,6 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(
     assert nodes(tree_of(policy, context, small, max_depth)) == whole[:small]
 
 
-@pytest.mark.parametrize("ids", [[3], [3, 3], [3, 4]])
-@pytest.mark.parametrize("budget", [1, 2, 3, 64])
-@pytest.mark.parametrize("method", WITHOUT)
-def test_shortest_prompts_and_tiny_budgets(ids: list[int], budget: int, method: str) -> None:
-    context = Context(ids, logits_in_order([ids[-1], 9, 8], 10))
-    grew = grown(context, budget, 32, method)
-    free = budget - 1
-    if method == "ar":
-        assert len(grew) == 1
-    elif method == "pld":
-        assert grew.token == ([3] * (1 + min(free, 10)) if ids == [3, 3] else ids[-1:])
-    # the chain has three tokens for one that matches, then the guess has its turn
-    elif ids == [3, 3]:
-        assert grew.token[:5] == [3, 3, 3, 3, 9][:budget]
-    else:
-        assert grew.token[: 1 + min(free, 2)] == [ids[-1], 9, 8][:budget]
-        # A vocabulary of 10: nine guesses besides the root; of these, 3 of [3, 4] is continued with
-        # 4 3 4.
-        assert len(grew) == min(budget, 10 if ids == [3] else 13)
-
-
 # --- pieces ---------------------------------------------------------------------------------------
 
 
@@ -297,23 +275,6 @@ def test_by_hand() -> None:
         (7, 12, 2, "ngram"),
         (8, 13, 3, "ngram"),
     ]
-
-
-def test_branches_are_cut_by_rank() -> None:
-    # Tokens 100.. never begin the chain; each is followed in the text by a run of its own.
-    guesses = list(range(100, 164))
-    ids = [
-        token for guess in guesses for token in (guess, *range(1000 * guess, 1000 * guess + 6))
-    ] + [5]
-    order = [5, *guesses]
-    logits = torch.full((200_000,), -1e9)
-    logits[torch.tensor(order)] = torch.arange(len(order), 0, -1).float()
-    tree = grown(Context(ids, logits), 1000)
-    deepest = {tree.token[path[1]]: len(path) - 1 for path in map(tree.path, range(1, len(tree)))}
-    # ranks 1 to 63; 0 is the root
-    assert [deepest[guess] for guess in guesses[:63]] == [4] * 8 + [3] * 24 + [1] * 31
-    assert len(deepest) == 63
-    assert {tree.source[child] for child in tree.children[0].values()} == {"last_logits"}
 
 
 def test_sampled_root_is_left_out_where_it_ranks() -> None:

@@ -30,9 +30,8 @@ from drafters import (
     tree_of,
 )
 from models import VOCAB, tiny
-from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTER, METHODS, children, make_method, search
+from quickbeam.methods import DRAFTER, METHODS, children, make_method
 from quickbeam.methods.base import Method
 from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
@@ -41,7 +40,6 @@ from quickbeam.methods.specinfer import SpecInfer
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
 Change = Callable[[TokenTree], TokenTree]
@@ -186,18 +184,6 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
     assert drafted.statistics.drafter_calls == drafter.rounds > 0
 
 
-@examples(60, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from(list(DRAFTED)))
-def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
-    model = ToyModel(5, seed, noise=0.5)
-    tree = tree_of(policies(model.draft)[name], context_of([0], 0.0), budget, 8)
-    path, token = verify_equal(
-        tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax())
-    )
-    text = [0, *(tree.token[node] for node in path[1:]), token]
-    assert all(int(model.target(text[:i]).argmax()) == text[i] for i in range(1, len(text)))
-
-
 # --- limits ---------------------------------------------------------------------------------------
 
 
@@ -246,65 +232,6 @@ def test_every_tree_keeps_the_contract(
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
         if name not in ("dyspec", "ddtree"):
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
-
-
-@examples(100, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(2, 30), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_no_probs_is_asked_that_cannot_be_used(
-    seed: int, budget: int, max_depth: int, temperature: float
-) -> None:
-    """None at the depth limit, and none once the budget is spent. What is drawn of a probs gives a
-    node at least, and so does the likeliest token where all are taken; whether it is likely enough
-    shows only in the probs."""
-    model = ToyModel(6, seed, zeros=0.0)
-    for name, policy in policies(model.draft).items():
-        drafter = policy.drafter
-        answer, sizes = drafter.answer, []
-
-        def watched(requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-            for _, tree, nodes, _ in requests:
-                assert all(tree.depth[node] < max_depth for node in nodes)
-                sizes.append(len(tree))  # noqa: B023 (called in this round only)
-            return answer(requests)  # noqa: B023
-
-        drafter.answer = watched
-        tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
-        searched = ("eagle2", "ddtree", "pctree")
-        if name not in searched and (temperature or not name.startswith("dyspec")):
-            assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
-            # a probs may turn out to promise less than others
-            assert len(set(sizes)) == len(sizes)
-
-
-def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(search, "HOPE", 1.0)
-    model = ToyModel(8, 3, zeros=0.0)
-    policy = policies(model.draft)["dyspec"]
-    whole = tree_of(policy, context_of([0], 0.0), 40, 9)
-    assert whole.value == sorted(whole.value, reverse=True)
-    for budget in range(1, 40):
-        assert (
-            child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9))
-            == child_ranks(whole)[:budget]
-        )
-
-
-@pytest.mark.parametrize("name", DRAFTED)
-def test_nested_policies_give_the_beginning_of_a_larger_tree(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search, "HOPE", 1.0)  # nearly the beginning, where less is searched for
-    begin_alike = []
-    for seed in range(12):
-        policy = policies(ToyModel(20, seed, zeros=0.0).draft)[name]
-        whole = child_ranks(tree_of(policy, context_of([0], 0.0), 30, 9))
-        begin_alike += [
-            child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == whole[:budget]
-            for budget in range(1, 30)
-        ]
-    assert all(begin_alike) == (name not in ("dyspec-threshold", "sequoia"))
 
 
 @pytest.mark.parametrize("name", ["dyspec", "dyspec-printed", "chain", "specinfer"])

@@ -20,7 +20,7 @@ from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zi
 from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.pctree import pctree
-from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
+from quickbeam.methods.sequoia import Sequoia, Shape, Shapes
 from toy import ToyModel
 
 Path = tuple[int, ...]
@@ -148,19 +148,6 @@ def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, 
         shapes.tokens(nodes, depth) == pytest.approx(best) == tokens_of(nested(shape), acceptance)
     )
     assert len(shape) <= nodes
-
-
-def test_there_are_as_many_shapes_as_catalan_says() -> None:
-    assert [len(all_shapes(nodes, nodes)) for nodes in range(1, 7)] == [1, 1, 2, 5, 14, 42]
-
-
-def test_sequoias_shapes_go_wide_or_deep_with_acceptance() -> None:
-    assert sum(GENERIC) < 1 and list(GENERIC) == sorted(GENERIC, reverse=True)
-    assert Shapes([0.9, 0.05], 8).shape(8, 20) == [[1], [2], [3], [4], [5], [6], [7], []]
-    assert Shapes([0.1] * 7, 8).shape(8, 20)[0] == [1, 2, 3, 4, 5, 6, 7]
-    for nodes in (16, 64):
-        shape = Shapes(GENERIC, nodes).shape(nodes, nodes)
-        assert len(shape) == nodes and 1 < len(shape[0]) < nodes / 2
 
 
 def test_sequoia_fills_its_shape() -> None:

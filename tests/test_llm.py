@@ -4,7 +4,6 @@ pytest tests/test_llm.py
 """
 
 import json
-import math
 import shutil
 import signal
 import threading
@@ -18,11 +17,8 @@ from transformers import MambaConfig, T5Config
 from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.engine.cost import CostModel
-from quickbeam.errors import QuickbeamError
 from quickbeam.methods import METHODS
 from quickbeam.models.gathered import RowPool
-from quickbeam.models.opening import open_model
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
@@ -232,30 +228,6 @@ def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted):
     assert drafter.model.pool.used == drafted.model.pool.used == 0
 
 
-def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm, monkeypatch):
-    expected = llm.generate("abc abc", LONG, method="pld", budget=8).text
-    bad, good = (llm.stream("abc abc", LONG, method="pld", budget=8) for _ in range(2))
-    said, forward = next(bad), llm.model.forward
-
-    def failing(batch):
-        passed = forward(batch)
-        for part, one in zip(batch.parts, passed, strict=True):
-            bad_one = part.cache is bad.sequence.cache
-            yield one._replace(logits=one.logits * math.nan, best=None) if bad_one else one
-
-    monkeypatch.setattr(llm.model, "forward", lambda batch: [*failing(batch)])
-    assert "".join(good) == expected and good.completion.finish_reason == "length"
-    for _ in range(2):
-        with pytest.raises(QuickbeamError, match="NaN"):
-            for piece in bad:
-                said += piece
-    assert bad.over
-    assert bad.completion.finish_reason == "error"
-    assert expected.startswith(bad.completion.text)
-    assert bad.completion.text == said
-    assert llm.generate("abc abc", LONG, method="ar").text == expected
-
-
 def test_an_interrupt_ends_what_this_client_asked(llm):
     """Ctrl-C: `generate` raises and holds nothing, a stream keeps what it gave, others go on."""
     expected, main = llm.generate("abc abc", SHORT).text, threading.main_thread().ident
@@ -307,27 +279,3 @@ def test_drafters_that_cannot_be_used_are_named(toy_folder, drafter_folder, tmp_
     with pytest.raises(InvalidInput, match="drafter's context of 64"):
         llm.generate("a" * 60, SHORT)
     assert llm.generate("a" * 60, SHORT, method="ar").finish_reason == "length"
-
-
-def test_a_pass_meets_no_other_pool_of_threads(toy_folder, monkeypatch):
-    """Loading computes in parallel, and leaves no thread behind that could do so; passes are
-    measured where they run."""
-    threads = dict[str, threading.Thread]()
-
-    def noted(name, inner):
-        def call(*args, **kwargs):
-            threads[name] = threading.current_thread()
-            return inner(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr("quickbeam.llm.open_model", noted("loading", open_model))
-    monkeypatch.setattr(CostModel, "measure", noted("measuring", CostModel.measure))
-    with LLM(toy_folder, "logitspec") as llm:
-        assert not threads["loading"].is_alive()
-        assert threads["measuring"].name == "quickbeam-engine"
-        assert llm.generate("abc", SamplingParams(max_tokens=4)).token_ids
-
-
-def raising(error):
-    raise error

@@ -33,7 +33,6 @@ from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
@@ -267,21 +266,6 @@ def test_sequences_are_preempted_and_go_on(world):
     assert here.model.pool.used == 0
 
 
-def test_nobody_starves(world):
-    """However many come later, whoever waits runs next."""
-    here = world("llama", "native")
-    engine = here.engine(most=2, share=False)
-    order: list[int] = []
-    ones = [plain(engine, [5, 6, 7 + i], 6) for i in range(6)]
-    for late in range(40):
-        if late < 20:
-            ones.append(plain(engine, [9, 9, late + 3], 6))
-        engine.step()
-        order += [i for i, one in enumerate(ones) if one.started and i not in order]
-    run(engine, *ones)
-    assert order[:6] == [0, 1, 2, 3, 4, 5]
-
-
 def test_a_long_prompt_does_not_hold_up_the_others(world):
     """While it is read, every step still gives each running answer a token."""
     here = world("llama", "native")
@@ -354,66 +338,6 @@ def test_a_known_beginning_is_not_computed_again(world, way):
     engine.forget()
     fresh = answer(here.model, here.policies()["auto"], params, prompt, engine=engine)
     assert fresh.statistics.cached_tokens == 0
-    engine.close()
-
-
-def test_samples_of_one_prompt_read_it_once(world):
-    here = world("llama", "native")
-    engine = here.engine()
-    prompt = [3 + (i * 5) % 90 for i in range(200)]
-    ones = [plain(engine, prompt, 4) for _ in range(5)]
-    run(engine, *ones)
-    size = here.model.granularity
-    assert [one.statistics.cached_tokens for one in ones] == [0] + [199 // size * size] * 4
-    assert len({tuple(one.output.token_ids) for one in ones}) == 1
-    engine.close()
-
-
-def test_too_much_for_the_memory_is_refused_at_once(world):
-    here = world("llama", "native")
-    engine = here.engine(pages=2)
-    with pytest.raises(InvalidInput, match="kv-memory"):
-        plain(engine, [5] * 100, 200)
-
-
-def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
-    here = world("llama", "native")
-    engine = here.engine()
-    ones = [plain(engine, [5, 6, 7 + i]) for i in range(3)]
-    for _ in range(5):
-        engine.step()
-    forward, here.model.forward = (
-        here.model.forward,
-        lambda batch: (_ for _ in ()).throw(KeyboardInterrupt),
-    )
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    finally:
-        here.model.forward = forward
-        del here.model.forward
-    for i, one in enumerate(ones):
-        assert one.output.finish_reason == "interrupted"
-        assert one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)]
-        assert len(one.output.token_ids) > 2
-    run(engine, again := plain(engine, [5, 6, 7]))
-    assert again.output.token_ids == here.alone((5, 6, 7), 30)
-    engine.close()
-    assert here.model.pool.used == 0
-
-
-def test_an_observer_can_not_begin_a_step_within_a_step(world):
-    """The other answers of the outer step would be given twice, from old logits."""
-    here = world("llama", "native")
-    engine, params = here.engine(), SamplingParams(max_tokens=12, ignore_eos=True)
-    prompts = [(5, 6, 7), (5, 6, 8)]
-    one, other = (
-        engine.add(request(here.model, NoDraft(), params, prompt, budget=1, observer=observer))
-        for prompt, observer in zip(prompts, (lambda _: engine.step(), None), strict=True)
-    )
-    run(engine, one, other)
-    assert isinstance(one.error, QuickbeamError) and "under way" in str(one.error)
-    assert other.output.token_ids == here.alone(prompts[1], 12)
     engine.close()
 
 
@@ -521,37 +445,6 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
         assert one.error is None
         assert one.output.token_ids == here.alone(prompts[i], 100)[: len(one.output.token_ids)]
         assert (len(one.output.token_ids) < 100) == (i in left)
-    assert here.model.pool.used == before
-
-
-def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, monkeypatch):
-    here = world("llama", "native")
-    engine = Engine(here.model, share=False)
-    policies = here.policies()
-    before = here.model.pool.used
-
-    def broken(*_):
-        raise RuntimeError("no clock")
-
-    monkeypatch.setattr(CostModel, "measure", broken)
-    params = SamplingParams(max_tokens=8, ignore_eos=True)
-    fixed, drafted, looked_up = (
-        engine.add(
-            request(here.model, policies[name], params, [5, 6, 7], budget=budget, setting=name)
-        )
-        for name, budget in (("pld", 4), ("dyspec", None), ("pld", None))
-    )
-    run(engine, fixed, drafted, looked_up)
-    assert fixed.error is None and fixed.output.token_ids == here.alone((5, 6, 7), 8)
-    assert isinstance(drafted.error, RuntimeError) and isinstance(looked_up.error, RuntimeError)
-    both = [
-        engine.add(
-            request(here.model, policies["pld"], params, [5, 6, 7], budget=None, setting="pld")
-        )
-        for _ in range(2)
-    ]
-    run(engine, *both)
-    assert all(isinstance(one.error, RuntimeError) for one in both)
     assert here.model.pool.used == before
 
 

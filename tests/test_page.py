@@ -5,8 +5,6 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from page_server import (  # noqa: E402
     DEFAULT,
     EVIL,
     TEXT,
-    TEXTS,
     Stand,
     chromium,
     serving,
@@ -35,8 +32,6 @@ ROWAN = TEXT
 WAIT = 8000  # milliseconds, for a loaded machine
 expect = sync_api.expect  # what a page shows a moment later is waited for
 expect.set_options(timeout=WAIT)
-
-Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -190,26 +185,6 @@ def test_request_says_what_was_set(open_page, stand):
     assert '"rowan"' in kept[0] and "rowan" not in kept[1]
 
 
-def test_settings_left_empty_are_the_server_s(open_page, stand):
-    page = open_page()
-    page.click("#open-settings")
-    for name in ("temperature", "max_tokens"):
-        page.fill(f"#{name}", "")
-    page.fill("#schema", "{not json")
-    page.keyboard.press("Escape")
-    ask(page, "rowans")  # refused before it is sent
-    assert page.locator("#settings").get_attribute("open") is not None
-    complaint = page.eval_on_selector("#schema", "field => field.validationMessage")
-    assert "not a JSON schema" in complaint and stand.asked == []
-    page.fill("#schema", "")
-    page.keyboard.press("Escape")
-    answered(page, "rowans")
-    body = stand.asked[-1]
-    assert isinstance(body["seed"], int) and 0 <= body["seed"] < 2**31
-    left = {"temperature", "top_p", "max_completion_tokens", "speculation", "response_format"}
-    assert not left & set(body)
-
-
 def test_steps_are_chosen_by_keyboard(open_page):
     page = open_page()
     answered(page, "rowans")
@@ -304,14 +279,6 @@ def test_what_the_model_writes_stays_text(open_page):
     assert page.evaluate("window.hacked") is None
 
 
-def test_half_characters_and_the_text_agree(open_page):
-    page = open_page()
-    answered(page, "cut")
-    assert text(page, ".text") == TEXTS["cut"]
-    pieces = page.locator(".token").all_text_contents()
-    assert pieces == ["A", "tree", "🌳", "of", "rowan", "."]
-
-
 def test_busy_server_is_told_and_tried_again(open_page, stand):
     page = open_page()
     stand.busy = 1
@@ -376,85 +343,11 @@ def test_keyboard_alone(open_page, stand):
     assert [name for name, line in reached if name and line == "none"] == []
 
 
-def test_new_chat(open_page, stand):
-    page = open_page()
-    answered(page, "rowans")
-    page.click("#new")
-    expect(page.locator(".turn")).to_have_count(0)
-    expect(page.locator("#timeline li")).to_have_count(0)
-    page.locator(".welcome button").first.click()
-    page.locator(".token").first.wait_for()
-    assert len(stand.asked[-1]["messages"]) == 1
-
-
 def test_works_behind_a_path_prefix(open_page, stand):
     page = open_page("/some/prefix/")
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
     assert stand.paths == ["/some/prefix/v1/models", "/some/prefix/v1/chat/completions"]
-
-
-CONTRAST = """() => {
-  const pixel = (colour, on) => {
-    const context = new OffscreenCanvas(1, 1).getContext("2d");
-    for (const one of [on, colour]) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
-    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const text = (rgb) => `rgb(${rgb})`;
-  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-  const bright = (rgb) => rgb.map((c) => linear(c / 255))
-    .reduce((total, c, i) => total + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (element) => element
-    ? pixel(getComputedStyle(element).backgroundColor, text(ground(element.parentElement)))
-    : [255, 255, 255];
-  const low = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const element = node.parentElement;
-    if (!node.data.trim() || !element.checkVisibility()) continue;
-    if (element.closest("script, title, .vh, option, :disabled")) continue;
-    const drawn = element.closest("svg");
-    const style = getComputedStyle(element);
-    const box = element.parentElement.querySelector("rect");
-    const below = drawn ? pixel(getComputedStyle(box).fill, text(ground(drawn))) : ground(element);
-    const [a, b] = [bright(pixel(drawn ? style.fill : style.color, text(below))), bright(below)];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) low.push(`${node.data}: ${ratio.toFixed(2)}`);
-  }
-  return low;
-}"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast(open_page, scheme):
-    page = open_page(color_scheme=scheme)
-    assert page.evaluate(CONTRAST) == []
-    page.check("#beside")
-    answered(page, "rowans")
-    page.locator(".verdict.same").wait_for()
-    answered(page, "bad")
-    page.locator(".turn").first.locator("button.steps").click()
-    page.click("#as-table summary")
-    page.click("#before")
-    assert page.locator("#tree .dropped").count() > 0
-    assert page.evaluate(CONTRAST) == []
-    page.click("#open-settings")
-    assert page.evaluate(CONTRAST) == []
-    page.evaluate("document.body.style.color = 'gray'")
-    assert page.evaluate(CONTRAST) != []  # the check can fail
-
-
-def test_light_and_dark(open_page):
-    page = open_page(color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate(ground) != light
-    page.click("#theme")  # to light, against the system's dark
-    assert page.evaluate(ground) == light
-    page.reload()
-    assert page.evaluate(ground) == light
-    assert page.locator("#theme").get_attribute("aria-pressed") == "false"
 
 
 def test_narrow(open_page):
@@ -503,37 +396,6 @@ def test_every_control_has_a_name(open_page):
     assert without == [] and {"dialog", "spinbutton"} <= roles
 
 
-def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page):
-    page = open_page(reduced_motion="reduce")
-    ask(page, "endless")
-    page.locator("#timeline li").nth(20).wait_for()
-    assert (
-        text(page, "#step-title").startswith("Step 1 ")
-        or page.locator("#timeline li[aria-selected=true]").count() == 1
-    )
-    chosen = page.evaluate(
-        "[...document.querySelectorAll('#timeline li')].findIndex(one => "
-        "one.ariaSelected === 'true')"
-    )
-    assert chosen < 10
-    page.keyboard.press("Escape")
-    page.locator("#send").wait_for()
-    expect(page.locator("#after")).to_be_disabled()  # at the last step
-
-
-def test_method_is_a_text_field_where_the_server_names_none(open_page, stand):
-    page = open_page()
-    body = json.dumps({"data": [{"id": "other"}]})
-    page.route(
-        "**/v1/models", lambda route: route.fulfill(body=body, content_type="application/json")
-    )
-    page.reload()
-    page.fill("#method-text", "pld")
-    page.press("#method-text", "Tab")
-    answered(page, "rowans")
-    assert {"speculation": {"method": "pld"}, "model": "other"}.items() <= stand.asked[-1].items()
-
-
 def test_server_that_is_loading_is_waited_for(open_page):
     page = open_page()
     page.clock.install()
@@ -551,24 +413,6 @@ def test_server_that_is_loading_is_waited_for(open_page):
     page.clock.run_for(4000)
     page.locator("#model:not(:empty)").wait_for()
     assert "not ready" not in text(page, "#now")
-
-
-def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page):
-    page = open_page()
-    body = json.dumps({"error": {"message": "give a key"}})
-    page.route("**/v1/models", lambda route: route.fulfill(status=401, body=body))
-    page.reload()
-    page.locator("#settings[open]").wait_for()
-    expect(page.locator("#key")).to_be_focused()
-    with page.expect_response("**/v1/models"):
-        page.keyboard.press("Escape")
-    page.get_by_text("The server wants an API key. give a key").wait_for()
-    assert not page.locator("#settings").is_visible()
-    page.unroute("**/v1/models")
-    page.click("#open-settings")
-    page.fill("#key", "rowan")
-    page.keyboard.press("Enter")
-    page.locator("#model:not(:empty)").wait_for()
 
 
 def serve_and_ask(open_page, model, questions, **fields):
@@ -613,13 +457,3 @@ def test_real_server(open_page, toy_folder):
     ):
         assert answer and steps > 0
         assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_real_server_with_the_embedded_model(open_page, smollm2):
-    ((answer, tokens, steps),) = serve_and_ask(
-        open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60"
-    )
-    assert 40 < len(tokens) <= 60 and steps < len(tokens)  # drafts were accepted
-    assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")

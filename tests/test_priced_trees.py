@@ -44,21 +44,6 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
     )
 
 
-def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
-    """A pass over two tokens often takes no longer than one over one."""
-    rows, sizes = [], []
-    for prices in (MarginalCost.of_passes([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03]), flat(0.03)):
-        drafter = zipf_drafter()
-        policy = DySpec(drafter, as_printed)
-        for i in range(40):
-            context = context_of([i], 0.0)
-            context.marginal_cost = prices
-            sizes.append(len(tree_of(policy, context, 64, 20, call=0.05)))
-        rows.append(drafter.rows)
-    assert abs(rows[0] - rows[1]) <= 0.05 * rows[1] and rows[1] > 100
-    assert sum(sizes[:40]) == pytest.approx(sum(sizes[40:]), rel=0.1)
-
-
 def test_what_promises_too_little_is_not_asked_for() -> None:
     drafter = zipf_drafter()
     policy = DySpec(drafter, as_printed)

@@ -65,14 +65,3 @@ def test_the_oldest_python_that_is_promised_is_tested():
     assert f'requires-python = ">={versions[0]}"' in (ROOT / "pyproject.toml").read_text(
         encoding="utf-8"
     )
-
-
-def test_a_bug_report_asks_for_the_doctors_findings():
-    for name in ("bug.yml", "performance.yml"):
-        form = yaml.safe_load(
-            (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8")
-        )
-        assert form["name"] and form["description"]
-        assert any(
-            "quickbeam doctor --json" in item["attributes"]["label"] for item in form["body"]
-        )

@@ -2,13 +2,12 @@
 tests/test_serve_admission.py`"""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
 
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.serve.admission import LONGEST_WAIT, Busy, Gate, Phase, Unavailable
+from quickbeam.serve.admission import Busy, Gate, Phase
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
 
@@ -33,16 +32,6 @@ def counts(one):
     return one.inside, one.waiting, one.waiting_tokens
 
 
-def test_only_a_ready_server_lets_in():
-    one = Gate(ServeSettings())
-    with pytest.raises(Unavailable, match="starting") as starting:
-        one.enter(1)
-    one.phase = Phase.draining
-    with pytest.raises(Unavailable, match="ending") as ending:
-        one.enter(1)
-    assert starting.value.retry_after > 0 and ending.value.retry_after > 0
-
-
 def test_answers_are_counted_until_they_are_over():
     one = gate(places=1, max_waiting=3)
     with one.enter(100, 3) as ticket:
@@ -56,27 +45,6 @@ def test_answers_are_counted_until_they_are_over():
     assert counts(one) == (1, 0, 0)
     ticket.end()
     assert counts(one) == (0, 0, 0)
-
-
-def test_a_request_that_fails_leaves_nothing():
-    one = gate()
-    with pytest.raises(InvalidInput), one.enter(100, 2):
-        raise InvalidInput("no")
-    assert counts(one) == (0, 0, 0)
-
-
-def test_more_than_may_wait_are_turned_away():
-    one = gate(places=2, max_waiting=3)
-    one.enter(1, 2)
-    one.enter(1, 2)
-    with pytest.raises(Busy, match="this one asks for 2") as busy:
-        one.enter(1, 2)
-    assert 1 <= busy.value.retry_after <= LONGEST_WAIT
-    with one.enter(1, 1), pytest.raises(Busy):
-        one.enter(1, 1)
-    with pytest.raises(InvalidInput, match=r"6 answers in one request: .* at most 5"):
-        one.enter(1, 6)
-    one.enter(1, 1)
 
 
 def test_more_tokens_than_may_wait_are_turned_away():
@@ -94,21 +62,6 @@ def test_more_tokens_than_may_wait_are_turned_away():
     first.weigh(500)  # it waits no longer
     assert one.waiting_tokens == 0
     one.enter(100)
-
-
-def test_how_long_to_wait_comes_from_the_rate_of_late(monkeypatch):
-    one, now = gate(places=1, max_waiting=100), 1000.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert one.retry_after() == 1  # nothing is known
-    for _ in range(11):
-        one.starts.append(now)
-        now += 2.0  # one every two seconds
-    one.waiting = 9
-    assert one.retry_after() == 22  # the last one was two seconds ago, too
-    one.waiting = 99
-    assert one.retry_after() == LONGEST_WAIT
-    now += 1000.0  # that was long ago
-    assert one.retry_after() == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.grammar import Grammar
 from quickbeam.serve.settings import ServeSettings
-from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
+from serving import ScriptedRunner, ask, chunks, good, refused
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]
@@ -232,16 +232,6 @@ def test_a_last_message_may_be_continued(runner, llm):
     assert texts(whole(runner, **asked, add_generation_prompt=False)) == texts(found)  # as vLLM
 
 
-def test_what_asks_for_nothing_is_accepted(runner):
-    whole(
-        runner, store=True, prediction={"type": "content", "content": "the cat sat"},
-        reasoning_effort="none", add_generation_prompt=True, top_logprobs=0, service_tier="auto",
-        metadata={"a": "b"}, user="me", safety_identifier="x", tools=None, modalities=["text"],
-        parallel_tool_calls=True, response_format={"type": "text"}, audio=None, top_k=-1,
-        tool_choice="none", prompt_cache_key="k", verbosity="medium", logit_bias={"5": -100},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("template", "effort", "shown"),
     [
@@ -264,13 +254,6 @@ def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch, templ
         else:
             good(response)
             assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
-
-
-def test_a_byte_order_mark_before_a_body_is_no_part_of_it(runner):
-    text = json.dumps(body(temperature=0))
-    assert texts(good(ask_raw(runner, PATH, f"\ufeff{text}"))) == texts(
-        whole(runner, temperature=0)
-    )
 
 
 def test_models_by_other_names(runner):

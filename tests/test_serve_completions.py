@@ -175,13 +175,6 @@ def entries(*tokens):
     return [Logprob(token, -1.0, {}) for token in tokens]
 
 
-def test_offsets_skip_what_the_echo_does_not_show():
-    """A token that begins every text, and a space that a tokenizer puts in front."""
-    form = CompletionLogprobs(Texts(b"<s>", b" Hello", b" you"), len("Hello"), [0, 1])
-    found = form.add((0, 1, 2), [None, *entries(1, 2)])
-    assert found["text_offset"] == [0, 0, 5] and found["token_logprobs"] == [None, -1.0, -1.0]
-
-
 def test_offsets_count_characters_however_many_tokens_spell_them():
     first, second = "é".encode()[:1], "é".encode()[1:]
     form = CompletionLogprobs(Texts(b"a", first, second, b"bc"), echo=10)
@@ -204,11 +197,6 @@ def test_prompt_logprobs_have_vllms_form(runner, llm):
             spelled = {"rank": ranks.get(token), "decoded_token": texts.text_of(token)}
             told[str(token)] = {"logprob": logprob, **spelled}
         assert one == told
-
-
-def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(scripted):
-    good(ask(scripted, PATH, {"prompt": "x"}))
-    assert scripted.jobs[0].params.max_tokens == 16
 
 
 @pytest.mark.parametrize("marks", INFILL)
@@ -243,16 +231,6 @@ def test_models(runner, llm):
     refused(ask(runner, "/v1/models/a/b", method="GET"), "model", 404)
     asked = [{"speculation": {"method": method}} for method in llm.methods]
     assert len({texts(runner, temperature=0.8, seed=1, **one)[0] for one in asked}) == 1
-
-
-def test_room_is_bound_by_context_and_memory(llm, monkeypatch):
-    assert llm.room(12) == 500
-    monkeypatch.setattr(llm.model.pool, "limit", 3)
-    room = llm.room(10)
-    assert room == 3 * llm.model.pool.page - 11
-    llm.stream([5] * 10, SamplingParams(max_tokens=room)).close()
-    with pytest.raises(ValueError, match="memory"):
-        llm.stream([5] * 10, SamplingParams(max_tokens=room + 1))
 
 
 def test_tokens_there_and_back(runner, llm):

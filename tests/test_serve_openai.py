@@ -190,28 +190,6 @@ def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
     assert seen >= own
 
 
-def test_strict_tools_by_the_clients_helper(scripted):
-    scripted.script = f"Let me see. {CALL}"
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    asked = {"model": "toy", "messages": MESSAGES, "tools": [strict]}
-
-    async def work(api):
-        async with api.chat.completions.stream(**asked) as stream:
-            return await stream.get_final_completion()
-
-    chat = using(scripted, work)
-    assert chat.choices[0].message.tool_calls[0].function.parsed_arguments == {"x": 3}
-    assert scripted.jobs[0].params.grammar is not None
-
-
-def test_models(runner):
-    async def work(api):
-        return await api.models.list(), await api.models.retrieve("toy")
-
-    listed, one = using(runner, work)
-    assert [model.id for model in listed.data] == ["toy", "small"] and one.id == "toy"
-
-
 def test_errors_are_the_clients_own(runner, scripted):
     asked = {"model": "toy", "messages": MESSAGES}
     with pytest.raises(openai.BadRequestError) as refused:

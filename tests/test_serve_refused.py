@@ -1,19 +1,15 @@
 """What the server refuses: each field that is not served by its name, junk, what is too much or too
 large, and bodies that would freeze it. `pytest tests/test_serve_refused.py`"""
 
-import asyncio
 import json
-import threading
-from typing import Annotated, Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from fastapi import Request
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, ValidationError
+from pydantic import ValidationError
 
 from cases import examples
 from quickbeam.serve import endpoints
@@ -303,25 +299,6 @@ def test_lists_have_an_end(fields):
     with pytest.raises(Refused, match="the most that there may be") as error:
         endpoints.check({"prompt": "x", **fields}, CompletionRequest)
     assert error.value.problem.param in fields
-
-
-def test_large_bodies_are_read_beside_the_event_loop():
-    threads = list[int]()
-
-    def note(value):
-        threads.append(threading.get_ident())
-        return value
-
-    async def read(size):
-        async def receive():
-            return {"type": "http.request", "body": b'"' + b"x" * size + b'"'}
-
-        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-        await endpoints.read(Request(scope, receive), Annotated[Any, AfterValidator(note)])
-
-    asyncio.run(read(100))
-    asyncio.run(read(endpoints.LARGE))
-    assert [one == threading.get_ident() for one in threads] == [True, False]
 
 
 @pytest.mark.parametrize(

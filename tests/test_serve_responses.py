@@ -9,10 +9,6 @@ pytest.importorskip("fastapi")
 
 
 from quickbeam import QuickbeamError, SamplingParams
-from quickbeam.engine.result import Logprob
-from quickbeam.models.token_texts import TokenTexts
-from quickbeam.serve import responses
-from quickbeam.serve.tools import Call
 from serving import ask, events, good
 
 PATH = "/v1/responses"
@@ -91,34 +87,6 @@ def test_logprobs(runner, llm, stream):
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
 
 
-class Texts(TokenTexts):
-    def __init__(self):
-        self._known = {0: b"Let", 1: "é".encode(), 2: b"<call>", 3: b"f()", 4: b"bye", 5: b"<end>"}
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_logprobs_of_a_call_are_in_no_text(once):
-    call = Call("c", "f", "{}")
-    parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
-    if once:  # the first four as one, and the others
-        parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
-    items = responses.Items(Texts())
-    told = [
-        event
-        for pieces, tokens in parts
-        for event in items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
-    ]
-    told += items.end(cut=False)
-    kinds = [one["type"] for one in items.output]
-    assert kinds == ["message", "function_call", "message"]
-    texts = [items.output[i]["content"][0] for i in (0, 2)]
-    assert [one["text"] for one in texts] == ["Leté", "bye"]
-    wanted = [["Let", "é"], ["bye", "<end>"]]
-    assert [[entry["token"] for entry in one["logprobs"]] for one in texts] == wanted
-    done = [event for event in told if event["type"] == "response.output_text.done"]
-    assert [[entry["token"] for entry in one["logprobs"]] for one in done] == wanted
-
-
 def test_what_goes_wrong_ends_the_events(scripted):
     found = good(ask(scripted, PATH, body()))  # an answer of nothing is an empty message
     assert found["status"] == "completed" and text_of(found) == "" and len(found["output"]) == 1
@@ -126,17 +94,3 @@ def test_what_goes_wrong_ends_the_events(scripted):
     assert ask(scripted, PATH, body()).status_code == 500
     last = events(ask(scripted, PATH, body(stream=True)))[-1]
     assert last["type"] == "error" and last["message"] == "NaN logits"
-
-
-def test_what_asks_for_nothing_is_accepted(runner):
-    kept = {"metadata": {"a": "b"}, "user": "me"}
-    found = good(
-        ask(
-            runner, PATH, body(
-                **kept, store=True, reasoning={"effort": "none", "summary": "auto"},
-                truncation="disabled", include=["reasoning.encrypted_content"],
-                text={"format": {"type": "text"}, "verbosity": "medium"}, service_tier="auto",
-            )
-        )
-    )  # fmt: skip
-    assert kept.items() <= found.items() and found["text"]["format"] == {"type": "text"}

@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app as command
 from quickbeam.cli.fields import split
-from quickbeam.cli.serve import greeting
 from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner
@@ -271,17 +270,6 @@ def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
     asyncio.run(main(LLM(toy_folder, "pld")))
 
 
-async def test_a_dead_thread_begins_nothing(llm, monkeypatch):
-    async with served(llm) as (runner, client):
-        monkeypatch.setattr(llm.thread._loop, "error", MemoryError("no more"))
-        health = await client.get("/health")
-        assert health.status_code == 503
-        assert health.json() == {"status": "the engine's thread has ended"}
-        asked = BODY | {"model": runner.name}
-        assert (await client.post("/v1/completions", json=asked)).status_code == 503
-    monkeypatch.undo()
-
-
 async def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
     waits, go, begin = threading.Event(), threading.Event(), llm.stream
 
@@ -301,35 +289,6 @@ async def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeyp
         response = await asked
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
         assert refused(runner) == 1 and runner.gate.inside == 0
-
-
-@pytest.mark.parametrize("late", (False, True))
-async def test_deltas_make_up_the_answer(llm, late):
-    """Texts, tokens, logprobs and steps, taken as they come or when all are there."""
-    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
-    async with AsyncLLM(llm=llm) as face:
-        stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
-        over = asyncio.Event()
-        stream.watch(lambda: None, lambda _: over.set())
-        if late:
-            await over.wait()
-        deltas = [delta async for delta in stream.deltas()]
-        found = stream.completion
-        assert len(deltas) == 1 if late else deltas
-        assert "".join(delta.text for delta in deltas) == found.text
-        assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
-        assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
-        steps = [step for delta in deltas for step in delta.steps]
-        emitted = [found.token_ids[0]]
-        for step in steps:
-            accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
-            emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
-            for node in [*step["nodes"], step["next"]]:
-                assert node["text"] == llm.tokenizer.decode([node["token"]])
-        assert len(steps) == found.statistics.steps and emitted == found.token_ids
-        assert [delta async for delta in stream.deltas()] == []
-        times = stream.times
-        assert times.arrived <= times.began <= times.first
 
 
 async def test_an_answer_is_over_when_its_last_step_is(llm):
@@ -356,22 +315,6 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
             go.set()
         assert "".join([piece async for piece in stream]) == stream.completion.text
         assert ends == [2] and early == []
-
-
-async def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
-    loop, step = asyncio.get_running_loop(), llm.engine.step
-    calls, steps, call = list[str](), list[int](), loop.call_soon_threadsafe
-
-    def counted(*given):
-        calls.append(threading.current_thread().name)
-        return call(*given)
-
-    monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-    monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
-    face = AsyncLLM(llm=llm)
-    found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
-    assert all(len(one.token_ids) == 200 for one in found)
-    assert 10 < calls.count("quickbeam-engine") <= len(steps) + 1
 
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
@@ -417,22 +360,6 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
             result = CliRunner().invoke(command, ["serve", f"--{option}", value])
             assert result.exit_code == 2 and words in result.stderr
             assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-
-
-def test_addresses_for_browsers():
-    for host in ("127.0.0.1", "0.0.0.0", "localhost"):
-        with closing(listen(host, 0)) as one:
-            assert url(one) == f"http://127.0.0.1:{one.getsockname()[1]}"
-
-
-def test_what_is_said_when_it_serves(llm):
-    runner = Runner(ServeSettings(served_name="it's", api_keys=("secret-key",)), llm)
-    said = greeting(runner, "http://127.0.0.1:8000")
-    curl = shlex.split(said.splitlines()[-1].removeprefix("try it: "))
-    assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
-    assert json.loads(curl[-1])["model"] == "it's"
-    assert "Authorization: Bearer $QUICKBEAM_API_KEY" in curl
-    assert "secret-key" not in said and llm.kernels in said
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 tests/test_serve_security.py`"""
 
 import asyncio
-import hmac
 import logging
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,6 @@ import pytest
 pytest.importorskip("fastapi")
 
 
-from quickbeam.serve import security
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -60,20 +57,6 @@ def test_keys(llm):
     good = ("Bearer first", "bearer second", "Bearer  first")
     asked = [completion(Authorization=one) for one in good]
     assert codes(ask(llm, *asked, api_keys=("first", "second"))) == [200] * 3
-
-
-def test_all_keys_are_looked_at_in_constant_time(llm, monkeypatch):
-    compared, compare_digest = list[tuple[int, int]](), hmac.compare_digest
-
-    def compare(given, known):
-        compared.append((len(given), len(known)))
-        return compare_digest(given, known)
-
-    monkeypatch.setattr(security.hmac, "compare_digest", compare)
-    for header in ("Bearer a", "Bearer ccc", "Bearer " + "x" * 1000):
-        compared.clear()
-        ask(llm, completion(Authorization=header), api_keys=("a", "bb", "ccc"))
-        assert compared == [(32, 32)] * 3
 
 
 @pytest.mark.parametrize("protect", (False, True))
@@ -204,13 +187,6 @@ def test_names_of_others_do_not_lead_here(llm):
     assert codes(ask(llm, key, api_keys=("key",))) == [200]
 
 
-def test_which_addresses_are_this_machine_alone():
-    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        assert ServeSettings(host=host).loopback
-    for host in ("0.0.0.0", "::", "a.b"):
-        assert not ServeSettings(host=host).loopback
-
-
 def test_prompts_are_not_logged_unless_told(llm, caplog):
     caplog.set_level(logging.DEBUG)
     headers = {"Content-Type": "application/json"}
@@ -248,9 +224,6 @@ def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
     ]
 
 
-CHAT = "/v1/chat/completions"
-
-
 def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
     """More of them than there are threads that begin answers."""
     pytest.importorskip("llguidance")
@@ -278,37 +251,3 @@ def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
             return [(await one).status_code for one in others]
 
     assert asyncio.run(main()) == [400] * 40
-
-
-def test_nothing_is_read_or_fetched_for_a_request(llm, monkeypatch, tmp_path):
-    """Files and addresses that a request names stay untouched: they are refused, or are text."""
-    (secret := tmp_path / "secret.txt").write_text(SECRET)
-    touched, address, connect = list[object](), f"file://{secret}", socket.socket.connect
-
-    def audit(event, arguments):
-        opens = event == "open" and str(secret) in str(arguments[0])
-        if watching and (opens or event == "socket.getaddrinfo"):
-            touched.append(arguments)
-
-    def chat(content):
-        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-        return ("POST", CHAT, {"json": fields})
-
-    watching = True
-    sys.addaudithook(audit)
-    monkeypatch.setattr(
-        socket.socket, "connect", lambda *given: touched.append(given) or connect(*given)
-    )
-    parts = [
-        {"type": "image_url", "image_url": {"url": address}},
-        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
-        {"type": "file", "file": {"file_data": address}},
-        {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
-    ]
-    texts = [chat(address), completion(address), completion(str(secret))]
-    try:
-        found = ask(llm, *(chat([part]) for part in parts), *texts)
-    finally:
-        watching = False
-    assert codes(found) == [400, 400, 400, 400, 200, 200, 200] and touched == []
-    assert all(SECRET not in one.text for one in found)

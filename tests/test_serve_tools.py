@@ -5,7 +5,6 @@ pytest tests/test_serve_tools.py
 """
 
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from quickbeam import LLM
-from quickbeam.serve.messages import NamedTool, Tool
+from quickbeam.serve.messages import Tool
 from quickbeam.serve.tool_formats import (
     HERMES,
     LLAMA3,
@@ -22,7 +21,7 @@ from quickbeam.serve.tool_formats import (
     strict_grammar,
     tool_format,
 )
-from quickbeam.serve.tools import Call, CallReader, calling
+from quickbeam.serve.tools import Call, CallReader
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
@@ -118,25 +117,6 @@ def read(form, text, size, several=True):
 def test_calls_are_told_from_text(name, size):
     form, text, wanted = SAID[name]
     assert read(form, text, size) == wanted
-
-
-def test_text_comes_at_once_and_a_call_does_not():
-    reader = CallReader(HERMES, TOOLS)
-    assert reader.feed("Let me see <b") == ["Let me see <b"]
-    assert reader.feed(" or <tool_call>{") == [" or"]
-    assert reader.feed('"name": "g"}') == []
-    assert [type(piece) for piece in reader.feed("</tool_call>")] == [Call]
-
-
-@pytest.mark.parametrize("text", [" ", "\n", "<", "<tool_cal", "{", "} {", " " * 60 + "{"])
-@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
-def test_long_answers_are_read_in_linear_time(form, text):
-    """Whoever biases a model writes what they like: white space, say, before a call that never
-    comes."""
-    reader, text = CallReader(form, TOOLS), (text * 20_000)[:20_000]
-    begun = time.thread_time()  # of the processor, so that busy neighbours don't matter
-    pieces = [piece for i in range(0, len(text), 4) for piece in reader.feed(text[i : i + 4])]
-    assert "".join([*pieces, *reader.finish()]) == text and time.thread_time() - begun < 5
 
 
 def test_one_call_where_one_is_asked_for():
@@ -348,18 +328,6 @@ def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
     assert not allows(TOOLS, False, two) and not allows(TOOLS[1:], True, one)
     assert not allows(TOOLS, True, one.replace("3", '"3"'))
     assert read(form, one, 5) == [("f", {"x": 3})] and (not several or len(read(form, two, 5)) == 2)
-
-
-@pytest.mark.parametrize("choice", ["required", TOOL_F], ids=["required", "named"])
-def test_forced_calls_are_one_unless_several_are_asked_for(tokenizer, choice):
-    """A weak model goes on calling for as long as a grammar lets it."""
-    tokenizer.chat_template = TEMPLATES["hermes"][1]
-    choice = choice if choice == "required" else NamedTool.model_validate(choice)
-    two = f"{HERMES_CALL}\n{HERMES_CALL}"
-    for asked in (None, False, True):
-        lark = calling(TOOLS, choice, asked, tokenizer).grammar.text
-        assert matches(lark, tokenizer, HERMES_CALL)
-        assert matches(lark, tokenizer, two) == (asked is True and choice == "required")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

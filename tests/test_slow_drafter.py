@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Model, Passed
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.sizes import weight_bytes
 
 PASS, ROW = 1.0, 0.02  # seconds of a pass, and of each further row
 PROMPT, ANSWER, ANSWERS = 150, 64, 8
@@ -154,13 +152,6 @@ def test_what_pays_goes_on(monkeypatch: pytest.MonkeyPatch, call: float, right: 
     assert ours < 1.1 * min(alone.values()), alone
 
 
-def test_a_slow_drafter_reads_ends_of_prompts_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, slow = simulated(monkeypatch, 0.8, 0.4, None)
-    assert slow.tokens_read < 0.15 * ANSWERS * (PROMPT + ANSWER)
-    _, fast = simulated(monkeypatch, 0.02, 0.95, None)
-    assert fast.tokens_read > 0.3 * ANSWERS * (PROMPT + ANSWER) and fast.rounds > ANSWERS * 8
-
-
 @pytest.mark.parametrize("call", [0.1, 0.4])
 def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_on(
     monkeypatch: pytest.MonkeyPatch, call: float
@@ -168,48 +159,6 @@ def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_o
     ours, _ = simulated(monkeypatch, call, 0.5, None, busy=True)
     plain, _ = simulated(monkeypatch, call, 0.5, PLAIN, busy=True)
     assert ours[0] < 1.05 * plain[0] and sum(ours) < sum(plain)
-
-
-def test_how_much_of_a_text_is_worth_reading() -> None:
-    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
-    budget.begin({0: 0}, {})
-    budget.cost.observe_read("d", 100, 2.0)  # 0.02 s a token
-
-    def worth(asked: float, unread: int, rest: int, skips: bool = True) -> int:
-        comparison = Comparison({ASKED: asked, UNASKED: 1.2, PLAIN: 1.0})
-        return budget.worth_reading(comparison, "d", unread, rest, skips)
-
-    assert worth(2.0, 100, 200) == 100 and worth(2.0, 2000, 200) == 128
-    assert worth(2.0, 2000, 8) == 64 and worth(2.0, 2000, 1) == 0
-    assert worth(2.0, 2000, 20, skips=False) == 0 and worth(2.0, 2000, 4000, skips=False) == 2000
-    assert worth(1.21, 2000, 60) == 0
-    assert worth(0.5, 2000, 1) == 0 < worth(0.5, 2000, 100)  # only to try it
-
-
-def test_what_a_call_takes_is_guessed_by_sizes() -> None:
-    """Parameters of Qwen2.5 1.5B and 0.5B, without the embedding that the head is not tied to."""
-    larger = SimpleNamespace(
-        hidden_size=1536,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        vocab_size=151936,
-    )
-    smaller = SimpleNamespace(
-        hidden_size=896,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        vocab_size=151936,
-    )
-    assert weight_bytes(larger, "bfloat16") == pytest.approx(2 * 1.54e9, rel=0.02)
-    assert weight_bytes(smaller, "bfloat16") == pytest.approx(2 * 0.49e9, rel=0.02)
-    assert weight_bytes(larger, "int4") < weight_bytes(larger, "int8") < 1.6e9
-    cost = CostModel({1: 2.0})
-    cost.expect_calls("d", 0.3)
-    assert cost.call("d") == pytest.approx(0.6)
 
 
 def test_loading_measures_passes_and_gives_a_smaller_model_the_same_weights(

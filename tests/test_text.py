@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain, repeat
 
 import pytest
 from hypothesis import example, given
@@ -170,17 +169,6 @@ def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
     assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
 
 
-def test_special_tokens_can_be_shown() -> None:
-    tokenizer = byte_level()
-    ids = [
-        *encode(tokenizer, "the dog"),
-        tokenizer.convert_tokens_to_ids("<user>"),
-        *encode(tokenizer, " 🎉"),
-    ]
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == "the dog<user> 🎉"
-
-
 def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
     tokenizer = byte_level()
     vocab = tokenizer.get_vocab()
@@ -225,50 +213,6 @@ def test_tokens_that_show_nothing_do_not_pile_up(kind: str, before: str) -> None
     assert sum(tokenizer.sizes) <= 80 * len(ids)  # five million and more where the window grows
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokens_that_show_nothing_may_stand_within_a_character(kind: str) -> None:
-    """A character is waited for as long as it takes, and only bytes count."""
-    tokenizer = Counting(TOKENIZERS[kind]())
-    spell = (
-        ["<0xF0>", "<0x9F>", "<0x8E>", "<0x89>"]
-        if kind == "sentencepiece"
-        else ["ð", "Ł", "İ", "ī"]
-    )
-    vocab = tokenizer.tokenizer.get_vocab()
-    spell = [byte for byte in spell if byte in vocab]
-    party = (
-        [vocab[byte] for byte in spell] if len(spell) == 4 else encode(tokenizer.tokenizer, "🎉")
-    )
-    ids = [
-        *encode(tokenizer.tokenizer, "the"),
-        *chain.from_iterable([byte, *special(tokenizer.tokenizer, 1700)] for byte in party),
-    ]
-    detokenizer = Detokenizer(tokenizer)
-    shown = "".join(map(detokenizer.append, ids))
-    assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True) == "the🎉"
-    assert detokenizer.flush() == ""
-    assert max(tokenizer.sizes) <= 40
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("byte", [0x80, 0xF0])
-@pytest.mark.parametrize("skipped", [0, 1, 6])
-def test_bytes_that_never_become_a_character_do_not_pile_up(
-    kind: str, byte: int, skipped: int
-) -> None:
-    tokenizer = Counting(TOKENIZERS[kind]())
-    name = f"<0x{byte:02X}>" if kind == "sentencepiece" else {0x80: "Ģ", 0xF0: "ð"}[byte]
-    stray = tokenizer.tokenizer.get_vocab()[name]
-    ids = [
-        *encode(tokenizer.tokenizer, "the"),
-        *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 1000)),
-    ]
-    detokenizer = Detokenizer(tokenizer)
-    shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
-    assert shown == "the" + "\ufffd" * 1000
-    assert max(tokenizer.sizes) <= 40
-
-
 class Stripping:
     """A tokenizer of characters that strips its texts, as those of transformers do that run
     sentencepiece in Python; 0 is left out."""
@@ -285,15 +229,6 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text: str) -> None:
     detokenizer = Detokenizer(Stripping())
     shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
     assert shown == text.replace("\0", "").strip()
-
-
-def test_spaces_for_ever_do_not_pile_up() -> None:
-    tokenizer = Counting(Stripping())
-    detokenizer = Detokenizer(tokenizer)
-    shown = [detokenizer.append(ord(character)) for character in "a" + " " * 5000 + "b"]
-    assert shown[0] == "a" and not any(shown[1:-1])
-    assert shown[-1].strip() == "b" and shown[-1].startswith(" ")
-    assert max(tokenizer.sizes) <= 100
 
 
 # --- Output ---------------------------------------------------------------------------------------

@@ -1,17 +1,15 @@
 """What `generate --trace` records and `inspect` draws: pytest tests/test_trace.py."""
 
 import json
-import random
 import sys
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam.cli.app import app
-from quickbeam.cli.inspect import draw_tree, page
+from quickbeam.cli.inspect import page
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.engine.trace import StepRecord, Trace, read_trace
 from quickbeam.errors import InvalidInput
@@ -160,41 +158,6 @@ def test_the_page_shows_everything_and_loads_nothing(trace):
         assert words in drawn.text
     titles = {attrs.get("title") for _, attrs in drawn.elements}
     assert "token 4, depth 2, ngram, value 0.125" in titles
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed):
-    rng = random.Random(seed)
-    nodes = []
-    for i in range(40):
-        parent = rng.randrange(max(0, i - 4), i) if i else -1
-        depth = nodes[parent]["depth"] + 1 if i else 0
-        node = {"token": i, "text": f"n{i}", "parent": parent, "depth": depth}
-        nodes.append({**node, "source": "x", "value": 0.0, "accepted": False})
-
-    parents = {}
-
-    def walk(items, above):
-        """A node's parent: the one before it on its line, or the last of the line that its list is
-        below."""
-        for line in items:
-            last = above
-            for child in line:
-                if child.tag == "ul":
-                    walk(child, last)
-                else:
-                    parents[child.find("code").text], last = last, child.find("code").text
-
-    walk(ElementTree.fromstring(draw_tree(nodes, {})), "")
-    right = {f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)}
-    assert parents == right
-
-
-def test_a_chain_deeper_than_pythons_stack_is_drawn():
-    node = {"token": 1, "text": "a", "source": "x", "value": 0.0, "accepted": False}
-    nodes = [{**node, "parent": i - 1, "depth": i} for i in range(3000)]
-    nodes += [{**node, "parent": i, "depth": i + 1} for i in range(3000)]
-    assert draw_tree(nodes, {}).count("class='node'") == 6000
 
 
 # The commands

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -283,18 +280,6 @@ def test_rows_in_parts_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(one, other)
 
 
-def test_padding_changes_no_loss() -> None:
-    of = target()
-    made, (short, *_) = lively(of), own_text(model(), 1)
-    longer = Conversation(torch.zeros(40, dtype=torch.int32), torch.zeros(40).bool(), 0.0)
-    anchors, counts = torch.tensor([[2, 4]]), torch.ones(1, 2, SIZE, dtype=torch.bool)
-    alone = draft(made, of.read(collate([short])), Blocks(anchors, counts))
-    batch = of.read(collate([short, longer]))
-    padded = Blocks(anchors.repeat(2, 1), torch.cat([counts, ~counts]))
-    for one, other in zip(alone, draft(made, batch, padded), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
     vocab, generator = 2000, torch.Generator().manual_seed(0)
     scores = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
@@ -395,21 +380,6 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: P
     assert steps == list(range(1, whole.step + 1))
 
 
-def test_text_that_grows_is_taken_in_the_next_round(tmp_path: Path) -> None:
-    writer = ShardWriter(written(tmp_path / "text", 8))
-    run = trainer(tmp_path / "text", tmp_path / "out", 10**6, every=1e9)
-    batches = run._batches()
-    first = next(batches)
-    for conversation in own_text(model(), 30, seed=1):
-        writer.add(conversation)
-    writer.flush()
-    tokens = int(first.lengths.sum())
-    while run.round == 0:
-        tokens += (fresh := int(next(batches).lengths.sum())) * (run.round == 0)
-    assert tokens == sum(run.shards.length(i) for i in range(7)) and fresh
-    assert run.conversations == 38
-
-
 def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
     run, seen = trainer(text, tmp_path / "out"), set[tuple[int, ...]]()
     batches = run._batches()
@@ -420,14 +390,6 @@ def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
     train, held = split(run.shards)
     texts = [tuple(conversation.tokens.tolist()) for conversation in run.shards]
     assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
-
-
-def test_the_rate_rises_and_falls_and_the_cross_entropy_leads() -> None:
-    recipe = Recipe(lr=1.0, warmup=10)
-    assert [recipe.rate(0, 0), recipe.rate(9, 0)] == [0.1, 1]
-    assert [recipe.rate(99, done) for done in (0.5, 1)] == pytest.approx([0.5, 0])
-    weights = [Recipe(lead=0.2).entropy_weight(done) for done in (0, 0.1, 0.2, 1)]
-    assert weights == pytest.approx([1, 0.55, 0.1, 0.1])
 
 
 def test_what_goes_wrong_is_named(
@@ -570,43 +532,3 @@ def test_prompts_are_answered_once_over_all_runs(
         tuple(one.tokens[: int(one.answer.int().argmax())].tolist()) for one in Shards(plan.text)
     ]
     assert sorted(begun) == sorted(map(tuple, asked))
-
-
-def test_a_full_disk_ends_the_text_with_what_to_do(
-    toy_folder: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, tried = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[Path]()
-
-    def full(tensors: object, path: Path) -> None:
-        tried.append(path)
-        path.write_bytes(b"part")
-        raise SafetensorError("I/O error: No space left on device")
-
-    monkeypatch.setattr("quickbeam.train.shards.SHARD", 64)
-    with monkeypatch.context() as patch:
-        patch.setattr("quickbeam.train.shards.save_file", full)
-        with pytest.raises(QuickbeamError, match=r"No space left.*make room and run again"):
-            TextStage(plan).run(lambda tokens, rate: None)
-    assert len(tried) == 1 and not list(plan.text.iterdir())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_command_keeps_what_it_made(
-    toy_folder: str, tmp_path: Path, how: signal.Signals
-) -> None:
-    out, many = tmp_path / "out", tmp_path / "prompts.jsonl"
-    many.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8_000)))
-    arguments = command("--model", toy_folder, "--prompts", str(many), "--out", str(out))
-    arguments[arguments.index("1500")] = "400000"
-    with subprocess.Popen(
-        [sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stderr is not None
-        for told in run.stderr:
-            if told.startswith("text: 4"):
-                break
-        run.send_signal(how)
-        rest = run.stderr.read()
-    assert run.returncode == (-9 if how is signal.SIGKILL else 130) and "Traceback" not in rest
-    assert Shards(out / "text").tokens > 0

@@ -10,7 +10,6 @@ import pytest
 from quickbeam.errors import InvalidInput
 from quickbeam.train import openers, stages
 from quickbeam.train.recipes import Plan
-from quickbeam.train.text import Recipe
 
 WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
 
@@ -27,20 +26,9 @@ def test_languages_have_equal_parts(made: object, words: dict[str, list[str]]) -
     assert set(drawn) == set(of)
 
 
-def test_english_alone_is_the_recipe_of_before() -> None:
-    recipe = Recipe()
-    assert list(recipe.openers) == list(openers.QUESTIONS["en"])
-    assert list(recipe.documents) == list(openers.DOCUMENTS["en"])
-
-
 @pytest.mark.parametrize("languages", [["en", "tlh"], []])
 def test_an_unknown_language_is_named_before_the_model_is_loaded(
     languages: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidInput, match=r"language .* choose among en, code"):
         stages.TextStage(Plan("no such model", tmp_path, languages=languages))
-
-
-def test_the_card_names_the_languages() -> None:
-    plan = Plan(None, Path("out"), languages=["en", "zh"])
-    assert "--languages en,zh" in stages.command(plan)

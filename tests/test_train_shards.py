@@ -23,7 +23,6 @@ from quickbeam.train.shards import (
     Shards,
     ShardWriter,
     Unwritten,
-    collate,
     read_prompts,
     split,
     spread_lengths,
@@ -118,17 +117,6 @@ def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
     assert same(Shards(tmp_path), [1, 2])
 
 
-def test_answered_prompts_are_told_by_their_tokens(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path)
-    for prompt in ([1, 2], [1, 2, 3], [4]):
-        tokens = torch.tensor([*prompt, 7, 8], dtype=torch.int32)
-        answer = torch.arange(len(tokens)) >= len(prompt)
-        writer.add(Conversation(tokens, answer, 0.0))
-    writer.flush()
-    asked = [[1], [4], [4], [1, 2], [1, 2, 3], [1, 2, 3, 7]]
-    assert Shards(tmp_path).answered_prompts(asked) == [False, True, False, True, True, False]
-
-
 def test_prompts_have_three_forms(tmp_path: Path) -> None:
     path, messages = (
         tmp_path / "prompts.jsonl",
@@ -176,18 +164,6 @@ def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
     assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
     # one longer than a batch is a batch
     assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
-
-
-def test_conversations_side_by_side_are_padded_at_the_end() -> None:
-    batch = collate([conversation(0), conversation(4), conversation(1)])
-    assert batch.lengths.tolist() == [3, 7, 4] and batch.tokens.shape == batch.answer.shape == (
-        3,
-        7,
-    )
-    for row, seed in enumerate((0, 4, 1)):
-        tokens, answer, _ = conversation(seed)
-        assert batch.tokens[row, : len(tokens)].tolist() == tokens.tolist()
-        assert batch.answer[row].tolist() == answer.tolist() + [False] * (7 - len(tokens))
 
 
 def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(

@@ -24,10 +24,10 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
-from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
+from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import RouterRecipe, routed, train_router
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
 from quickbeam.train.target import Batch
@@ -159,10 +159,6 @@ def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> 
             collect_places(network, CodedTarget(), shards, chosen, 3, 100)
 
 
-def test_tokens_are_ranked_by_count_and_ties_by_id() -> None:
-    assert ranking(torch.tensor([2, 5, 2, 0, 5])).tolist() == [1, 4, 0, 2, 3]
-
-
 @pytest.mark.parametrize("size", [5, 10, 30])
 def test_neighbours_in_the_order_are_alike(size: int) -> None:
     torch.manual_seed(1)
@@ -173,13 +169,6 @@ def test_neighbours_in_the_order_are_alike(size: int) -> None:
     pure = sum(len(groups[part].unique()) == 1 for part in order.split(size))
     assert pure >= 0.7 * 90 / size
     assert torch.equal(order, halve(rows, size)) and not torch.equal(order, halve(rows, size, 1))
-
-
-def test_many_equal_rows_are_dealt_out() -> None:
-    """An unused tail of a vocabulary: rows of zeros and copies of one row."""
-    rows = torch.randn(100, 8)
-    rows[50:80], rows[80:] = 0.0, rows[0]
-    assert torch.equal(halve(rows, 7).sort().values, torch.arange(100))
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
@@ -202,20 +191,6 @@ def test_a_router_finds_what_the_context_lacks(
     assert torch.equal(everything, clustered)
 
 
-def test_a_router_that_finds_everything_learns_from_the_context_too(
-    network: EagleHead, collected: Places
-) -> None:
-    cluster_of = layout_of(torch.arange(len(REST)), 5).cluster_of
-    known = collected.in_context[:, 0] & (cluster_of[collected.target] >= 0)
-    share = {}
-    for residual in (True, False):
-        recipe = replace(RECIPE, residual=residual, epochs=10)
-        router = train_router(network, collected, cluster_of, recipe)
-        hit = routed(network, router, collected, cluster_of, 2)
-        share[residual] = float(hit[known].float().mean())
-    assert share[False] > share[True]
-
-
 def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(
     network: EagleHead, collected: Places
 ) -> None:
@@ -228,17 +203,6 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(
     broken = collected._replace(hidden=torch.full_like(collected.hidden, float("nan")))
     with pytest.raises(QuickbeamError, match="epoch 1"):
         train_router(network, broken, cluster_of, recipe)
-
-
-def test_figures_are_shares_of_the_places() -> None:
-    in_context = torch.tensor([[True], [False], [False], [False]])
-    empty = torch.empty(4)
-    held = Places(empty, empty, empty, torch.tensor([[1], [2], [3], [4]]), empty, in_context)
-    scored, listed = (
-        torch.tensor([False, True, True, False]),
-        torch.tensor([False, True, False, False]),
-    )
-    assert recall(held, scored, listed) == pytest.approx(Recall(0.75, 0.5, 0.5, 0.5))
 
 
 @pytest.fixture(scope="module")
@@ -279,13 +243,6 @@ def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str)
     record = json.loads((folder / "router.json").read_text())
     assert record["places"] == 400 and "64" in record["held_out"]
     assert not list(folder.glob("*.part"))
-
-
-def test_the_defaults_fit_the_vocabulary(toy_folder: str, folder: Path) -> None:
-    for kind, listed, size in (("pifa", 5, 4), ("kmeans", 21, 4)):
-        stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(kind))
-        assert (stage.listed, stage.size) == (listed, size)
-        assert stage.recipe.residual is (kind == "pifa")
 
 
 def test_nothing_held_out_is_trained_on(

@@ -358,52 +358,6 @@ class Script:
         return passed
 
 
-@pytest.mark.parametrize("reply", [[2, 3], [2]])
-def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
-    template = Template([1], reply, [2, 4], frozenset({2}))
-    recipe = Recipe(40, 5, user_temperature=30.0, openers=(), documents=())
-    writer = Writer(Script(), 3, lambda text: [], template, template.stops, recipe)
-    users = set()
-    for tokens, answer, temperature in itertools.islice(writer, 60):
-        users |= set(tokens[~answer].tolist())
-        if temperature == 0:
-            follow = [Script.after.get(token, 2) for token in tokens.tolist()]
-            assert all(
-                b == a
-                for a, b, said in zip(
-                    follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False
-                )
-                if said
-            )
-    assert len(users) > 15
-
-
-def test_documents_have_a_temperature_of_their_own() -> None:
-    heats = {"document_temperature": 1e-3, "user_temperature": 30.0, "quote": 0.5, "document": 40}
-    template = Template([1], [2, 3], [2, 4], frozenset({2}), raw=[9])
-    writer = Writer(
-        Script(),
-        3,
-        lambda text: [10],
-        template,
-        template.stops,
-        Recipe(90, 5, openers=(), documents=("x",), **heats),
-    )
-    Script.after[5], Script.after[10] = 6, 5
-    Script.after[6] = 10  # 10 5 6 10 5 6 …
-    try:
-        for _ in itertools.islice(writer, 20):
-            pass
-    finally:
-        del Script.after[5], Script.after[6]
-        Script.after[10] = 2
-    assert len(writer._written) > 2
-    assert all(
-        words == [(10, 5, 6)[i % 3] for i in range(len(words))] and len(words) > 30
-        for words in writer._written
-    )
-
-
 def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
     template, heat, count = Template([1], [2, 3], [2, 4], frozenset({2})), 4.0, 600
     recipe = Recipe(40, 5, user_temperature=heat, openers=(), documents=(), quote=0.0)
@@ -418,31 +372,6 @@ def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
         set(others) == set(range(20)) - {Script.after[1], 2}
         and len({first.count(token) for token in set(others)}) > 3
     )
-
-
-@pytest.mark.parametrize("slots", [2, 64])
-def test_no_more_is_begun_than_the_tokens_wanted_need(slots: int) -> None:
-    template = Template([1], [2, 3], [2, 4], frozenset({2}))
-    recipe = Recipe(40, 5, user_temperature=4.0, openers=(), documents=(), quote=0.0)
-    unfinished = list[int]()
-    writer = Writer(
-        Script(),
-        slots,
-        lambda text: [],
-        template,
-        template.stops,
-        recipe,
-        tokens=400,
-        stepped=unfinished.append,
-    )
-    lengths = [len(conversation.tokens) for conversation in writer]  # it ends
-    assert 400 <= sum(lengths) < 400 + 3 * 40
-    assert 0 < max(unfinished) <= min(400 + 2 * 40, slots * 40) and unfinished[-1] == 0
-    mean = sum(lengths) / len(lengths)
-    # with more slots than are needed, the long ones are there as well as the short ones
-    endless = Writer(Script(), 2, lambda text: [], template, template.stops, recipe)
-    usual = [len(conversation.tokens) for conversation in itertools.islice(endless, 300)]
-    assert abs(mean - sum(usual) / 300) < 4 * (sum(usual) / 300) / len(lengths) ** 0.5
 
 
 def test_who_stops_listening_gets_the_room_back(chat: Chat) -> None:
@@ -478,11 +407,3 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
             chat.template.stops,
             Recipe(8),
         )
-
-
-def test_what_goes_wrong_in_the_model_is_told(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script()
-    monkeypatch.setattr(script, "forward", lambda batch: 1 / 0)
-    template = Template([1], [2, 3], [2, 4], frozenset({2}))
-    with pytest.raises(ZeroDivisionError):
-        next(iter(Writer(script, 3, lambda text: [10], template, template.stops, Recipe(40, 5))))
