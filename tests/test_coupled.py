@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cases import few
-from drafters import DRAFTED, KnownDrafter, context_of, grow, perturbed_plain
+from drafters import DRAFTED, KnownDrafter, grow, perturbed_plain
 from quickbeam import LLM
 from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
@@ -304,16 +304,6 @@ def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten() -> None:
     assert sampler.emitted_all(logits, noise, [position]) == [owners[LIKELY]]
 
 
-def test_a_row_with_one_possible_token_emits_it() -> None:
-    vocab = 20 * CHUNK
-    noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
-    tokens = [0, CHUNK - 1, 3 * CHUNK, vocab - 1]
-    logits = torch.full((len(tokens), vocab), -math.inf)
-    for row, token in zip(logits, tokens, strict=True):
-        row[token] = 0.0
-    assert sampler.emitted_all(logits, noise, range(len(tokens))) == tokens
-
-
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
     for filters, kept in (
@@ -332,15 +322,6 @@ def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
             assert set(tokens) <= set(range(kept + 1))
     cold = SamplingParams(temperature=0.5, top_p=0.8)
     assert ruled_out_below(probs[0].numpy(), cold) == 0.25
-
-
-def test_a_probs_of_zeros_proposes_nothing() -> None:
-    assert perturbed(DraftProbs(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [
-        ([], []),
-        ([], []),
-    ]
-    assert context_of([1], 1.0).draws
-    assert not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
 
 
 @pytest.mark.slow

@@ -142,16 +142,6 @@ def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dt
     assert len({tuple(turns) for turns in texts.values()}) == 1
 
 
-def test_closed_streams_are_interrupted(toy_folder, monkeypatch):
-    llm = LLM(toy_folder, "ar")
-    slow(llm, monkeypatch)
-    stream = llm.stream("hello", LONG)
-    next(stream)
-    llm.close()
-    assert stream.completion.finish_reason == "interrupted"
-    assert llm.model.pool.used == 0
-
-
 def test_sizes_of_memory():
     sizes = {"2GB": 2 * 10**9, "512 MiB": 512 * 2**20, 1000: 1000, "1.5kb": 1500}
     assert [parse_bytes(text) for text in sizes] == list(sizes.values())

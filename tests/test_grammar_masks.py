@@ -14,13 +14,12 @@ import torch
 
 from cases import few
 from drafters import DRAFTED, KnownDrafter, grown
-from grammars import LETTERS, allowed, compiler, letters, masks
+from grammars import LETTERS, allowed, compiler, masks
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.accept import Randomness, accept
 from quickbeam.grammar import Grammar
-from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import Grown, Method
@@ -93,14 +92,6 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(
             text += path
 
 
-def test_how_much_of_a_text_may_follow() -> None:
-    found = masks("ab(cd)*", V - 1)
-    assert found.follows([], ids("abcdc")) == 5
-    assert found.follows(ids("ab"), ids("cdd")) == 2
-    assert found.follows(ids("ab"), [V - 1, 2]) == 0  # the end is the target's to find
-    assert found.follows(ids("ab"), []) == 0
-
-
 def test_a_path_that_is_banned_spoils_nothing() -> None:
     found = masks("ab(cd)*", V - 1)
     with pytest.raises(DeadEnd, match="no token can come after 2 tokens"):
@@ -133,28 +124,6 @@ def test_after_the_end_nothing_is_asked() -> None:
     found.extend([0, V - 1])
     assert found.place() is None and found.place([3]) is None
     assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
-
-
-def test_all_ids_that_are_no_text_end_it_where_it_may_end() -> None:
-    """Two end-of-sequence ids, a special token and a letter that are stop ids; the logits are wider
-    than the tokenizer, or narrower."""
-    tokenizer = letters(5, "<pause>", "<stop>")
-    end, pause, stop = 5, 6, 7
-    for vocab, expected in ((10, {1, end, pause, stop}), (7, {1, end, pause})):
-        found = Compiler(tokenizer, vocab, [end, pause]).begin(
-            Grammar.regex("ab?c?"), [end, pause, stop, 1]
-        )
-        place = found.place([0])
-        assert place is not None
-        assert {token for token in range(vocab) if not place.banned[token]} == expected | {2}
-        assert found.place([0, 1]) is None  # the letter ends it where the grammar has one
-    ignored = Compiler(tokenizer, 10, [end, pause]).begin(Grammar.regex("ab?"), [stop])
-    for path, expected in (([], {0}), ([0], {1, stop}), ([0, 1], {stop})):
-        place = ignored.place(path)
-        assert place is not None
-        assert {token for token in range(10) if not place.banned[token]} == expected
-    # the end is the target's to say
-    assert ignored.forced([]) == 0 and ignored.forced([0, 1]) is None
 
 
 def test_no_shortcut_goes_around_a_mask() -> None:

@@ -16,7 +16,6 @@ from transformers import MambaConfig, T5Config
 
 from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.methods import METHODS
 from quickbeam.models.gathered import RowPool
 
@@ -209,23 +208,6 @@ def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder, draft
     assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
-
-
-def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted):
-    """What a smaller model has read belongs to the answer, however that ends."""
-    drafter = drafted.prepare("dyspec")
-    assert isinstance(drafter, LMDrafter)
-    drafted.generate(["abc abc", "xyz"], SHORT, method="dyspec")
-    stream, other = (drafted.stream("abc abc", SHORT, method="dyspec") for _ in range(2))
-    for _ in range(3):  # the first token may come before the drafter has read
-        next(stream)
-        next(other)
-    assert drafter.model.pool.used > 0
-    stream.close()
-    del other
-    drafted.generate("a", SHORT, method="ar")
-    drafted.reset()
-    assert drafter.model.pool.used == drafted.model.pool.used == 0
 
 
 def test_an_interrupt_ends_what_this_client_asked(llm):

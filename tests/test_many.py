@@ -323,24 +323,6 @@ def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
     assert found.statistics.mean_accepted_tokens == 1.0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_known_beginning_is_not_computed_again(world, way):
-    here = world("llama", way)
-    engine = here.engine()
-    size = here.model.granularity
-    prompt = tuple(3 + (i * i) % 90 for i in range(2 * size + 10))
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    first = answer(here.model, here.policies()["auto"], params, prompt, engine=engine)
-    again = answer(here.model, here.policies()["auto"], params, (*prompt[:-3], 5, 6), engine=engine)
-    assert first.statistics.cached_tokens == 0
-    assert again.statistics.cached_tokens == 2 * size
-    assert again.output.token_ids == here.alone((*prompt[:-3], 5, 6), 6)
-    engine.forget()
-    fresh = answer(here.model, here.policies()["auto"], params, prompt, engine=engine)
-    assert fresh.statistics.cached_tokens == 0
-    engine.close()
-
-
 def test_a_limit_that_is_lowered_ends_nobody_who_needs_no_page(world):
     here = world("llama", "native")
     engine = here.engine(pages=3)
@@ -368,50 +350,6 @@ def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
     assert one.output.token_ids == here.alone(prompt, params.max_tokens)
     engine.close()
     assert here.model.pool.used == here.drafter.pool.used == 0
-
-
-def test_a_smaller_model_reads_a_long_prompt_step_by_step_with_the_target(world):
-    here = world("llama", "native")
-    engine = here.engine(share=False)
-    beside = plain(engine, [5, 6, 7], 60)
-    engine.step()
-    prompt, params = tuple(3 + i * 7 % 90 for i in range(400)), SamplingParams(max_tokens=9)
-    one = engine.add(request(here.model, here.policies()["small"], params, prompt, budget=4))
-    behind = []
-    while not one.started:
-        engine.step()
-        if one.draft_state is not None:
-            assert one.draft_state.cache.length <= one.read
-            behind.append(one.read - one.draft_state.cache.length)
-    assert len(behind) > 3 and max(behind) < 100  # it does read along
-    run(engine, one, beside)
-    assert one.output.token_ids == here.alone(prompt, 9)
-    engine.close()
-
-
-def test_a_full_batch_goes_down_to_plain_decoding(world):
-    """Where a further row costs about as much as all before it, trees are their roots; alone the
-    same request gets a tree."""
-    here = world("llama", "native")
-    prompt = [5, 6, 7, 8] * 12
-
-    def nodes(others: int) -> float:
-        engine = Engine(here.model, budget=Budget(CostModel({1: 1.0, 4: 1.01, 64: 61.0})))
-        # the real times are others
-        engine.budget.cost.observe = engine.budget.observe = lambda *_: None
-        params = SamplingParams(max_tokens=40, ignore_eos=True)
-        policy = here.policies()["logitspec"]
-        prompts = [[*prompt, 9 + i] for i in range(1 + others)]
-        ones = [
-            engine.add(request(here.model, policy, params, one, budget=None, setting="logitspec"))
-            for one in prompts
-        ]
-        run(engine, *ones)
-        engine.close()
-        return sum(one.statistics.nodes for one in ones) / sum(one.statistics.steps for one in ones)
-
-    assert nodes(0) > 1.5
-    assert nodes(15) < 0.6 * nodes(0)
 
 
 @pytest.mark.parametrize("pages", (None, 7))

@@ -19,7 +19,6 @@ from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.errors import QuickbeamError
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Model
@@ -177,21 +176,6 @@ def test_the_faces_have_them(toy_folder: str) -> None:
         assert list(llm.stream(text, SCORE)) == []
         for one in asyncio.run(gathered(llm)):
             assert one.prompt_logprobs == found[0].prompt_logprobs
-
-
-def test_a_prompt_may_fill_the_context() -> None:
-    model = make_model(tiny("gpt2"), chunk=CHUNK)
-    prompt = [5 + i % 80 for i in range(512)]
-    assert len(scored(model, prompt).prompt_logprobs) == 512
-    with pytest.raises(InvalidInput, match="context of 512"):
-        scored(model, prompt, replace(SCORE, max_tokens=1))
-
-
-def test_logits_that_are_no_numbers_end_the_answer_with_an_error() -> None:
-    source = tiny("llama", seed=3)
-    source.lm_head.weight.data[7] = torch.nan
-    with pytest.raises(QuickbeamError, match="NaN or infinite"):
-        scored(make_model(source, chunk=CHUNK), PROMPTS[0])
 
 
 def test_what_has_no_meaning_is_refused() -> None:

@@ -324,40 +324,6 @@ def test_the_answer_ends_where_brute_force_ends_it(
     assert output.take() == ""
 
 
-A, B = (byte_level().get_vocab()[character] for character in "ab")
-
-
-@pytest.mark.parametrize(("params", "eos", "text", "shown", "reason"), [
-    # "a" and "ab" may begin a stop string, and wait
-    (dict(stop=["abc", "bd"]), [], "xaababd", ["x", "", "a", "", "ab", "", "a"], "stop"),
-    (dict(stop=["abc", "bd"], include_stop_str_in_output=True), [], "xabd", list("xabd"), "stop"),
-    (dict(stop="ab", max_tokens=2), [], "ab", ["", ""], "stop"),
-    (dict(stop="ab", max_tokens=2, min_tokens=2), [], "ab", ["", "ab"], "length"),
-    (dict(stop="ab", min_tokens=2), [], "xab", ["x", "", ""], "stop"),
-    (dict(stop="ab", min_tokens=3), [], "xabxab", ["x", "", "ab", "x", "", ""], "stop"),
-    (dict(stop_token_ids=[A], min_tokens=3), [B], "abxb", ["a", "b", "x", ""], "stop"),
-    (dict(stop_token_ids=[A], ignore_eos=True), [B], "bba", ["b", "b", ""], "stop"),
-    (dict(), [A, B], "xxb", ["x", "x", ""], "stop"),
-    (dict(ignore_eos=True, max_tokens=3), [B], "bbb", ["b"] * 3, "length"),
-    (dict(stop="abc"), [], "xab", ["x", "", ""], None),
-], ids=str)  # fmt: skip
-def test_answers_end_where_they_should(params, eos, text, shown, reason) -> None:
-    tokenizer, asked = byte_level(), SamplingParams(**params)
-    output, said, over = Output(tokenizer, asked, eos), [], []
-    for character in text:
-        over.append(output.append(tokenizer.get_vocab()[character]))
-        said.append(output.take())
-    assert said == shown and over == [False] * (len(text) - 1) + [reason is not None]
-    assert output.ends == {*asked.stop_token_ids, *(() if asked.ignore_eos else eos)}
-    if reason is not None:
-        with pytest.raises(ValueError, match="ended already"):
-            output.append(A)
-    output.close("interrupted")
-    output.close("length")  # an answer ends once
-    assert output.finish_reason == (reason or "interrupted")
-    assert output.text == "".join(said) + output.take()
-
-
 class Read(deque):
     """Tokens that have no text yet, of an output that is read whenever one arrives: as another
     thread may."""

@@ -148,33 +148,3 @@ def test_bad_options_are_refused_in_a_line(options, monkeypatch):
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
     assert options[0] in result.stderr or options[0][2:].replace("-", "_") in result.stderr
-
-
-def test_ctrl_c_keeps_what_was_measured(toy_folder, tmp_path, monkeypatch):
-    """`serve` is asked to warm two methods up, then for four cells; the third is interrupted."""
-    served, calls = throughput.serve, []
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == interrupt:
-            raise KeyboardInterrupt
-        return served(*args)
-
-    monkeypatch.setattr(throughput, "serve", interrupted)
-    record, options = tmp_path / "record.json", ["--model", toy_folder, "--methods", "ar,pld"]
-    options += ["--concurrency", "1,2", "--limit", "2", "--max-tokens", "4", "--raw"]
-    for interrupt, kept in ((5, {"1": ["ar", "pld"]}), (4, {"1": ["ar"]}), (3, None)):  # noqa: B007
-        calls.clear()
-        record.unlink(missing_ok=True)
-        result = CliRunner().invoke(
-            app, ["bench", "throughput", *options, "--json", str(record)], standalone_mode=False
-        )
-        assert result.exit_code == 130 or (kept is None and result.exit_code != 0)
-        assert record.exists() == (kept is not None)
-        if kept is not None:
-            found = json.loads(record.read_text())
-            cells = found["concurrency"]
-            assert {load: list(by_name) for load, by_name in cells.items()} == kept
-            plain = cells["1"]["ar"]
-            assert not found["complete"] and plain["identical"] == plain["prompts"] > 0
-            assert "| 1 " in result.stdout and "| 2 " not in result.stdout

@@ -6,10 +6,9 @@ as long as there is room for keys and values.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from heapq import heappop, heappush
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -37,39 +36,8 @@ class Ready(NamedTuple):
     growing: TreeDraft | None = None
 
 
-class Queue:
-    """Sequences in order of arrival.
-
-    Adding one, removing any and looking at the first take about as long however many there are.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, SequenceState] = {}  # sequences by arrival
-        # A heap of arrivals. Those of removed sequences stay in it until they come first.
-        self._order: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[SequenceState]:
-        return iter([self._waiting[arrival] for arrival in sorted(self._waiting)])
-
-    def add(self, sequence: SequenceState) -> None:
-        """Add a sequence. It comes before those that arrived later, whichever was added first."""
-        self._waiting[sequence.arrival] = sequence
-        heappush(self._order, sequence.arrival)
-
-    def first(self) -> SequenceState:
-        """Return the sequence that arrived first. Raises `IndexError` if there is none."""
-        while self._order[0] not in self._waiting:
-            heappop(self._order)
-        return self._waiting[self._order[0]]
-
-    def remove(self, sequence: SequenceState) -> None:
-        """Remove a sequence. Does nothing if it is not waiting."""
-        self._waiting.pop(sequence.arrival, None)
-        if not self._waiting:
-            self._order.clear()
+def _arrival(sequence: SequenceState) -> int:
+    return sequence.arrival
 
 
 class FairQueue:
@@ -81,8 +49,8 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        # by tenant; the first one has its turn
-        self._queues: OrderedDict[Hashable, Queue] = OrderedDict()
+        # by tenant, in order of arrival; the first one has its turn
+        self._queues: OrderedDict[Hashable, list[SequenceState]] = OrderedDict()
         self._credit: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
@@ -92,16 +60,17 @@ class FairQueue:
         return iter([one for queue in self._queues.values() for one in queue])
 
     def add(self, sequence: SequenceState) -> None:
+        """Add a sequence. It comes before those that arrived later, whichever was added first."""
         tenant = sequence.request.tenant
         if tenant not in self._queues:
-            self._queues[tenant], self._credit[tenant] = Queue(), 0
-        self._queues[tenant].add(sequence)
+            self._queues[tenant], self._credit[tenant] = [], 0
+        insort(self._queues[tenant], sequence, key=_arrival)
 
     def first(self) -> SequenceState:
         """Return the sequence that is next. There must be one."""
         while True:
             tenant, queue = next(iter(self._queues.items()))
-            sequence = queue.first()
+            sequence = queue[0]
             if self._credit[tenant] >= sequence.cost:
                 return sequence
             self._queues.move_to_end(tenant)
@@ -109,7 +78,7 @@ class FairQueue:
 
     def heads(self) -> list[SequenceState]:
         """Return the first sequence of each tenant."""
-        return [queue.first() for queue in self._queues.values()]
+        return [queue[0] for queue in self._queues.values()]
 
     def take(self, sequence: SequenceState) -> None:
         """Remove a sequence that begins, at the cost of its tenant."""
@@ -119,8 +88,10 @@ class FairQueue:
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence. Does nothing if it is not waiting."""
         tenant = sequence.request.tenant
-        if (queue := self._queues.get(tenant)) is not None:
-            queue.remove(sequence)
+        queue = self._queues.get(tenant, [])
+        at = bisect_left(queue, sequence.arrival, key=_arrival)
+        if queue[at : at + 1] == [sequence]:
+            del queue[at]
             if not queue:
                 del self._queues[tenant], self._credit[tenant]
 
@@ -180,7 +151,7 @@ class Scheduler:
             if self._prefix_in_prefill(sequence):
                 return
             self.waiting.take(sequence)
-            insort(self.active, sequence, key=lambda one: one.arrival)
+            insort(self.active, sequence, key=_arrival)
             try:
                 sequence.begin(self.pool.new())
                 sequence.statistics.exact = self.model.exact

@@ -43,6 +43,7 @@ class Times:
     first: float | None = None  # when its first token was known
 
 
+@dataclass(eq=False)
 class Request:
     """A request: a prompt in token ids, how it is answered, and by which method.
 
@@ -54,35 +55,17 @@ class Request:
     - `tenant`: whose request it is. Tenants take turns; None for a program's own requests.
     """
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        policy: Method,
-        output: Output,
-        sampler: Sampler,
-        budget: int | None = 1,
-        setting: Hashable = None,
-        shortlist: Shortlist | None = None,
-        observer: Callable[[StepRecord], None] | None = None,
-        choice: int = 0,
-        tenant: Hashable = None,
-    ) -> None:
-        self.prompt, self.params, self.policy, self.output, self.sampler = (
-            list(prompt),
-            params,
-            policy,
-            output,
-            sampler,
-        )
-        self.tenant = tenant
-        self.budget, self.setting, self.shortlist, self.observer, self.choice = (
-            budget,
-            setting,
-            shortlist,
-            observer,
-            choice,
-        )
+    prompt: Sequence[int]
+    params: SamplingParams
+    policy: Method
+    output: Output
+    sampler: Sampler
+    budget: int | None = 1
+    setting: Hashable = None
+    shortlist: Shortlist | None = None
+    observer: Callable[[StepRecord], None] | None = None
+    choice: int = 0
+    tenant: Hashable = None
 
 
 class SequenceState:
@@ -99,12 +82,8 @@ class SequenceState:
     """
 
     def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
-        self.request, self.params, self.policy, self.output = (
-            request,
-            request.params,
-            request.policy,
-            request.output,
-        )
+        self.request, self.params = request, request.params
+        self.policy, self.output = request.policy, request.output
         # the drafter of its policy, or None
         self.drafter = next((one for one in self.policy.sources if isinstance(one, Drafter)), None)
         self.arrival = next(_arrivals)

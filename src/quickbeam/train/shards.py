@@ -40,14 +40,14 @@ class Unwritten(QuickbeamError):
 class ShardWriter:
     """Collects conversations, and writes a file whenever they have `SHARD` tokens or more.
 
-    Files are named `prefix-00000.safetensors` and so on. Files that are there stay: a second run
+    Files are named `text-00000.safetensors` and so on. Files that are there stay: a second run
     adds to them. A file is complete or absent.
     """
 
-    def __init__(self, folder: Path, prefix: str = "text") -> None:
-        self.folder, self.prefix = folder, prefix
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.files = len(list(folder.glob(f"{prefix}-*.safetensors")))
+        self.files = len(list(folder.glob("text-*.safetensors")))
         self._held: list[Conversation] = []
 
     def add(self, conversation: Conversation) -> None:
@@ -69,7 +69,7 @@ class ShardWriter:
             "temperature": torch.tensor([c.temperature for c in self._held]),
         }
         # the number may be taken, if another file was deleted
-        while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():
+        while (path := self.folder / f"text-{self.files:05}.safetensors").exists():
             self.files += 1
         part, held = path.with_suffix(".part"), self._held
         try:

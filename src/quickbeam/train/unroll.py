@@ -75,20 +75,18 @@ class Pass(NamedTuple):
 
     `hidden` `[b, n, d]`: what the layer read beside the embeddings of the tokens at i + depth + 1.
     `counts` `[b, n]` bool: the m rows that count. `out` `[m, d]`: the network's outputs there.
-    `target` `[m, target_size]`: the target's last hidden state there, after the final norm.
     """
 
     hidden: torch.Tensor
     counts: torch.Tensor
     out: torch.Tensor
-    target: torch.Tensor
 
 
 def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
     """Run `depths` passes, and yield each of them.
 
     In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
-    token belongs to an answer. The last of `batch.hidden` is what the target's head reads.
+    token belongs to an answer.
     """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -100,6 +98,5 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
         following = ahead(embedded, depth + 1)
         out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
         counts = ahead(batch.answer, depth + 2)
-        target = ahead(batch.hidden[..., -size:], depth + 1)[counts]
-        yield Pass(hidden, counts, out[counts], target)
+        yield Pass(hidden, counts, out[counts])
         hidden = out
