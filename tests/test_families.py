@@ -70,9 +70,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import interpreter
 from answers import answer, request
 from cases import few
+from interpreter import Interpreter
 from models import SIZES, VOCAB
 from models import tiny as tiny_model
 from quickbeam.drafters.draft_model import LMDrafter
@@ -366,7 +366,7 @@ def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return angles_of(model.config, rotary, turned[rotary]).at(positions)
 
-    return interpreter.logits(stack, parameters, of, IDS)
+    return Interpreter(parameters, of).logits(stack, IDS)
 
 
 def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma4TextConfig, PreTrainedConfig, Qwen2MoeConfig
 
-import interpreter
 from cases import few
+from interpreter import Interpreter
 from kernels import SETS, best_set, every_set, load, number, plain_rows
 from models import SIZES, VOCAB, tiny
 from quickbeam.models.experts import CompiledExperts
@@ -134,7 +134,7 @@ def error(got: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_of_choosing_is_the_interpreters(isa: str, rule: str) -> None:
     of, x = experts(rule), number(ROWS, INPUTS).float()
-    right = interpreter._feed_experts(x, of, parameters())
+    right = Interpreter(parameters()).feed_experts(x, of)
     assert error(by_kernels(isa, of, "float32")(x), right) < 1e-5
     # rounding inside, which changes no choice of these rows
     assert error(by_kernels(isa, of, "bfloat16")(x), right) < 0.02
@@ -145,7 +145,7 @@ def test_every_rule_of_choosing_is_the_interpreters(isa: str, rule: str) -> None
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_experts_compute_is_the_interpreters(isa: str, activation: str, shared: bool) -> None:
     of, x = experts(shared=shared, activation=activation), number(ROWS, INPUTS).float()
-    right = interpreter._feed_experts(x, of, parameters())
+    right = Interpreter(parameters()).feed_experts(x, of)
     for name, most in zip(FORMATS, (1e-5, 0.02, 0.03, 0.3), strict=True):
         assert error(by_kernels(isa, of, name)(x), right) < most
 
@@ -195,10 +195,8 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
 
     def run(x: torch.Tensor, by_number: bool) -> torch.Tensor:
         # row by row, as PyTorch's products depend on the number of rows
-        logits = torch.cat(
-            [interpreter._linear(row, of.routing.logits, numbers) for row in x.float()[:, None]]
-        )
-        weight, expert = interpreter._route(logits, of.routing, numbers)
+        routes = [Interpreter(numbers).route(row, of.routing) for row in x.float()[:, None]]
+        weight, expert = (torch.cat(part) for part in zip(*routes, strict=True))
         order = sorted(set(expert.flatten().tolist())) if by_number else expert.flatten().tolist()
         total = torch.zeros(len(x), INPUTS)
         for number_of in dict.fromkeys(order):
@@ -215,8 +213,7 @@ def test_how_many_experts_a_pass_read_is_counted(isa: str) -> None:
     run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
-        logits = interpreter._linear(x[:rows], of.routing.logits, parameters())
-        _, expert = interpreter._route(logits, of.routing, parameters())
+        _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
         assert run.compiled.read == len(expert.unique())  # type: ignore[attr-defined]
 
 

@@ -101,9 +101,9 @@ def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
         return
     has = f"layers of kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
     raise InvalidInput(
-        f"{name} is recurrent or hybrid ({has}): its state can't take a draft back; quickbeam runs "
-        "full and sliding-window attention, and of recurrent families LFM2 and 3, Qwen3-Next, "
-        "Qwen3.5, Granite 4 H, Bamba, Nemotron-H and Falcon-H1: use one of these"
+        f"{name} has {has}, which quickbeam can't take a draft back from: it runs full and "
+        "sliding-window attention, and of recurrent families LFM2 and 3, Qwen3-Next, Qwen3.5, "
+        "Granite 4 H, Bamba, Nemotron-H and Falcon-H1: use one of these"
     )
 
 
