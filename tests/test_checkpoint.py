@@ -194,7 +194,7 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     for change, reason in [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),
         ({"model_type": "rwkv"}, "no family"),
         ({"num_hidden_layers": 2}, r"layers\.2"),
         ({"odd_scaling": 2.0}, "odd_scaling"),

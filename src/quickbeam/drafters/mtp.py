@@ -35,9 +35,10 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
+from quickbeam.models.prequantised import FewBits, method_of
 from quickbeam.models.stack import Linear, Norm, Stack, Tensor
 from quickbeam.models.stack_tensors import names
-from quickbeam.models.stored import Stored, Whole, one_by_one, own_names
+from quickbeam.models.stored import Stored, Whole, one_by_one, own_names, placed
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import MTP, MtpLayout, is_mtp, mtp_layout
 
@@ -119,11 +120,15 @@ class MtpParameters:
         }
         self._stored = dict[str, Stored]()
         width = embedding.shape[1]
+
+        def place(name: str) -> Whole | FewBits | None:
+            return placed(name, named, files, method_of(config))
+
         joining = {name: [width] for norm in (join.token, join.hidden) for name in norm.weights}
         joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
         shapes = expected(stack, config) | joining
         for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
-            found = Whole(named[name]) if name in named else one_by_one(name, named)
+            found = place(name) or one_by_one(name, place)
             if found is None:
                 raise InvalidInput(f"its MTP head lacks {name}: download it again")
             shape, self._stored[name] = found.shape(files), found

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import Weight
+from quickbeam.models.prequantised import UNREAD, FewBits, method_of
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
-from quickbeam.models.stack_tensors import experts, names
+from quickbeam.models.stack_tensors import experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
-    Mxfp4,
     Stored,
     Whole,
     in_mxfp4,
     language_part,
     one_by_one,
     own_names,
+    placed,
     stacked,
 )
 from quickbeam.models.tensor_files import TensorFiles
@@ -170,19 +171,25 @@ class Checkpoint:
         says, and `InvalidInput` for tensors that are missing, or have another shape.
         """
         self.folder, self.config = folder, read_config(folder)
-        quantised = self.config.__dict__.get("quantization_config") or {}
-        if quantised and quantised.get("quant_method") != "mxfp4":
-            raise NotDescribed("its weights are quantised")
+        self._method = method_of(self.config)
         if dtype is None:
             own = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
             dtype = getattr(torch, str(own), None)
+            if (
+                dtype is torch.float16 and self._method is not None
+            ):  # what AWQ and GPTQ are saved in
+                dtype = torch.bfloat16
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotDescribed(f"its numbers are {own}")
         self.dtype = dtype
         hold(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
         self._files = TensorFiles(folder)
-        self._last = (("", 0, 0), torch.empty(0))  # the last rows that were read from blocks
+        self._held = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
+        self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
+        if dtype is torch.bfloat16:
+            read = [one for linear, _ in linears(self.stack) for one in linear.weights]
+            self._in_blocks = {one.name for one in read}
         self._stored = self._places(self.stack)
         self._as_stored = {of.routing.correction for of in experts(self.stack)}
         shapes = expected(self.stack, self.config)
@@ -196,23 +203,55 @@ class Checkpoint:
         named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
         if config.tie_word_embeddings and head not in named and stack.embedding in named:
             named[head] = named[stack.embedding]
-        found: dict[str, Stored] = {name: Whole(named[name]) for name in wanted & named.keys()}
+
+        def place(name: str) -> Whole | FewBits | None:
+            return placed(name, named, self._files, self._method)
+
+        places = {name: place(name) for name in wanted}
+        found: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
         for name in wanted if config.model_type in TURNED else ():
             if name in named:
                 found[name] = stacked(name, named[name], self._files, config.hidden_size)
-        for name in wanted - named.keys():
-            if (apart := one_by_one(name, named) or in_mxfp4(name, named)) is not None:
+        for name in wanted - found.keys():
+            if (apart := one_by_one(name, place) or in_mxfp4(name, named)) is not None:
                 found[name] = apart
         read = {name for one in found.values() for name in one.names}
-        blocks = {name for one in found.values() if isinstance(one, Mxfp4) for name in one.names}
+        like = {name: one.like(self._files) for name, one in found.items()}
+        blocks = {
+            part for name, one in like.items() if one is not None for part in found[name].names
+        }
         read |= {named[name] for name in stack.unread if name in named}
         odd = [name for name, one in named.items() if one not in read]
+        if self._method is not None:
+            odd = [name for name in odd if not self._needless(name, named)]
         if odd := sorted(name for name in odd if not is_mtp(name, config)):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
+        for of in experts(stack) if self._in_blocks else ():
+            parts = [part for one in of.all for part in (*one.up.weights, *one.down.weights)]
+            formats = {getattr(like[part.name], "name", "none") for part in parts}
+            if len(formats) > 1:
+                raise NotDescribed(
+                    f"its experts are in several formats ({', '.join(sorted(formats))})"
+                )
         if kinds := {self._files.kind(name) for name in read - blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it holds weights in few bits."""
+        return self._method is not None
+
+    def _needless(self, name: str, named: Mapping[str, str]) -> bool:
+        """Whether a tensor beside quantised weights says nothing about the model.
+
+        It is a scale of activations, or a bias of zeros, as GPTQ's libraries wrote for all weights.
+        """
+        if name.rpartition(".")[2] in UNREAD:
+            return True
+        packed = f"{name.removesuffix('.bias')}.qweight" in named
+        return name.endswith(".bias") and packed and not self._files.whole(named[name]).any()
 
     def __call__(self, name: str) -> Any:
         return self.rows(name)
@@ -232,33 +271,41 @@ class Checkpoint:
         return self._stored[name].shape(self._files)
 
     def like(self, name: str) -> Weight:
-        stored = self._stored[name]
-        if isinstance(stored, Mxfp4) and self.dtype is torch.bfloat16:
-            return stored.blocks_like(self._files)
-        return torch.empty(self.shape(name), device="meta")
+        found = self._stored[name].like(self._files) if name in self._in_blocks else None
+        return torch.empty(self.shape(name), device="meta") if found is None else found
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor.
 
         The numbers are those that loading the model gives: corrections of routers keep every bit,
-        and MXFP4 stays in blocks (`BlockRows`, of which rows are those of the transposed matrices)
-        where the other numbers are bfloat16. Raises `QuickbeamError` naming the
-        file where it can't be read.
+        and what products read in few bits stays in blocks (`BlockRows`; of MXFP4, rows are those of
+        the transposed matrices) where the other numbers are bfloat16. Raises `QuickbeamError`
+        naming the file where it can't be read.
         """
-        last = self.shape(name)[0] if last is None else last
-        stored = self._stored[name]
-        if not isinstance(stored, Mxfp4):
+        end, stored = self.shape(name)[0], self._stored[name]
+        last = end if last is None else last
+        if isinstance(stored, Whole):
             found = stored.rows(self._files, first, last)
             return found if name in self._as_stored else found.to(self.dtype)
-        if self.dtype is torch.bfloat16:
-            return stored.blocks_of(self._files, first, last)
-        if self._last[0] != (name, first, last):  # gates, and then what they let through
-            rows = stored.rows(self._files, first, last).to(self.dtype)
-            self._last = ((name, first, last), rows)
-        return self._last[1]
+        if isinstance(stored, FewBits):  # made as a whole
+            return self._made(name, 0, end)[first:last]
+        return self._made(name, first, last)
+
+    def _made(self, name: str, first: int, last: int) -> Any:
+        """Return rows of a tensor in blocks, or made of them; gates, then what they let through."""
+        key = (name, first, last)
+        if key not in self._held:
+            stored: Any = self._stored[name]
+            in_blocks = name in self._in_blocks and stored.like(self._files) is not None
+            if len(self._held) > 1:
+                del self._held[next(iter(self._held))]
+            found = (stored.in_blocks if in_blocks else stored.rows)(self._files, first, last)
+            self._held[key] = found if in_blocks else found.to(self.dtype)
+        return self._held[key]
 
     def release(self, layers: str, layer: int | None) -> None:
-        """Do nothing: what was read is nowhere kept."""
+        """Let go of what was made."""
+        self._held.clear()
 
 
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:

@@ -57,7 +57,7 @@ class BlockEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = rows.shape
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        chosen = BlockRows(self._rows.data[ids.flatten()], self._rows.name)
+        chosen = self._rows[ids.flatten()]
         rows = dense_rows(self._kernels, chosen) * self._scale
         return rows.to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
 

@@ -71,8 +71,8 @@ def causal_class(config: PreTrainedConfig) -> type:
     alone = f"take a checkpoint of its language model alone ({inner.model_type})"
     if config.model_type in COMPOSITES and inner.model_type in FAMILIES:
         alone = (
-            "its language part runs in the native kernels, on a CPU in bfloat16 or float32, from "
-            f"weights that are not quantised: do that, or {alone}"
+            "its language part runs in the native kernels, on a CPU in bfloat16 or float32: do "
+            f"that, or {alone}"
         )
     raise InvalidInput(
         f"{name} reads more than text ({', '.join(sorted(config.sub_configs))}): {alone}, or "

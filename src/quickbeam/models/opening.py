@@ -154,7 +154,7 @@ def _from_checkpoint(
         memory = disk.limit(checkpoint, stack, name, memory)
     if memory is not None:
         kept = WeightFile.of(str(folder), None, f"{name}-disk", progress)
-    elif weights != BFLOAT16:
+    elif weights != BFLOAT16 and not checkpoint.quantised:
         kept = WeightFile.of(str(folder), None, weights, progress)
     model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
     generation = read_json(folder / "generation_config.json")

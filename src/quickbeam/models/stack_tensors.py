@@ -117,7 +117,7 @@ def rows_of(rows: Tensor, tensor: Any) -> Any:
     `tensor`: the whole of it, as it is stored: a tensor, or `BlockRows` that aren't transposed.
     """
     if isinstance(tensor, BlockRows):
-        return BlockRows(rows_of(replace(rows, transposed=False), tensor.data), tensor.name)
+        return replace(tensor, data=rows_of(replace(rows, transposed=False), tensor.data))
     tensor = tensor.detach() if rows.expert is None else tensor.detach()[rows.expert]
     if rows.transposed and tensor.dim() == 2:
         tensor = tensor.t()

@@ -7,14 +7,17 @@ stored one by one, or transposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native.quantised import BlockRows
+from quickbeam.models.prequantised import FewBits, Method, few_bits
+from quickbeam.models.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
 # sounds, as the whole does.
@@ -137,16 +140,6 @@ def _renamed(kind: str, name: str) -> str:
     return name
 
 
-class Files(Protocol):
-    """Tensors as they are stored."""
-
-    def shape(self, name: str) -> list[int]:
-        """Return the shape of one."""
-
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return rows `first` to `last` (excluded) of one."""
-
-
 @dataclass(frozen=True)
 class Whole:
     """A parameter that is stored as it is."""
@@ -157,47 +150,69 @@ class Whole:
     def names(self) -> Sequence[str]:
         return (self.name,)
 
-    def shape(self, files: Files) -> list[int]:
+    def shape(self, files: TensorFiles) -> list[int]:
         return files.shape(self.name)
 
-    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
         return files.rows(self.name, first, last)
+
+    def like(self, files: TensorFiles) -> BlockRows | None:
+        """Return None: its numbers are not in blocks."""
 
 
 @dataclass(frozen=True)
 class Turned(Whole):
     """Matrices `[experts, rows, columns]` that are stored as `[experts, columns, rows]`."""
 
-    def shape(self, files: Files) -> list[int]:
+    def shape(self, files: TensorFiles) -> list[int]:
         count, columns, rows = files.shape(self.name)
         return [count, rows, columns]
 
-    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
         return files.rows(self.name, first, last).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Matrices `[experts, rows, columns]`, of which each has tensors of its own.
+    """Matrices `[experts, rows, columns]`, of which each is stored by itself.
 
-    `experts`: the names of each one's, one below the other.
+    `experts`: where each one's are, one below the other; all of one format.
     """
 
-    experts: tuple[tuple[str, ...], ...]
+    experts: tuple[tuple[Whole | FewBits, ...], ...]
 
     @property
     def names(self) -> Sequence[str]:
-        return [name for one in self.experts for name in one]
+        return [name for one in self.experts for part in one for name in part.names]
 
-    def shape(self, files: Files) -> list[int]:
-        shapes = [files.shape(name) for name in self.experts[0]]
+    def shape(self, files: TensorFiles) -> list[int]:
+        shapes = [part.shape(files) for part in self.experts[0]]
         return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
-    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
-        def whole(name: str) -> torch.Tensor:
-            return files.rows(name, 0, files.shape(name)[0])
+    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
+        def whole(part: Whole | FewBits) -> torch.Tensor:
+            return part.rows(files, 0, part.shape(files)[0])
 
         return torch.stack([torch.cat([*map(whole, one)]) for one in self.experts[first:last]])
+
+    def like(self, files: TensorFiles) -> BlockRows | None:
+        """Return what `in_blocks` does of all experts, without the numbers; None where there are no
+        blocks."""
+        found = [part.like(files) for part in self.experts[0]]
+        blocks = [one for one in found if one is not None]
+        if not blocks:
+            return None
+        data = torch.cat([one.data for one in blocks])
+        return replace(blocks[0], data=data.expand(len(self.experts), *data.shape))
+
+    def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
+        """Return experts' matrices as `[experts, rows, bytes]`."""
+        made = [
+            [part.in_blocks(files, 0, part.outputs) for part in one if isinstance(part, FewBits)]
+            for one in self.experts[first:last]
+        ]
+        data = torch.stack([torch.cat([part.data for part in one]) for one in made])
+        return replace(made[0][0], data=data)
 
 
 @dataclass(frozen=True)
@@ -215,28 +230,28 @@ class Mxfp4:
     def names(self) -> Sequence[str]:
         return (self.blocks, self.scales)
 
-    def shape(self, files: Files) -> list[int]:
+    def shape(self, files: TensorFiles) -> list[int]:
         count, outputs, groups, half = files.shape(self.blocks)
         return [count, groups * 2 * half, outputs]
 
-    def blocks_like(self, files: Files) -> BlockRows:
-        """Return what `blocks_of` does of all experts, without the numbers."""
+    def like(self, files: TensorFiles) -> BlockRows:
+        """Return what `in_blocks` does of all experts, without the numbers."""
         count, outputs, groups, half = files.shape(self.blocks)
         data = torch.empty(count, outputs, groups * (1 + half), dtype=torch.uint8, device="meta")
         return BlockRows(data, "mxfp4")
 
-    def blocks_of(self, files: Files, first: int, last: int) -> BlockRows:
+    def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
         """Return experts' matrices, `[experts, outputs, inputs]`, in blocks as of `.gguf` files.
 
         There, a byte holds two numbers of which the second comes 16 behind the first.
         """
-        blocks, scales = (files.rows(name, first, last) for name in self.names)
-        apart = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+        stored, scales = (files.rows(name, first, last) for name in self.names)
+        apart = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
         bytes_of = apart[..., :16] | apart[..., 16:] << 4
         data = torch.cat([scales[..., None], bytes_of], -1).flatten(-2)
         return BlockRows(data, "mxfp4")
 
-    def rows(self, files: Files, first: int, last: int) -> torch.Tensor:
+    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
         blocks, scales = (files.rows(name, first, last) for name in self.names)
         found = F.embedding(blocks.int(), PAIRS).flatten(-2)
         return torch.ldexp(found, scales.int()[..., None] - 127).flatten(-2).transpose(1, 2)
@@ -245,7 +260,20 @@ class Mxfp4:
 SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of E2M1, without their signs
 VALUES = torch.cat([SIZES, -SIZES])
 PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], 1)  # by byte
-Stored = Whole | OneByOne | Mxfp4
+Stored = Whole | OneByOne | Mxfp4 | FewBits
+
+
+def placed(
+    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method | None
+) -> Whole | FewBits | None:
+    """Return where a parameter is, as it is or in few bits; None where it is not.
+
+    `stored`: the stored name of each parameter. Raises as `few_bits` does.
+    """
+    few = None
+    if method is not None and name.endswith(".weight"):
+        few = few_bits(name, stored, files, method)
+    return few or (Whole(stored[name]) if name in stored else None)
 
 
 def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
@@ -259,7 +287,7 @@ def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
     return Mxfp4(stored[blocks], stored[scales])
 
 
-def stacked(name: str, as_stored: str, files: Files, width: int) -> Whole:
+def stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
     """Return where the matrices of a parameter of stacked experts are, of a kind in `TURNED`.
 
     `width`: how many numbers an expert reads and gives.
@@ -270,18 +298,24 @@ def stacked(name: str, as_stored: str, files: Files, width: int) -> Whole:
     return Turned(as_stored) if turned else Whole(as_stored)
 
 
-def one_by_one(name: str, stored: Mapping[str, str]) -> OneByOne | None:
+def one_by_one(name: str, place: Callable[[str], Whole | FewBits | None]) -> OneByOne | None:
     """Return where the matrices of a parameter of stacked experts are, or None.
 
-    `stored`: the stored name of each parameter.
+    `place(name)`: where a parameter is stored, or None. Raises `NotDescribed` for matrices in few
+    bits that are not all stored alike.
     """
     at, _, what = name.rpartition(".")
     if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
         return None
     for gate, up, down in EXPERT:
-        parts, found = (gate, up) if what == "gate_up_proj" else (down,), list[tuple[str, ...]]()
-        while all(f"{at}.{len(found)}.{one}.weight" in stored for one in parts):
-            found.append(tuple(stored[f"{at}.{len(found)}.{one}.weight"] for one in parts))
+        parts, found = (gate, up) if what == "gate_up_proj" else (down,), list[Any]()
+        while all(one := [place(f"{at}.{len(found)}.{part}.weight") for part in parts]):
+            found.append(tuple(one))
         if found:
+            few = [part for one in found for part in one if isinstance(part, FewBits)]
+            ordered = any(part.order is not None for part in few)
+            if few and (ordered or len(few) < len(found) * len(parts)):
+                kept = "activation order" if ordered else "some weights that are not quantised"
+                raise NotDescribed(f"its experts are quantised with {kept}")
             return OneByOne(tuple(found))
     return None

@@ -21,8 +21,12 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
-
 
 BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
 _one_at_a_time = threading.Lock()
@@ -67,7 +71,7 @@ class _Shard:
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
         about = self.tensors[name]
-        dtype, shape = DTYPES[about["dtype"]], about["shape"]
+        dtype, shape = DTYPES[about["dtype"]], about["shape"] or [1]
         row = dtype.itemsize
         for size in shape[1:]:
             row *= size
@@ -124,6 +128,10 @@ class TensorFiles:
             raise QuickbeamError(
                 f"{shard.path}: {name} can't be read ({error}): download it again"
             ) from error
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor, a single number as `[1]`. Raises as `rows` does."""
+        return self.rows(name, 0, (self.shape(name) or [1])[0])
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor whose rows are read from its file as they are needed.

@@ -104,7 +104,7 @@ class GgufCheckpoint:
             found = found.float() - 1
         last = len(found) if last is None else last
         if isinstance(found, BlockRows):
-            blocks = BlockRows(found.data[first:last], found.name)
+            blocks = found[first:last]
             return dense_rows(self._kernels, blocks) if self.dtype is torch.float32 else blocks
         part = found[first:last]
         return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part

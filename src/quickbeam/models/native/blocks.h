@@ -1,11 +1,16 @@
-// Blocks of weights as they stand in GGUF files, to the layouts of `formats.h`, and from these back to numbers.
+// Blocks of weights as they stand in GGUF files, or as checkpoints' weights are handed over, to the layouts of `formats.h`, and from these back
+// to numbers.
 //
 // A row of a file is blocks of 32 or 256 inputs (ggml, `ggml-common.h`). Their bits are moved, never rounded: the numbers that a layout
 // stands for (`dense`) are those that the file stands for, as the Python package `gguf` has them, bit for bit.
+//
+// Of a checkpoint's weights (`prequantised.py`): a float scale; a byte, the zero point (not of float8); the values of 32 inputs at a time, of 4 bits
+// those of inputs 0 to 15 in the low halves.
 #pragma once
 #include <algorithm>
 #include <vector>
 
+#include "float8.h"
 #include "formats.h"
 
 namespace qb {
@@ -25,13 +30,19 @@ inline FileBlock file_block(int32_t format) {  // {0, 0} for what no file holds
     case Q4_K: return {256, 144};
     case Q5_K: return {256, 176};
     case Q6_K: return {256, 210};
+    case W4_G32: return {32, 21};
+    case W4_G128: return {128, 69};
+    case W8_G32: return {32, 37};
+    case W8_G128: return {128, 133};
+    case FP8_G32: return {32, 36};
+    case FP8_G128: return {128, 132};
     default: return {0, 0};
   }
 }
 
 // The values of a block, from 0 on.
 static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
-  const auto halves = [q](const uint8_t* from, int count) {  // the low halves are the first inputs, the high ones those behind
+  const auto halves = [&q](const uint8_t* from, int count) {  // the low halves are the first inputs, the high ones those behind
     for (int i = 0; i < count; ++i) q[i] = from[i] & 15, q[count + i] = from[i] >> 4;
   };
   uint32_t high = 0;
@@ -62,6 +73,14 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
         }
       break;
     }
+    case W4_G32:
+    case W4_G128:
+      for (int64_t i = 0; i < file_block(format).inputs; i += 32, q += 32) halves(block + 5 + i / 2, 16);
+      break;
+    case W8_G32:
+    case W8_G128: std::memcpy(q, block + 5, size_t(file_block(format).inputs)); break;
+    case FP8_G32:
+    case FP8_G128: std::memcpy(q, block + 4, size_t(file_block(format).inputs)); break;
     default:  // Q6_K
       for (int part = 0; part < 2; ++part, q += 128)
         for (int i = 0; i < 32; ++i) {
@@ -75,6 +94,7 @@ static void values_of(int32_t format, const uint8_t* block, uint8_t* q) {
 // Scales of a block to those of output `lane`; g: the block's first group.
 static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, int64_t groups, int64_t g, int64_t lane) {
   uint8_t* super = scales + groups * 32;
+  const int64_t by = shared_by(LAYOUTS[format].scales);
   switch (LAYOUTS[format].scales) {
     case HALF: std::memcpy(scales + g * 32 + lane * 2, block, 2); break;
     case PAIR:
@@ -92,6 +112,10 @@ static void put_scales(int32_t format, const uint8_t* block, uint8_t* scales, in
       std::memcpy(super + g / SUPER_GROUPS * 64 + 32 + lane * 2, block + 2, 2);
       break;
     }
+    case ZERO:
+    case ZERO_4: scales[(groups + by - 1) / by * 64 + g / by * 16 + lane] = block[4]; [[fallthrough]];
+    case FLOAT:
+    case FLOAT_4: std::memcpy(scales + g / by * 64 + lane * 4, block, 4); break;
     default:  // SIGNED
       for (int64_t j = 0; j < 8; ++j) {
         scales[(g + j) * 32 + lane] = block[192 + 2 * j];
@@ -126,6 +150,11 @@ static uint8_t value_at(int32_t bits, const uint8_t* group, int64_t lane, int64_
   return uint8_t(low | (bits == 5 ? group[256 + at] >> c & 1 : group[256 + c / 4 * 64 + at] >> c % 4 * 2 & 3) << 4);
 }
 
+// The same of float8 numbers, which stand input by input.
+static void put_float8(const uint8_t* q, uint8_t* to, int64_t lane) {
+  for (int64_t i = 0; i < GROUP; ++i) to[i * 16 + lane] = q[i];
+}
+
 // `outputs` rows (at most 16), `row_bytes` apart, to a block.
 static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t* to) {
   const Layout& of = LAYOUTS[format];
@@ -138,7 +167,11 @@ static void repack(int32_t format, const uint8_t* rows, int64_t row_bytes, int64
     for (int64_t i = 0; i < inputs; i += block.inputs, from += block.bytes) {
       values_of(format, from, q);
       put_scales(format, from, to + groups * bytes, groups, i / GROUP, lane);
-      for (int64_t k = 0; k < block.inputs; k += GROUP) put_values(of.bits, q + k, to + (i + k) / GROUP * bytes, lane);
+      for (int64_t k = 0; k < block.inputs; k += GROUP) {
+        uint8_t* group = to + (i + k) / GROUP * bytes;
+        if (is_float8(of.scales)) put_float8(q + k, group, lane);
+        else put_values(of.bits, q + k, group, lane);
+      }
     }
   }
 }
@@ -158,9 +191,17 @@ static void dense(int32_t format, const uint8_t* block, int64_t inputs, int64_t 
     float by = lane_of(scale.by), plus = 0.0f, halves[2] = {1.0f, 1.0f};
     if (of.scales == OUTPUT) by = reinterpret_cast<const float*>(scales)[lane];
     if (of.scales == SIGNED) halves[0] = lane_of(scale.first), halves[1] = lane_of(scale.second);
-    if (of.scales == PAIR || of.scales == SUPER) plus = lane_of(scale.plus);
+    if (of.scales == PAIR || of.scales == SUPER || zeroed(of.scales)) plus = lane_of(scale.plus);
     for (int64_t i = 0; i < std::min(GROUP, inputs - g * GROUP); ++i) {
+      if (is_float8(of.scales)) {
+        to[g * GROUP + i] = by * float8(block[g * bytes + i * 16 + lane]);
+        continue;
+      }
       const uint8_t q = value_at(of.bits, block + g * bytes, lane, i);
+      if (zeroed(of.scales)) {
+        to[g * GROUP + i] = by * (float(q) - plus);
+        continue;
+      }
       const float value = by * halves[i / 16] * float((of.table ? of.table[q] : q) - of.offset);
       to[g * GROUP + i] = of.scales == PAIR || of.scales == SUPER ? value + plus : value;
     }

@@ -20,15 +20,20 @@
 
 namespace qb {
 
-// In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those behind FLOAT32 are named as there.
-enum Format : int32_t { BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4 };
+// In the order of `library.FORMATS`. INT4 is Q4_1 of GGUF files, and those from Q4_0 to MXFP4 are named as there. The last are of checkpoints:
+// whole numbers of 4 and 8 bits, and float8 numbers (`float8.h`), with a scale for 32 or for 128 inputs.
+enum Format : int32_t {
+  BFLOAT16, INT8, INT4, FLOAT32, Q4_0, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4,
+  W4_G32, W4_G128, W8_G32, W8_G128, FP8_G32, FP8_G128
+};
 
 // Scales, and lowest values where there are any. By group but for OUTPUT:
 //   OUTPUT: float [16] for all groups. HALF: half precision [16]. PAIR: half precision [2][16], scales and lowest values. EXPONENT: bytes
 //   [16], each the exponent of a power of two. SUPER: bytes [2][16], behind all of them, for every eight groups, half precision [2][16]: the
 //   products are scales and minus the lowest values. SIGNED: signed bytes [2][16], for the first and the second half of the group, behind
-//   them for every eight groups half precision [16], which they are taken times.
-enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SIGNED };
+//   them for every eight groups half precision [16], which they are taken times. ZERO: float [16], and behind all of them bytes [16], zero
+//   points: whole numbers that are taken from values first. FLOAT: float [16], of float8 numbers. ZERO_4, FLOAT_4: for every four groups.
+enum Scales : int32_t { NONE, OUTPUT, HALF, PAIR, EXPONENT, SUPER, SIGNED, ZERO, ZERO_4, FLOAT, FLOAT_4 };
 
 struct Layout {
   int32_t bits;
@@ -42,13 +47,18 @@ constexpr uint8_t MXFP4_TABLE[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128
 constexpr Layout LAYOUTS[] = {
     {16, NONE, 0, nullptr},  {8, OUTPUT, 128, nullptr}, {4, PAIR, 0, nullptr},   {32, NONE, 0, nullptr},          {4, HALF, 8, nullptr},
     {5, HALF, 16, nullptr},  {5, PAIR, 0, nullptr},     {8, HALF, 128, nullptr}, {4, SUPER, 0, nullptr},          {5, SUPER, 0, nullptr},
-    {6, SIGNED, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE}};
+    {6, SIGNED, 32, nullptr}, {4, HALF, 128, IQ4_NL_TABLE}, {4, EXPONENT, 128, MXFP4_TABLE},
+    {4, ZERO, 0, nullptr},   {4, ZERO_4, 0, nullptr},   {8, ZERO, 0, nullptr},   {8, ZERO_4, 0, nullptr},
+    {8, FLOAT, 0, nullptr},  {8, FLOAT_4, 0, nullptr}};
 
 constexpr int64_t SUPER_GROUPS = 8;  // that share a scale
+constexpr int64_t shared_by(Scales scales) { return scales == ZERO_4 || scales == FLOAT_4 ? 4 : 1; }
+constexpr bool zeroed(Scales scales) { return scales == ZERO || scales == ZERO_4; }
+constexpr bool is_float8(Scales scales) { return scales == FLOAT || scales == FLOAT_4; }
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 inline int64_t scale_bytes(Scales scales, int64_t groups) {
-  const int64_t super = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS;
+  const int64_t super = (groups + SUPER_GROUPS - 1) / SUPER_GROUPS, shared = (groups + shared_by(scales) - 1) / shared_by(scales);
   switch (scales) {
     case NONE: return 0;
     case OUTPUT: return 64;
@@ -57,6 +67,10 @@ inline int64_t scale_bytes(Scales scales, int64_t groups) {
     case EXPONENT: return groups * 16;
     case SUPER: return groups * 32 + super * 64;
     case SIGNED: return groups * 32 + super * 32;
+    case ZERO:
+    case ZERO_4: return shared * 80;
+    case FLOAT:
+    case FLOAT_4: return shared * 64;
   }
   return 0;
 }
@@ -68,7 +82,7 @@ inline int64_t block_bytes(int32_t format, int64_t inputs) {
 }
 
 struct Scale {
-  Lanes by, plus;       // plus: of PAIR and SUPER
+  Lanes by, plus;       // plus: lowest values of PAIR and SUPER, zero points of ZERO
   Lanes first, second;  // of SIGNED
 };
 
@@ -86,6 +100,7 @@ inline Lanes load_exponents(const uint8_t* p) {
 inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_t g) {
   const auto halves = [](const uint8_t* p) { return load_half_floats(reinterpret_cast<const uint16_t*>(p)); };
   const uint8_t *pair = scales + g * 32, *super = scales + groups * 32;
+  const int64_t shared = (groups + shared_by(kind) - 1) / shared_by(kind), own = g / shared_by(kind);
   Scale s;
   switch (kind) {
     case HALF: s.by = halves(pair); break;
@@ -101,6 +116,10 @@ inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_
       s.first = load_numbers(reinterpret_cast<const int8_t*>(pair));
       s.second = load_numbers(reinterpret_cast<const int8_t*>(pair + 16));
       break;
+    case ZERO:
+    case ZERO_4: s.plus = load_numbers(scales + shared * 64 + own * 16); [[fallthrough]];
+    case FLOAT:
+    case FLOAT_4: s.by = load(reinterpret_cast<const float*>(scales) + own * 16); break;
     default: s.by = all(1.0f);
   }
   return s;
@@ -111,12 +130,12 @@ QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t 
   for (int b = 0; b < count; ++b) to[b] = scale_of(kind, scales + b * stride, groups, g);
 }
 
-// Products of values of `BITS` bits; LOWEST: there are lowest values; TABLE: values stand for numbers of a table.
-template <int BITS, bool LOWEST, bool TABLE>
+// Products of values of `BITS` bits; LOWEST: there are lowest values; TABLE: values stand for numbers of a table; ZEROED: there are zero points.
+template <int BITS, bool LOWEST, bool TABLE, bool ZEROED = false>
 struct Values {
   static constexpr bool SMALL = BITS == 4 && !TABLE;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
-  static constexpr bool ADDS = LOWEST;
+  static constexpr bool ADDS = LOWEST || ZEROED;
   static constexpr int PIECES = BITS == 6 ? 2 : 1;  // of a group, which are summed apart
   static constexpr int64_t GROUP_BYTES = BITS * 64;
   using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
@@ -161,6 +180,10 @@ struct Values {
   static Lanes scaled(const Sums (&s)[PIECES], const Scale& scale, float row, const float* total) {
     const Lanes sum = to_lanes(s[0]);
     if constexpr (LOWEST) return mul(qb::add(mul(sum, scale.by), mul(scale.plus, all(total[0]))), all(row));
+    if constexpr (ZEROED) {
+      const Lanes from = WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus;
+      return mul(mul(sub(sum, mul(from, all(total[0]))), scale.by), all(row));  // exact until `by`
+    }
     const Lanes exact = sub(sum, all(total[0]));
     if constexpr (PIECES == 1) return mul(mul(exact, scale.by), all(row));
     const Lanes other = sub(to_lanes(s[PIECES - 1]), all(total[PIECES - 1]));
@@ -171,8 +194,10 @@ struct Values {
 // f(Values<...>) for what a layout needs.
 template <class F>
 static void with_values(const Layout& of, F f) {
-  const bool lowest = of.scales == PAIR || of.scales == SUPER;
-  if (of.bits == 8) f(Values<8, false, false>());
+  const bool lowest = of.scales == PAIR || of.scales == SUPER, zero_point = zeroed(of.scales);
+  if (of.bits == 8 && zero_point) f(Values<8, false, false, true>());
+  else if (zero_point) f(Values<4, false, false, true>());
+  else if (of.bits == 8) f(Values<8, false, false>());
   else if (of.bits == 6) f(Values<6, false, false>());
   else if (of.bits == 5 && lowest) f(Values<5, true, false>());
   else if (of.bits == 5) f(Values<5, false, false>());

@@ -9,8 +9,8 @@ class Format(NamedTuple):
     """How a weight's numbers are stored.
 
     `bits`: of a number, its share of the scales counted. `made`: who makes it: a checkpoint, a
-    `.gguf` file, or the option `--weights`. `file_type`: its number in `.gguf` files, where blocks
-    of `inputs` numbers take `bytes`; None for what no such file holds.
+    `.gguf` file, or the option `--weights`. Blocks of `inputs` numbers take `bytes` where they are
+    read (`BlockRows`). `file_type`: their number in `.gguf` files; None for what none holds.
     """
 
     bits: float
@@ -20,8 +20,12 @@ class Format(NamedTuple):
     bytes: int = 0
 
 
-def _blocks(file_type: int, inputs: int, size: int, made: str = "GGUF") -> Format:
+def _blocks(file_type: int | None, inputs: int, size: int, made: str = "GGUF") -> Format:
     return Format(8 * size / inputs, made, file_type, inputs, size)
+
+
+QUANTISED = "AWQ, GPTQ, compressed-tensors"
+FLOAT8 = "FP8, compressed-tensors"
 
 
 # In the order of the kernels. A group of 32 `int4` weights is stored as a block of Q4_1 is.
@@ -39,5 +43,11 @@ FORMATS: dict[str, Format] = {
     "q6_k": _blocks(14, 256, 210),
     "iq4_nl": _blocks(20, 32, 18),
     "mxfp4": _blocks(39, 32, 17),
+    "w4g32": _blocks(None, 32, 21, QUANTISED),
+    "w4g128": _blocks(None, 128, 69, QUANTISED),
+    "w8g32": _blocks(None, 32, 37, QUANTISED),
+    "w8g128": _blocks(None, 128, 133, QUANTISED),
+    "fp8g32": _blocks(None, 32, 36, FLOAT8),
+    "fp8g128": _blocks(None, 128, 132, FLOAT8),
 }
 NAMES = tuple(FORMATS)  # an operation names a format by its index

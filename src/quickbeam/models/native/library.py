@@ -21,8 +21,8 @@ from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 18
-EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT = range(11)
+VERSION = 19
+EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 # "clamped" is for experts alone, "sigmoid" for gates

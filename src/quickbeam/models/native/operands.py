@@ -43,6 +43,8 @@ class Packed:
     already. Raises `ValueError` for an odd number of inputs in bfloat16.
     """
 
+    order = None  # of its inputs: their own
+
     def __init__(
         self,
         kernels: Kernels,

@@ -170,6 +170,8 @@ def chosen(program: Program, packed: AnyPacked, source: Buffer, target: Buffer) 
     Their results stand side by side in the target, whose `target_stride` has to be `set` first.
     The weight's outputs are a multiple of `BLOCK`.
     """
+    if packed.order is not None:
+        source = program.reordered(packed.order, source)
     program.add(
         library.CHOSEN,
         source,

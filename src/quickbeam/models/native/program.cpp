@@ -24,7 +24,7 @@
 
 namespace qb {
 
-enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT };
+enum Kind : int32_t { EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER };
 enum Epilogue : int32_t { STORE, ADD, GATED, ACTIVATE, BEST };
 
 // One operation. Buffers are numbers into the caller's table, -1 for none. Strides, offsets and sizes are in numbers, not bytes.
@@ -99,6 +99,7 @@ class Worker {
         case LATENT: latent(op); break;
         case RECUR: recur(op); break;
         case GATE: gate(op); break;
+        case REORDER: reorder(op); break;
       }
       meet();
     }
@@ -231,6 +232,15 @@ class Worker {
         else if (op.target_float) at<float>(op.target)[to + i] = x;
         else at<bf16>(op.target)[to + i] = narrow(x);
       }
+    }
+  }
+
+  void reorder(const Op& op) {  // column i of the target is column weight[i] of the source; both bfloat16
+    const int32_t* order = static_cast<const int32_t*>(op.weight);
+    for (int64_t r = low(rows(op)); r < high(rows(op)); ++r) {
+      const bf16* from = at<bf16>(op.source) + r * op.source_stride + op.source_offset;
+      bf16* to = at<bf16>(op.target) + r * op.target_stride;
+      for (int64_t i = 0; i < op.inputs; ++i) to[i] = from[order[i]];
     }
   }
 
@@ -581,7 +591,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 18; }
+QB_API int64_t qb_version() { return 19; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 

@@ -171,6 +171,9 @@ class Program:
         the wanted rows, in their order. Raises `ValueError` if the weight is gated and the epilogue
         is not `GATED`, or the other way round.
         """
+        wanted = 2 * int(gathered)
+        if packed.order is not None:
+            source, of = self.reordered(packed.order, source, of, wanted), 0
         self.add(
             library.LINEAR,
             source,
@@ -183,7 +186,7 @@ class Program:
             epilogue=epilogue,
             source_offset=of,
             target_offset=column,
-            wanted=2 * int(gathered),
+            wanted=wanted,
             best=-1 if best is None else best.index,
             activation=library.ACTIVATIONS.index(activation),
             scaling=scaling,
@@ -191,6 +194,15 @@ class Program:
         )
         if packed.gated != (epilogue == library.GATED):
             raise ValueError("gated weights and the epilogue GATED go together")
+
+    def reordered(
+        self, order: torch.Tensor, source: Buffer, of: int = 0, wanted: int = 0
+    ) -> Buffer:
+        """Return a buffer of the bfloat16 source's columns `of + order[i]`."""
+        target = self.buffer(len(order))
+        fields = {"weight": order, "inputs": len(order), "source_offset": of, "wanted": wanted}
+        self.add(library.REORDER, source, target, **fields)
+        return target
 
     def heads(
         self,

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <vector>
 
+#include "float8.h"
 #include "formats.h"
 #include "product.h"
 
@@ -199,7 +200,8 @@ static void any_panels(int32_t, const float* x, int64_t x_stride, int64_t rows, 
 template <class Each, class Done>
 static void any_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each, bool even,
                        float* sums, Done done) {
-  if (format != BFLOAT16) quantised_panels(format, x, x_stride, rows, weight, inputs, each, even, sums, done);
+  if (is_float8(LAYOUTS[format].scales)) float8_panels(format, x, x_stride, rows, weight, inputs, each, even, sums, done);
+  else if (format != BFLOAT16) quantised_panels(format, x, x_stride, rows, weight, inputs, each, even, sums, done);
   else panels(x, x_stride, rows, static_cast<const bf16*>(weight), inputs, each, even, sums, done);
 }
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,13 +29,15 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows of a weight as blocks of a `.gguf` file.
+    """Rows of a weight as blocks of a file.
 
-    `data`: `[..., rows, bytes]` uint8. `name`: a format with a `file_type`.
+    `data`: `[..., rows, bytes]` uint8. `name`: a format with blocks. `order`: which input each
+    number is for, `[inputs]` int32; None: the first is for the first.
     """
 
     data: torch.Tensor
     name: str
+    order: torch.Tensor | None = None
 
     @property
     def shape(self) -> list[int]:
@@ -46,16 +48,25 @@ class BlockRows:
     def __len__(self) -> int:
         return len(self.data)
 
+    def __getitem__(self, which: Any) -> BlockRows:
+        return replace(self, data=self.data[which])
+
 
 Weight = torch.Tensor | BlockRows
+
+
+def order_of(weight: Weight) -> torch.Tensor | None:
+    """Return the order of a weight's inputs, None where they are in their own."""
+    return weight.order if isinstance(weight, BlockRows) else None
 
 
 class QuantisedPacked:
     """A weight `[outputs, inputs]` in blocks of few bits, and its bias in float32.
 
     `weights`: dense, which are quantised to `name` (`int8` or `int4`), or all `BlockRows` of that
-    format, whose bits are kept. The other arguments are those of `Packed`, but `place` counts
-    bytes. Raises `InvalidInput` for weights to quantise that are not finite.
+    format and of one order (`order`), whose bits are kept. The other arguments are those of
+    `Packed`, but `place` counts bytes. Raises `InvalidInput` for weights to quantise that are not
+    finite.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class QuantisedPacked:
             sum(len(weight) for weight in weights),
         )
         self.name, self.format, self._kernels = name, library.FORMATS.index(name), kernels
+        self.order = order_of(weights[0])
         self._block = kernels.block_bytes(self.format, self.inputs)
         rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
         self.blocks = -(-rows // BLOCK) * together
@@ -127,7 +139,9 @@ class QuantisedPacked:
             self._block,
             weight.data_ptr(),
         )
-        return weight
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
     def rows(self) -> torch.Tensor:
         """Return these numbers rounded to bfloat16. Not for gated weights."""
@@ -138,15 +152,14 @@ def _stacked(weights: Sequence[Weight]) -> Weight:
     """Return weights of one format one below the other."""
     first, *_ = weights
     if isinstance(first, BlockRows):
-        return BlockRows(
-            torch.cat([one.data for one in weights if isinstance(one, BlockRows)]), first.name
-        )
+        data = [one.data for one in weights if isinstance(one, BlockRows)]
+        return replace(first, data=torch.cat(data))
     return torch.cat([one for one in weights if isinstance(one, torch.Tensor)])
 
 
 def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
     """Return the numbers that a file's blocks stand for, `[..., rows, inputs]` float32."""
-    rows = BlockRows(weight.data.reshape(-1, weight.data.shape[-1]), weight.name)
+    rows = replace(weight, data=weight.data.reshape(-1, weight.data.shape[-1]))
     return QuantisedPacked(kernels, [rows], name=weight.name).dense().view(weight.shape)
 
 
@@ -181,8 +194,12 @@ class Packer(NamedTuple):
         return weight.name if isinstance(weight, BlockRows) else self.name
 
     def together(self, weights: Sequence[Weight]) -> bool:
-        """Whether all weights get one format."""
-        return len({self._named(weight) for weight in weights}) == 1
+        """Whether all weights get one format, and read their inputs in one order."""
+        first, *rest = map(order_of, weights)
+        return len({self._named(weight) for weight in weights}) == 1 and all(
+            one is first or (one is not None and first is not None and torch.equal(one, first))
+            for one in rest
+        )
 
     def size(self, weights: Sequence[Weight], gated: bool = False) -> int:
         """Return how many bytes these weights take."""

@@ -1,0 +1,413 @@
+"""Checkpoints whose weights are quantised already: AWQ, GPTQ, compressed-tensors and FP8.
+
+The layouts are written here, as those who made them describe them; a weight's numbers are
+`(q - zero) * scale`, and the model must be that of those numbers.
+
+pytest tests/test_prequantised.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+
+from answers import answer
+from models import SIZES, tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.base import NoDraft
+from quickbeam.models import prequantised
+from quickbeam.models.base import Batch, Chain
+from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import BlockRows, dense_rows
+from quickbeam.models.native_model import NativeModel
+from quickbeam.params import SamplingParams
+from test_families import IDS, policies
+
+KERNELS = library.kernels()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
+Tensors = dict[str, torch.Tensor]
+NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # of AWQ: the column that each nibble of a word is of
+
+
+class Quantised(NamedTuple):
+    """A weight `[outputs, inputs]`. `group`: of each input."""
+
+    q: torch.Tensor
+    zero: torch.Tensor
+    scale: torch.Tensor
+    group: torch.Tensor
+
+    @property
+    def dense(self) -> torch.Tensor:
+        zero = 0 if self.q.is_floating_point() else self.zero.float()[:, self.group]
+        return (self.q.float() - zero) * self.scale.float()[:, self.group]
+
+
+def words(rows: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """Whole numbers `[n, m]` in int32 words `[n, m * bits / 32]`, low bits first."""
+    each = 32 // bits
+    apart = rows.numpy().astype(np.uint64).reshape(len(rows), -1, each)[..., order or range(each)]
+    found = (apart << (np.arange(each, dtype=np.uint64) * np.uint64(bits))).sum(-1)
+    return torch.from_numpy(found.astype(np.uint32).view(np.int32))
+
+
+def awq(w: Quantised) -> Tensors:
+    return {
+        "qweight": words(w.q.T, 4, NIBBLES),
+        "qzeros": words(w.zero.T, 4, NIBBLES),
+        "scales": w.scale.T.half(),
+    }
+
+
+def gptq(w: Quantised, bits: int = 4, less: int = 1) -> Tensors:
+    return {
+        "qweight": words(w.q, bits).T,
+        "qzeros": words(w.zero.T - less, bits),
+        "scales": w.scale.T.half(),
+        "g_idx": w.group.int(),
+        "bias": torch.zeros(len(w.q)).half(),
+    }
+
+
+def packed(w: Quantised, bits: int = 4, symmetric: bool = True) -> Tensors:
+    found = {
+        "weight_packed": words(w.q, bits),
+        "weight_scale": w.scale.bfloat16(),
+        "weight_shape": torch.tensor(w.q.shape),
+    }
+    if not symmetric:
+        found["weight_zero_point"] = words(w.zero.T, bits).T
+    if not torch.equal(w.group, w.group.sort().values):
+        found["weight_g_idx"] = w.group.int()
+    return found
+
+
+def whole(w: Quantised, suffix: str = "weight_scale") -> Tensors:
+    if w.q.is_floating_point():
+        return {"weight": w.q, suffix: w.scale, "input_scale": torch.tensor(1.5)}
+    zero = (w.zero.int() - 128).to(torch.int8)
+    return {
+        "weight": (w.q.int() - 128).to(torch.int8),
+        "weight_scale": w.scale.bfloat16(),
+        **({} if bool((zero == 0).all()) else {"weight_zero_point": zero}),
+    }
+
+
+def by_blocks(w: Quantised) -> Tensors:
+    return whole(w._replace(scale=w.scale[::128]), "weight_scale_inv")
+
+
+def one_scale(w: Quantised) -> Tensors:
+    return whole(w._replace(scale=w.scale[0, 0]))
+
+
+class Case(NamedTuple):
+    """How weights are stored, and what the configuration says of it."""
+
+    config: dict[str, Any]
+    store: Callable[[Quantised], Tensors]
+    format: str
+    bits: int = 4
+    group: int | None = 32
+    symmetric: bool = False
+    ordered: bool = False
+    tall: int = 1  # outputs that share a scale; 0: all of them, and all inputs
+    inner: int = 256
+
+
+def compressed(format: str, group: int | None = None, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "group_size": group, **more}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+CASES = {
+    "awq": Case(AWQ | {"group_size": 128}, awq, "w4g128", group=128),
+    "awq-64": Case(AWQ | {"group_size": 64}, awq, "w4g32", group=64, inner=192),
+    "gptq": Case(GPTQ, gptq, "w4g32"),
+    "gptq-v2": Case(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less=0), "w4g32"),
+    "gptq-8": Case(GPTQ | {"bits": 8}, lambda w: gptq(w, 8), "w8g32", 8),
+    "gptq-8-one": Case(
+        GPTQ | {"bits": 8, "group_size": -1}, lambda w: gptq(w, 8), "w8g128", 8, None
+    ),
+    "gptq-order": Case(GPTQ | {"desc_act": True}, gptq, "w4g32", ordered=True),
+    "packed": Case(compressed(PACK, 128), packed, "w4g128", group=128, symmetric=True),
+    "packed-zero": Case(compressed(PACK, 32), lambda w: packed(w, 4, False), "w4g32"),
+    "packed-8": Case(
+        compressed(PACK, num_bits=8), lambda w: packed(w, 8), "w8g128", 8, None, symmetric=True
+    ),
+    "packed-order": Case(
+        compressed(PACK, 32, actorder="group"), packed, "w4g32", symmetric=True, ordered=True
+    ),
+    "int8": Case(compressed(INT, num_bits=8), whole, "w8g128", 8, None, symmetric=True),
+    "int8-zero": Case(compressed(INT, num_bits=8), whole, "w8g128", 8, None),
+    "float8": Case(compressed(FLOAT, num_bits=8), whole, "fp8g128", 0, None),
+    "float8-one": Case(compressed(FLOAT, num_bits=8), one_scale, "fp8g128", 0, None, tall=0),
+    "fp8": Case(BLOCKS, by_blocks, "fp8g128", 0, 128, tall=128),
+    "fp8-uneven": Case(BLOCKS, by_blocks, "fp8g128", 0, 128, tall=128, inner=320),
+    "fp8-one": Case(FP8, one_scale, "fp8g128", 0, None, tall=0),
+}
+
+
+def quantised(outputs: int, inputs: int, case: Case, random: torch.Generator) -> Quantised:
+    """A random weight."""
+    group = case.group or inputs
+    groups = -(-inputs // group)
+    of = torch.arange(inputs) // group
+    if case.ordered:
+        of = of[torch.randperm(inputs, generator=random)]
+    scale = torch.rand(outputs, groups, generator=random) + 0.2
+    scale = scale[:1].expand_as(scale) if case.tall == 0 else scale[:: case.tall]
+    scale = scale.repeat_interleave(max(1, case.tall), 0)[:outputs] * 0.3
+    if case.bits == 0:
+        q = torch.randn(outputs, inputs, generator=random).mul(0.3).to(torch.float8_e4m3fn)
+        return Quantised(q, torch.zeros(outputs, groups), scale, of)
+    most = 1 << case.bits
+    q = torch.randint(0, most, (outputs, inputs), generator=random, dtype=torch.uint8)
+    zero = torch.full((outputs, groups), most // 2)
+    if not case.symmetric:
+        zero = torch.randint(most // 4, most * 3 // 4, zero.shape, generator=random)
+    scale = (scale / most).bfloat16().float()  # exact in half precision too
+    return Quantised(q, zero.to(torch.uint8), scale, of)
+
+
+def model_of(case: Case, moe: bool = False) -> PreTrainedModel:
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": case.inner, "num_hidden_layers": 2}
+    config: Any = LlamaConfig(**sizes)
+    if moe:
+        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        config = Qwen3MoeConfig(**sizes, **more, head_dim=32)
+    return tiny("", config=config)
+
+
+def write(folder: Path, name: str, moe: bool = False) -> tuple[PreTrainedModel, Tensors]:
+    """A checkpoint; returns the model of the numbers that it holds, and its quantised weights."""
+    case, random = CASES[name], torch.Generator().manual_seed(1)
+    model = model_of(case, moe)
+    model.save_pretrained(folder)
+    stored, dense = Tensors(), Tensors()
+    orders = dict[tuple[str, int], torch.Tensor]()
+    for one, tensor in load_file(folder / "model.safetensors").items():
+        if not re.search(r"_proj\.weight$", one):
+            stored[one] = tensor.half()
+            continue
+        w = quantised(*tensor.shape, case, random)
+        # inputs of q_proj and k_proj have one order, others orders of their own
+        at = (one.rpartition("self_attn.")[0], "q_proj" in one or "k_proj" in one)
+        if case.ordered and at[1]:
+            w = w._replace(group=orders.setdefault(at, w.group))
+        module = one.removesuffix("weight")
+        stored |= {f"{module}{part}": t.contiguous() for part, t in case.store(w).items()}
+        dense[one] = w.dense
+    save_file(stored, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"dtype": "float16", "quantization_config": case.config}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return loaded(model, stored | dense), dense
+
+
+def loaded(model: PreTrainedModel, tensors: Tensors) -> PreTrainedModel:
+    """The model with these numbers, experts' put together."""
+    state = {name: tensors[name].float() for name in model.state_dict() if name in tensors}
+    for name, parameter in model.state_dict().items():
+        at, _, what = name.rpartition(".")
+        if not at.endswith(".experts"):
+            continue
+        parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else ("down_proj",)
+        state[name] = torch.stack(
+            [
+                torch.cat([tensors[f"{at}.{i}.{p}.weight"] for p in parts])
+                for i in range(len(parameter))
+            ]
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def logits(checkpoint: Checkpoint) -> torch.Tensor:
+    model, ids = NativeModel(checkpoint, checkpoint.stack), IDS.tolist()
+    return model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
+
+
+@torch.no_grad()
+def right(model: PreTrainedModel) -> torch.Tensor:
+    return model(IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_has_its_own_numbers(name: str, tmp_path: Path) -> None:
+    model, dense = write(tmp_path, name)
+    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
+    assert KERNELS is not None and blocks.dtype is torch.bfloat16 and blocks.quantised
+    for one, numbers in dense.items():
+        found = blocks(one)
+        shared = CASES[name].format
+        if numbers.shape[1] % 128:
+            shared = shared.replace("g128", "g32")
+        assert isinstance(found, BlockRows) and found.name == shared
+        assert blocks.like(one).shape == found.shape == list(numbers.shape)
+        assert torch.equal(dense_rows(KERNELS, found), numbers), one
+        assert torch.equal(dense_rows(KERNELS, blocks.rows(one, 5, 40)), numbers[5:40]), one
+        assert torch.equal(whole(one), numbers), one
+    wanted = right(model)
+    torch.testing.assert_close(logits(whole), wanted, rtol=1e-3, atol=1e-3)
+    assert error(logits(blocks), wanted) < 0.05
+
+
+def test_an_older_configuration_is_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    for name in ("awq", "gptq", "packed", "fp8"):
+        write(tmp_path, name)
+        fields = json.loads((tmp_path / "config.json").read_text())
+        fields["torch_dtype"] = fields.pop("dtype")
+        fields["transformers_version"] = "4.46.1"
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert Checkpoint(tmp_path, None)(f"{AT}.weight").name == CASES[name].format
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero": ("gptq", {"checkpoint_format": "gptq_v2"}),
+    "zero-v2": ("gptq-v2", {"checkpoint_format": "gptq"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_zero_point_is_another_model(name: str, tmp_path: Path) -> None:
+    of, change = WRONG[name]
+    model, _ = write(tmp_path, of)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
+
+
+@pytest.mark.parametrize("part", ["g_idx", "scales"])
+def test_another_order_or_scale_is_another_model(part: str, tmp_path: Path) -> None:
+    model, _ = write(tmp_path, "gptq-order")
+    stored = load_file(tmp_path / "model.safetensors")
+    for one in [one for one in stored if one.endswith(part)]:
+        stored[one] = stored[one].flip(0).contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
+
+
+def test_columns_in_their_order_are_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = write(tmp_path, "awq")
+    monkeypatch.setattr(prequantised, "INTERLEAVED", list(range(8)))
+    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-order", "packed-zero", "int8", "fp8-uneven"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_answer(name: str, temperature: float, tmp_path: Path) -> None:
+    write(tmp_path, name)
+    checkpoint, ids = Checkpoint(tmp_path, None), IDS.tolist()
+    model = NativeModel(checkpoint, checkpoint.stack)
+    assert CASES[name].format in model.describe()
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
+    said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
+    for policy in policies(torch.bfloat16).values():
+        assert answer(model, policy, params, ids, budget=8).output.token_ids == said
+
+
+@pytest.mark.parametrize("name", ["awq", "packed", "fp8"])
+def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
+    model, dense = write(tmp_path, name, moe=True)
+    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
+    at = "model.layers.1.mlp.experts"
+    assert KERNELS is not None
+    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
+    wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
+    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
+    assert found.name == CASES[name].format
+    torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
+    assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_only_what_is_not_quantised_is(weights: str, tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    checkpoint = Checkpoint(tmp_path, None)
+    model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
+    assert "w4g128" in model.describe() and weights in model.describe()
+    plain, found = logits(checkpoint), model
+    assert found.head.packed.name == "int8"  # type: ignore[union-attr]
+    ids = IDS.tolist()
+    mine = model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
+    assert 0 < error(mine, plain) < 0.03
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "bitsandbytes": {"quant_method": "bitsandbytes"},
+    "awq (gemv)": {"quant_method": "awq", "version": "gemv"},
+    "gptq (marlin)": {"quant_method": "gptq", "checkpoint_format": "marlin"},
+    "compressed-tensors (nvfp4-pack-quantized)": compressed("nvfp4-pack-quantized"),
+    "compressed-tensors (sparse-24-bitmask)": compressed(PACK)
+    | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    "compressed-tensors (transform_config)": compressed(PACK) | {"transform_config": {"R1": {}}},
+    "fp8 (e5m2)": FP8 | {"fmt": "e5m2"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_methods_are_named(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | {"quantization_config": REFUSED[name]})
+    )
+    words = re.escape(f"quantised by {name}; read are AWQ")
+    with pytest.raises(NotDescribed, match=words + ".*unquantised"):
+        Checkpoint(tmp_path, None)
+
+
+def changed(folder: Path, change: Callable[[Tensors], object]) -> None:
+    write(folder, "gptq")
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors")
+
+
+AT = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda s: s.pop(f"{AT}.scales"), NotDescribed, "q_proj.g_idx"),
+        (lambda s: s.update({f"{AT}.scales": torch.ones(3, 128)}), InvalidInput, "fit together"),
+        (lambda s: s[f"{AT}.g_idx"].fill_(2), InvalidInput, "no order of 128 inputs"),
+        (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),
+        (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    change: Callable[[Tensors], object], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    changed(tmp_path, change)
+    with pytest.raises(error, match=words):
+        Checkpoint(tmp_path, None)(f"{AT}.weight")
