@@ -171,6 +171,7 @@ class Text:
     ) -> None:
         self.pair, self.target = pair, Target(pair.target)
         self.context = context_of(ids, temperature)
+        self.context.cache = self.target.store
         self.state: EagleState = pair.drafter.begin(ids, shortlist)
         self.context.states[pair.drafter.name] = self.state
         self.heard: list[torch.Tensor] = []

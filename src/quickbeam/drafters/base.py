@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.drafters.texts import Texts
     from quickbeam.grammar.masks import Masks
-    from quickbeam.models.kv import Pool
+    from quickbeam.models.kv import Pool, SequenceCache
 
 logger = logging.getLogger(__name__)
 OWN_HEAD = (
@@ -54,6 +54,7 @@ class Context:
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
+    - `cache`: the target's keys and values of all ids but the last, where a target reads them.
     """
 
     ids: list[int]
@@ -66,6 +67,7 @@ class Context:
     filters: SamplingParams | None = None
     grammar: Masks | None = None
     texts: Texts | None = None
+    cache: SequenceCache | None = None
 
     @property
     def draws(self) -> bool:
@@ -293,7 +295,7 @@ class Drafter(Source):
     """
 
     needs_hidden = False  # whether its states take the target's hidden states
-    pool: Pool | None = None  # where its states keep their keys and values
+    pool: Pool | None = None  # where its states keep what they read; None: they keep nothing
     context_length: int | None = None  # how many tokens it can read; None: no limit
     weight_bytes: float | None = None  # of the weights that a call reads, if they are known
     skips = False  # whether its states can leave tokens out (`skip`)

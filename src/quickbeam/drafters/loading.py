@@ -1,7 +1,7 @@
 """Builds a drafter from what `--drafter` names.
 
 This is a smaller model, a feature drafter in any layout that `checkpoints.py` reads, a block
-drafter, or an MTP head in the model's own checkpoint.
+drafter, an assistant of Gemma 4, or an MTP head in the model's own checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quickbeam import hub
+from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
@@ -57,6 +58,9 @@ def load_drafter(
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
+    if place.is_dir() and is_assistant(place):
+        _refuse_weights(name, weights)
+        return load_assistant(place, target)
     if place.is_dir() and (is_block(place) or is_eagle(place)):
         _refuse_weights(name, weights)
         if target.streamed is not None:

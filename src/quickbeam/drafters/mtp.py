@@ -19,18 +19,17 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
 from quickbeam.drafters.folder import named_errors
-from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.native import CompiledDrafter, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig, expected
-from quickbeam.models.compiled import CompiledStack, kv_shapes
+from quickbeam.models.compiled import kv_shapes
 from quickbeam.models.compiled_norm import CompiledNorm
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import Rows as KernelRows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
@@ -164,11 +163,8 @@ class MtpParameters:
         return all(bool(self(name).isfinite().all()) for name in self._stored)
 
 
-class CompiledMtp(CompiledStack):
-    """A `CompiledStack` whose first layer reads a `Join` of `states` `[rows, d]` and tokens, and
-    which ends with its last norm."""
-
-    states: torch.Tensor
+class CompiledMtp(CompiledDrafter):
+    """A head's layer, which reads a `Join` of `states` `[rows, d]` and tokens."""
 
     def __init__(
         self, parameters: MtpParameters, stack: Stack, join: Join, pages: PagePool, name: str
@@ -186,13 +182,6 @@ class CompiledMtp(CompiledStack):
         self._token_norm.add(program, token, both, column=width if self._first else 0)
         self._hidden_norm.add(program, states, both, column=0 if self._first else width)
         program.linear(self._head, both, target)
-
-    def _project(self, program: Program, source: Buffer) -> None:
-        for name in ("logits", "best"):
-            program.given(name, 1)
-
-    def _results(self, rows: KernelRows) -> dict[str, torch.Tensor]:
-        return super()._results(rows) | {"states": self.states}
 
 
 class MtpPasses:

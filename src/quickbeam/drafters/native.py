@@ -11,10 +11,11 @@ from torch import nn
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
+from quickbeam.models.compiled import CompiledStack
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import KVShape, Packed, plain_rows
+from quickbeam.models.native.operands import KVShape, Packed, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer, QuantisedPacked
 
@@ -71,6 +72,20 @@ class NativeHead:
         feature = feature.to(self._dtype).contiguous()
         self._program.run(rows, {"feature": feature, "logits": logits})
         return logits
+
+
+class CompiledDrafter(CompiledStack):
+    """A `CompiledStack` whose first layer reads `states` besides tokens, and which ends with its
+    last norm; the head's place is taken by what joins the input."""
+
+    states: torch.Tensor
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        for name in ("logits", "best"):
+            program.given(name, 1)
+
+    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+        return super()._results(rows) | {"states": self.states}
 
 
 class NativeLayer:

@@ -74,11 +74,11 @@ class PrefixCache:
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
         """Return the chunks that `ids` begin with, leaving at least one token.
 
-        For a drafter that needs the hidden states of every token, they end where neither its rows
+        For a drafter that reads the hidden states of every token, they end where neither its rows
         nor the hidden states are known.
         """
         chunk, found, rows = self._root, list[Chunk](), True
-        drafted = drafter is not None and drafter.needs_hidden
+        drafted = drafter is not None and drafter.needs_hidden and drafter.pool is not None
         if drafted and drafter is not self.drafter:
             return []
         for begin in range(0, len(ids) - self.size, self.size):

@@ -1,0 +1,203 @@
+"""Loads Gemma 4's assistants, in transformers' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.drafters.assistant import AssistantDrafter, Head, Scored
+from quickbeam.drafters.assistant_passes import (
+    JOIN,
+    SPLIT,
+    NativeAssistant,
+    Passes,
+    TorchAssistant,
+    borrowing,
+)
+from quickbeam.drafters.folder import check_shape, named_errors, read_tensors
+from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.ordered import OrderedHead
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import Model
+from quickbeam.models.checkpoint import ModelConfig, expected, read_config, read_json
+from quickbeam.models.families.gemma4 import gemma4
+from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.gathered import RowPool
+from quickbeam.models.native.operands import KVShape
+from quickbeam.models.native.quantised import FLOAT32
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import names
+
+CLASSES = {  # transformers', by the configuration's model_type
+    "gemma4_assistant": "Gemma4AssistantForCausalLM",
+    "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
+}
+MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
+TABLE, CENTROIDS, ORDER = (
+    "model.embed_tokens.weight",
+    "masked_embedding.centroids.weight",
+    "masked_embedding.token_ordering",
+)
+
+
+def is_assistant(folder: Path) -> bool:
+    """Whether `folder` holds an assistant of Gemma 4. Reads only its configuration."""
+    try:
+        return read_json(folder / "config.json").get("model_type") in CLASSES
+    except InvalidInput:
+        return False
+
+
+class Tensors:
+    """An assistant's parameters (`Parameters`). `stored`: all, by name."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], config: Any, dtype: torch.dtype) -> None:
+        self.stored, self.config, self.dtype = stored, config, dtype
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self.rows(name)
+
+    mapped = __call__
+
+    def shape(self, name: str) -> list[int]:
+        return list(self.stored[name].shape)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        return self.stored[name][first:last].to(self.dtype)
+
+    def release(self, layers: str, layer: int | None) -> None:
+        """Do nothing: what was read is nowhere kept."""
+
+
+def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
+    """Load the assistant in `folder` for `model`.
+
+    `normed`: whether it reads the target's hidden states behind the last norm, as transformers
+    gives them; else before it.
+
+    Raises `InvalidInput` for another target's assistant, and for one that is not whole.
+    """
+    with named_errors(folder):
+        whole = read_config(folder)
+        fields: dict[str, Any] = dict(whole.text_config)
+        config = ModelConfig(fields | {"num_kv_shared_layers": 0})
+        sources = _sources(whole, config, model)
+        try:
+            stack = gemma4(Config(config, model.dtype))
+        except NotDescribed as error:
+            raise InvalidInput(f"its text_config can't be used: {error}") from error
+        _check_layers(stack, config.layer_types, sources, model)
+        ready = borrowing(stack, config.layer_types, sources)
+        stored = {
+            f"model.{name}" if name.startswith(MODULES) else name: tensor
+            for name, tensor in read_tensors(folder).items()
+        }
+        _check_shapes(stored, whole, config, stack, ready)
+        parameters = Tensors(stored, config, model.dtype)
+        passes: Passes
+        if isinstance(model.pool, PagePool):
+            wide = model.dtype is torch.float32
+            weights = FLOAT32 if wide else rows_format(parameters(TABLE))
+            passes = NativeAssistant(parameters, ready, model, weights)
+        else:
+            passes = TorchAssistant(_network(folder, whole, model), model, sources)
+        layer = model.config.num_hidden_layers + normed
+        drafter = AssistantDrafter(passes, _head(parameters, whole, model), model, layer)
+    drafter.folder = folder
+    return drafter
+
+
+def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
+    """Return the target's last layer of each kind with keys and values of its own."""
+    target = model.config
+    if target.model_type != "gemma4_text":
+        raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
+    for name, own, needed in (
+        ("hidden states", whole.backbone_hidden_size, target.hidden_size),
+        ("tokens", config.vocab_size, model.vocab_size),
+    ):
+        if own != needed:
+            raise InvalidInput(
+                f"it was made for {name} of {own}, the target has {needed}: use its own assistant"
+            )
+    count = target.num_hidden_layers - (target.num_kv_shared_layers or 0)
+    return {target.layer_types[i]: i for i in range(count)}
+
+
+def _check_layers(
+    stack: Stack, kinds: Sequence[str], sources: Mapping[str, int], model: Model
+) -> None:
+    """Raise `InvalidInput` where the target keeps nothing that a layer could read."""
+    for kind, of in zip(kinds, stack.attentions, strict=True):
+        found = None if kind not in sources else _kept(model, sources[kind])
+        if found is None or found[1:] != (of.head_dim, of.head_dim) or of.heads % found[0]:
+            raise InvalidInput(
+                f"its {kind} has {of.heads} heads of {of.head_dim}, the target keeps "
+                f"{'none' if found is None else tuple(found)}: use the target's own assistant"
+            )
+
+
+def _kept(model: Model, layer: int) -> KVShape:
+    """Return the shape of what the target keeps of a layer."""
+    if isinstance(model.pool, PagePool):
+        return model.pool.shapes[layer]
+    assert isinstance(model.pool, RowPool)
+    key, value = model.pool.key[layer], model.pool.value[layer]
+    return KVShape(key.shape[1], key.shape[2], value.shape[2])
+
+
+def _check_shapes(
+    stored: Mapping[str, torch.Tensor], whole: Any, config: Any, stack: Stack, ready: Stack
+) -> None:
+    """Raise `InvalidInput` for a parameter that is missing or has another shape."""
+    width, d = whole.backbone_hidden_size, config.hidden_size
+    shapes = expected(stack, config) | {JOIN: [d, 2 * width], SPLIT: [width, d]}
+    for of in ready.attentions:
+        shapes[of.qkv.weights[0].name] = [of.heads * of.head_dim, d]
+    wanted = names(ready) | {SPLIT, TABLE}
+    if whole.use_ordered_embeddings:
+        shapes |= {CENTROIDS: [whole.num_centroids, d], ORDER: [config.vocab_size]}
+        wanted |= {CENTROIDS, ORDER}
+    for name in sorted(wanted):
+        own = stored[name].shape if name in stored else torch.Size()
+        check_shape(stored, name, shapes.get(name, own))
+
+
+def _head(parameters: Tensors, whole: Any, model: Model) -> Head:
+    """Return the assistant's own head, which is its embedding."""
+    table = parameters(TABLE).to(model.device)
+    if whole.use_ordered_embeddings:
+        size = len(table) // whole.num_centroids
+        layout = Layout(parameters.stored[ORDER].long(), 0, size, len(table))
+        centroids = parameters(CENTROIDS).to(model.device)
+        return OrderedHead(table, layout, centroids, whole.centroid_intermediate_top_k)
+    product: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=table)
+    if isinstance(model.pool, PagePool):
+        kernels, wide = model.pool.kernels, model.dtype is torch.float32
+        product = NativeHead(NativePacker(kernels, FLOAT32 if wide else None)(table), kernels)
+
+    def head(features: Sequence[torch.Tensor]) -> list[Scored]:
+        logits = product(torch.cat(list(features)))
+        return [(part, None) for part in logits.split_with_sizes([len(one) for one in features])]
+
+    return head
+
+
+def _network(folder: Path, whole: Any, model: Model) -> Any:
+    """Return transformers' own class of an assistant."""
+    import transformers
+
+    kind = getattr(transformers, CLASSES[whole.model_type])
+    found = kind.from_pretrained(folder, dtype=model.dtype)
+    return found.to(model.device).eval().requires_grad_(False)

@@ -1,0 +1,365 @@
+"""Assistants of Gemma 4: transformers' own class is the reference; answers are plain decoding's,
+whatever the assistant reads.
+
+pytest tests/test_assistant.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+from answers import answer, request
+from cases import spread
+from drafters import DRAFTED
+from features import Pair, grown, rounds
+from models import SIZES, tiny
+from quickbeam.drafters import assistant_passes
+from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine.engine import Engine
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.opening import make_model
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+VOCABULARY = 96  # whose tokens lie in 12 clusters
+KINDS = ["sliding_attention", "full_attention"]
+HEADS = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6}
+FIELDS = SIZES | HEADS | {"vocab_size": VOCABULARY}
+PLAIN = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+TARGETS: dict[str, dict[str, Any]] = {
+    "shared": {"num_hidden_layers": 6, "layer_types": KINDS * 3, "num_kv_shared_layers": 2}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    "keys are values": {"num_hidden_layers": 4, "layer_types": KINDS * 2}
+    | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | PLAIN,
+}
+SAME = ("num_global_key_value_heads", "attention_k_eq_v")
+ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 3}
+HEAD = {"all": {}, "ordered": ORDERED}
+native_alone = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+
+
+def randomised(model: Any, seed: int) -> Any:
+    """Weights that tell places and tokens apart, norms and scalars that matter."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, one in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                one.fill_(0.8)
+            elif one.is_floating_point() and one.dim() == 1 and "inv_freq" not in name:
+                one.add_(torch.randn_like(one) * 0.2)
+            elif one.dim() > 1 and "embed" not in name:
+                one.copy_(torch.randn_like(one) * one.shape[-1] ** -0.5 * 1.5)
+            elif one.dim() > 1:
+                one.copy_(torch.randn_like(one) * 0.4)
+    return model.eval().requires_grad_(False)
+
+
+class Assisted(Pair):
+    """A tiny target and its assistant, which is of transformers' class."""
+
+    def __init__(self, target: str = "shared", head: str = "all") -> None:
+        config = Gemma4TextConfig(**FIELDS | TARGETS[target])
+        self.model = randomised(tiny("", config=config), 3)
+        kept = {one: TARGETS[target][one] for one in SAME if one in TARGETS[target]}
+        small = {"hidden_size": 16, "layer_types": KINDS[::-1] + KINDS[1:]}
+        self.assist(Gemma4TextConfig(**FIELDS | PLAIN | kept | small), **HEAD[head])
+
+    def assist(self, text: Gemma4TextConfig, **options: Any) -> None:
+        width = self.model.config.hidden_size
+        own = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, **options)
+        self.network = randomised(Gemma4AssistantForCausalLM(own), 5)
+        if own.use_ordered_embeddings:
+            self.network.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
+
+    def open(
+        self, folder: Path, dtype: torch.dtype = torch.float32, native: bool = True, **options: Any
+    ) -> Assisted:
+        """Have a target and its drafter read what is written to `folder`."""
+        for one in (self.model, self.network):
+            one.to(dtype).float()
+        copy.deepcopy(self.network).to(dtype).save_pretrained(folder)
+        model = copy.deepcopy(self.model).to(dtype)
+        self.target = make_model(model, native=native, chunk=6)
+        self.drafter = load_assistant(folder, self.target, **options)
+        return self
+
+    @torch.inference_mode()
+    def expected(
+        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
+    ) -> torch.Tensor:
+        """By transformers' class alone; tokens that it does not score have probability 0."""
+        read = self.model(
+            torch.tensor([ids[:-1]]),
+            output_hidden_states=True,
+            return_shared_kv_states=True,
+            use_cache=False,
+        )
+        states, kept = read.hidden_states[-1][:, -1:], dict(read.shared_kv_states)
+        embed, distributions = self.model.get_input_embeddings(), []
+        for node in nodes:
+            hidden = states
+            for below in tree.path(node):
+                token = embed(torch.tensor([[tree.token[below]]]))
+                out = self.network(
+                    inputs_embeds=torch.cat([token, hidden], -1),
+                    position_ids=torch.tensor([[len(ids) - 1]]),
+                    shared_kv_states=kept,
+                )
+                hidden = out.last_hidden_state
+            logits = out.logits[0, -1]
+            if self.network.config.use_ordered_embeddings:
+                logits = logits.masked_fill(logits == logits.min(), -torch.inf)
+            distributions.append((logits / temperature).softmax(-1))
+        return torch.stack(distributions)
+
+
+def opened(folder: Path, **options: Any) -> Assisted:
+    kind = {name: options.pop(name) for name in ("target", "head") if name in options}
+    return Assisted(**kind).open(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "native"),
+    [
+        pytest.param(*case.values, marks=[*case.marks, *([native_alone] if case.values[2] else [])])
+        for case in spread(list(TARGETS), list(HEAD), [True, False])
+    ],
+)
+def test_distributions_are_those_of_transformers_class(
+    target: str, head: str, native: bool, tmp_path: Path
+) -> None:
+    pair = opened(tmp_path, target=target, head=head, native=native)
+    rng = random.Random(target)
+    text = pair.begin([rng.randrange(VOCABULARY) for _ in range(9)], 5)
+    for _ in range(3):
+        tree = grown(rng, text.context.ids[-1], 7)
+        for nodes in rounds(tree):
+            found = text.distributions(tree, nodes)
+            right = pair.expected(text.context.ids, tree, nodes, 1.0)
+            found = found * (right > 0)  # what other nodes of the call asked for counts, too
+            found /= found.sum(-1, keepdim=True)
+            torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
+        path = max((tree.path(node) for node in range(len(tree))), key=len)
+        text.go_on(tree, path[:3], rng.randrange(VOCABULARY))
+    text.release()
+
+
+PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By target and head, in bfloat16, each made once."""
+    made = dict[tuple[str, str], Assisted]()
+
+    def get(target: str, head: str) -> Assisted:
+        if (target, head) not in made:
+            folder = tmp_path_factory.mktemp("assistant")
+            made[target, head] = opened(folder, target=target, head=head, dtype=torch.bfloat16)
+        return made[target, head]
+
+    return get
+
+
+@native_alone
+@pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
+def test_answers_are_plain_decodings_alone_and_six_at_a_time(
+    target: str, head: str, pairs: Any
+) -> None:
+    pair = pairs(target, head)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        plain = [answer(pair.target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
+        for budget in (None, 9):
+            auto = Auto(pair.drafter, Ngram(), LastLogits())
+            alone = answer(pair.target, auto, params, PROMPTS[0], budget=budget)
+            assert alone.output.token_ids == plain[0]
+            engine = Engine(pair.target)
+            running = [
+                engine.add(request(pair.target, auto, params, prompt, budget=budget))
+                for prompt in PROMPTS
+            ]
+            while engine.busy:
+                engine.step()
+            assert [one.output.token_ids for one in running] == plain
+            assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
+            engine.close()
+
+
+@native_alone
+@pytest.mark.parametrize("name", list(DRAFTED))
+def test_every_method_that_a_drafter_decides_grows_trees_over_it(name: str, pairs: Any) -> None:
+    pair = pairs("shared", "ordered")
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=1, ignore_eos=True)
+        drafted = answer(pair.target, DRAFTED[name](pair.drafter), params, [3, 1, 4], budget=8)
+        plain = answer(pair.target, NoDraft(), params, [3, 1, 4])
+        assert drafted.output.token_ids == plain.output.token_ids
+        assert drafted.statistics.drafter_calls > 0
+
+
+@native_alone
+def test_what_was_computed_of_a_beginning_is_shared(pairs: Any) -> None:
+    """The assistant reads no hidden state but the last: it drafts the same behind a cached text."""
+    pair, prompt = pairs("shared", "all"), list(range(90)) * 2
+    params, engine = SamplingParams(max_tokens=12, ignore_eos=True), Engine(pair.target)
+    method = DRAFTED["dyspec"](pair.drafter)
+    first, second = (
+        answer(pair.target, method, params, prompt, engine=engine, budget=6) for _ in range(2)
+    )
+    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, 128)
+    assert first.output.token_ids == second.output.token_ids
+    assert first.statistics.steps == second.statistics.steps
+    engine.close()
+
+
+@native_alone
+def test_a_sequence_that_was_preempted_goes_on_drafting(pairs: Any) -> None:
+    pair = pairs("shared", "all")
+    params, engine = SamplingParams(max_tokens=40, ignore_eos=True), Engine(pair.target)
+    plain = answer(pair.target, NoDraft(), params, PROMPTS[0]).output.token_ids
+    method = DRAFTED["dyspec"](pair.drafter)
+    one = engine.add(request(pair.target, method, params, PROMPTS[0], budget=6))
+    while len(one.output.token_ids) < 12:
+        engine.step()
+    engine.scheduler.preempt(one)
+    calls = one.statistics.drafter_calls
+    while not one.over:
+        engine.step()
+    assert one.output.token_ids == plain and one.statistics.preemptions == 1
+    assert one.statistics.drafter_calls > calls
+    engine.close()
+
+
+def mean_accepted(pair: Assisted, tokens: int, budget: int) -> float:
+    """The mean accepted tokens of a few greedy answers, each of which is plain decoding's."""
+    params, steps = SamplingParams(max_tokens=tokens, ignore_eos=True), 0
+    vocab = pair.target.vocab_size
+    for prompt in PROMPTS:
+        prompt = [token % vocab for token in prompt]
+        one = answer(pair.target, DRAFTED["chain"](pair.drafter), params, prompt, budget=budget)
+        plain = answer(pair.target, NoDraft(), params, prompt)
+        assert one.output.token_ids == plain.output.token_ids
+        steps += one.statistics.steps
+    return len(PROMPTS) * tokens / steps
+
+
+def silent(layers: Any) -> None:
+    """Layers that add nothing."""
+    for layer in layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+        layer.layer_scalar.data.fill_(1)
+
+
+@native_alone
+def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -> None:
+    """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
+    them around. The assistant reads the token behind the root off the hidden state before it."""
+    size = 32
+    config = Gemma4TextConfig(
+        **FIELDS
+        | PLAIN
+        | {"vocab_size": size, "num_hidden_layers": 2, "layer_types": KINDS}
+        | {"tie_word_embeddings": False}
+    )
+    pair = Assisted.__new__(Assisted)
+    pair.model = randomised(tiny("", config=config), 3)
+    pair.assist(config)
+    turned = -torch.ones(size)
+    step = torch.eye(size).roll(7, 0)  # from the axis i to i + 7
+    silent(pair.model.model.layers)
+    silent(pair.network.model.layers)
+    pair.model.model.embed_tokens.weight.data.copy_(torch.eye(size))
+    pair.model.model.norm.weight.data.copy_(turned)
+    pair.model.lm_head.weight.data.copy_(step * turned)
+    pair.network.model.norm.weight.data.fill_(1)
+    pair.network.model.embed_tokens.weight.data.copy_(torch.eye(size))
+    twice = step @ step
+    pair.network.pre_projection.weight.data.copy_(
+        torch.cat([torch.zeros(size, size), twice * turned], 1)
+    )
+    pair.network.post_projection.weight.data.copy_(turned[:, None] * step.T)
+    assert mean_accepted(pair.open(tmp_path, torch.bfloat16), 40, 5) > 4.5
+    assert mean_accepted(pair.open(tmp_path, torch.bfloat16, normed=False), 40, 5) < 2.5
+
+
+@native_alone
+def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The assistant's layers are the model's, on the embedding alone: they lack but themselves."""
+    config = Gemma4TextConfig(
+        **FIELDS
+        | PLAIN
+        | {"num_hidden_layers": 2, "layer_types": KINDS, "sliding_window": 64}
+        | {"tie_word_embeddings": False}
+    )
+    pair = Assisted.__new__(Assisted)
+    pair.model = randomised(tiny("", config=config), 3)
+    pair.assist(config)
+    size = config.hidden_size
+    for layer in pair.model.model.layers:
+        layer.post_attention_layernorm.weight.data.fill_(6)  # what is seen counts
+        layer.post_feedforward_layernorm.weight.data.fill_(0.1)
+    own = pair.network.model
+    own.load_state_dict(pair.model.model.state_dict(), strict=False)
+    own.embed_tokens.weight.data.copy_(pair.model.lm_head.weight)
+    both = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    pair.network.pre_projection.weight.data.copy_(both)
+    pair.network.tie_weights()
+    right = mean_accepted(pair.open(tmp_path, torch.bfloat16), 40, 2)
+
+    def wrong(place: int, by: int) -> float:
+        class Off(RowList):
+            def add(self, *args: Any) -> None:
+                told = list(args)
+                told[place] = [max(1, one + by) for one in told[place]]
+                super().add(*told)
+
+        monkeypatch.setattr(assistant_passes, "RowList", Off)
+        return mean_accepted(pair, 40, 2)
+
+    moved, shorter = wrong(2, 5), wrong(4, -2)
+    assert right > moved + 0.1 and right > shorter + 0.1, (right, moved, shorter)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    pair = opened(tmp_path / "a", target="shared")
+    path = tmp_path / "a"
+    assert is_assistant(path) and not is_assistant(tmp_path)
+    with pytest.raises(InvalidInput, match="an assistant of Gemma 4, the target is a llama"):
+        load_assistant(path, make_model(tiny("llama")))
+    narrow = Gemma4TextConfig(
+        **FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
+    )
+    other = make_model(tiny("", config=narrow))
+    with pytest.raises(InvalidInput, match=r"its full_attention has 4 heads of 16, the target"):
+        load_assistant(path, other)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 48}))
+    with pytest.raises(InvalidInput, match="hidden states of 48, the target has 32"):
+        load_assistant(path, pair.target)
+    (path / "config.json").write_text(json.dumps(config))
+    stored = load_file(path / "model.safetensors")
+    stored["pre_projection.weight"] = torch.ones(3, 4)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=r"pre_projection.weight has shape \[3, 4\], expected"):
+        load_assistant(path, pair.target)
