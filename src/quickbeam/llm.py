@@ -26,7 +26,6 @@ from quickbeam.models.formats import (
     wanted_dtype,
 )
 from quickbeam.models.native import choice, library
-from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
 from quickbeam.options import Budget, check_vocab
@@ -50,7 +49,7 @@ class LLM(Answering):
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
       `drafters/vocabulary.py`. A call may give its own.
-    - `max_running`: how many answers run side by side; the others wait their turn.
+    - `max_running`: how many answers run side by side, 32 by default; the others wait their turn.
     - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
       free.
     - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
@@ -92,7 +91,7 @@ class LLM(Answering):
         revision: str | None = None,
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
-        weights: str = BFLOAT16,
+        weights: str = "bfloat16",
         draft_weights: str | None = None,
         memory: int | str | None = None,
         progress: Any = None,
