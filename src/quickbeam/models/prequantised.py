@@ -6,6 +6,7 @@ is `(q - zero) * scale`, q a whole number of 4 or 8 bits, or `q * scale`, q a fl
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native import library
 from quickbeam.models.native.formats import FORMATS
-from quickbeam.models.native.quantised import GROUP, BlockRows
+from quickbeam.models.native.quantised import GROUP, BlockRows, dense_rows
 from quickbeam.models.tensor_files import TensorFiles
 
 AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
@@ -106,13 +108,15 @@ def _odd(config: Mapping[str, Any]) -> list[str]:
 class Numbers(NamedTuple):
     """A weight's numbers.
 
-    `values`: `[outputs, inputs]` uint8. `scales`: `[outputs, groups]` float32. `zeros`: `[outputs,
-    groups]` uint8; None for float8 values.
+    `values`: as stored, in a layout of `library`; `flip`: bits of them that are turned. `scales`:
+    `[outputs, groups]` float32. `zeros`: `[outputs, groups]` uint8; None for float8 values.
     """
 
     values: torch.Tensor
+    layout: int
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    flip: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,41 +159,34 @@ class FewBits:
     def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
         """Return rows. Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError`
         naming a file that can't be read."""
-        values, scales, zeros = self._finite(files)
-        if self.order is not None:
-            values = values[:, self.order.long()]
-        of = FORMATS[self.format]
+        found, of, kernels = self.numbers(files, self), FORMATS[self.format], library.kernels()
+        assert kernels is not None  # or there would be no such back end
         at = torch.arange(0, self.inputs, of.inputs) // self.group
-        parts = [scales[:, at, None].contiguous().view(torch.uint8)]
-        if zeros is not None:
-            parts.append(zeros[:, at, None])
-        if self.bits == 4:
-            halves = values.view(self.outputs, -1, 2, GROUP // 2)
-            values = halves[:, :, 0] | halves[:, :, 1] << 4
-        parts.append(values.reshape(self.outputs, len(at), -1))
-        data = torch.cat(parts, 2).flatten(1)
-        return BlockRows(data[first:last], self.format, self.order)
+        scales = found.scales[:, at].contiguous()
+        zeros = None if found.zeros is None else found.zeros[:, at].contiguous()
+        stored = library.StoredWeight(
+            library.FORMATS.index(self.format),
+            found.layout,
+            found.flip,
+            found.values.data_ptr(),
+            self.outputs,
+            self.inputs,
+            None if self.order is None else self.order.data_ptr(),
+            scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+        )
+        rows = torch.empty(self.outputs, len(at) * of.bytes, dtype=torch.uint8)
+        finite = kernels.to_blocks(ctypes.byref(stored), rows.data_ptr())
+        if not finite or not bool(scales.isfinite().all()):
+            module = self.names[0].rpartition(".")[0]
+            raise InvalidInput(f"{module} has numbers that are not finite: download it again")
+        return BlockRows(rows[first:last], self.format, self.order)
 
     def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
         """Return the numbers of rows in float32. Raises as `in_blocks` does."""
-        values, scales, zeros = (
-            one if one is None else one[first:last] for one in self._finite(files)
-        )
-        assert values is not None and scales is not None
-        groups = torch.arange(self.inputs) // self.group
-        if self.order is not None:
-            groups[self.order.long()] = groups.clone()
-        if zeros is None:
-            return values.view(torch.float8_e4m3fn).float() * scales[:, groups]
-        return (values.float() - zeros[:, groups]) * scales[:, groups]
-
-    def _finite(self, files: TensorFiles) -> Numbers:
-        found = self.numbers(files, self)
-        nan = self.float8 and bool(((found.values & 127) == 127).any())
-        if nan or not bool(found.scales.isfinite().all()):
-            module = self.names[0].rpartition(".")[0]
-            raise InvalidInput(f"{module} has numbers that are not finite: download it again")
-        return found
+        kernels = library.kernels()
+        assert kernels is not None
+        return dense_rows(kernels, self.in_blocks(files, first, last))
 
 
 def few_bits(
@@ -250,17 +247,16 @@ def _awq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBit
     an order of their own; `scales` `[groups, outputs]`."""
     (inputs, words), (groups, outputs) = (files.shape(parts[one]) for one in ("qweight", "scales"))
     _fit(files, parts, "qzeros", [groups, words])
-    bits = 32 * words // outputs
-    return FewBits(parts, method, outputs, inputs, bits, inputs // groups, _awq_numbers)
+    if 8 * words != outputs:
+        raise NotDescribed(f"{parts['qweight']} has other than 4 bits a weight")
+    return FewBits(parts, method, outputs, inputs, 4, inputs // groups, _awq_numbers)
 
 
 def _awq_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    def columns(part: str) -> torch.Tensor:
-        rows = _in_nibbles(_read(files, of, part), 4)
-        return _turned(rows.view(len(rows), -1, 8)[..., INTERLEAVED].flatten(1))
-
-    scales = _turned(_read(files, of, "scales").float())
-    return Numbers(columns("qweight"), scales, columns("qzeros"))
+    zeros = _in_nibbles(_read(files, of, "qzeros"), 4)
+    zeros = zeros.view(len(zeros), -1, 8)[..., INTERLEAVED].flatten(1)
+    scales, values = _read(files, of, "scales").float(), _read(files, of, "qweight")
+    return Numbers(values, library.WORDS_OF_OUTPUTS, _turned(scales), _turned(zeros))
 
 
 def _gptq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
@@ -277,12 +273,12 @@ def _gptq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBi
 
 
 def _gptq_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    values = _in_nibbles(_turned(_read(files, of, "qweight")), of.bits)
-    stored = _read(files, of, "qzeros")
+    values, stored = _read(files, of, "qweight"), _read(files, of, "qzeros")
     if of.method.lowered:  # word by word, as it was taken away
         stored = stored + (0x11111111 if of.bits == 4 else 0x01010101)
     scales = _turned(_read(files, of, "scales").float())
-    return Numbers(values, scales, _turned(_in_nibbles(stored, of.bits)))
+    zeros = _turned(_in_nibbles(stored, of.bits))
+    return Numbers(values, library.WORDS_OF_INPUTS, scales, zeros)
 
 
 def _packed(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
@@ -291,8 +287,9 @@ def _packed(parts: Mapping[str, str], files: TensorFiles, method: Method) -> Few
     `weight_shape` names both sizes."""
     outputs, inputs = files.whole(parts["weight_shape"]).flatten().tolist()
     rows, words = files.shape(parts["weight_packed"])
-    groups = files.shape(parts["weight_scale"])[-1]
-    _fit(files, parts, "weight_scale", [rows, groups])
+    *_, groups = scale = files.shape(parts["weight_scale"])
+    if scale != [1]:
+        _fit(files, parts, "weight_scale", [rows, groups])
     if rows != outputs:
         raise ValueError(f"{rows} rows, and {outputs} of weight_shape")
     bits = 32 * words // inputs
@@ -304,14 +301,13 @@ def _packed(parts: Mapping[str, str], files: TensorFiles, method: Method) -> Few
 
 
 def _packed_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    values = _in_nibbles(_read(files, of, "weight_packed"), of.bits)
-    scales = _read(files, of, "weight_scale").float()
-    if "weight_zero_point" not in of.parts:
-        return Numbers(
-            values, scales, torch.full(scales.shape, 1 << of.bits - 1, dtype=torch.uint8)
-        )
-    zeros = _in_nibbles(_turned(_read(files, of, "weight_zero_point")), of.bits)
-    return Numbers(values, scales, _turned(zeros[:, : of.outputs]))
+    values = _read(files, of, "weight_packed")
+    scales = _by_output(_read(files, of, "weight_scale").float(), of)
+    zeros = torch.full(scales.shape, 1 << of.bits - 1, dtype=torch.uint8)
+    if "weight_zero_point" in of.parts:
+        stored = _in_nibbles(_turned(_read(files, of, "weight_zero_point")), of.bits)
+        zeros = _turned(stored[:, : of.outputs])
+    return Numbers(values, library.BY_OUTPUT, scales, zeros)
 
 
 def _whole(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
@@ -320,7 +316,7 @@ def _whole(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewB
     outputs, inputs = files.shape(parts["weight"])
     scale = files.shape(parts[_scale_of(parts)])
     kind, (tall, group) = files.kind(parts["weight"]), method.block
-    if kind not in ("I8", "F8_E4M3"):
+    if kind not in ("F8_E4M3", *(["I8"] if method.kind == COMPRESSED else [])):
         raise NotDescribed(f"{parts['weight']} has numbers of type {kind}")
     if len(scale) == 2 and scale[0] == outputs:
         group = inputs // scale[1]
@@ -338,14 +334,14 @@ def _scale_of(parts: Mapping[str, str]) -> str:
 
 def _whole_numbers(files: TensorFiles, of: FewBits) -> Numbers:
     scales = _by_output(_read(files, of, _scale_of(of.parts)).float(), of)
-    values = _read(files, of, "weight").view(torch.uint8)
+    values = _read(files, of, "weight")
     if of.float8:
-        return Numbers(values, scales, None)
+        return Numbers(values, library.BY_OUTPUT, scales, None)
     zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
     if "weight_zero_point" in of.parts:
         stored = _read(files, of, "weight_zero_point").to(torch.int16) + 128
         zeros = _by_output(stored.to(torch.uint8), of)
-    return Numbers(values ^ 128, scales, zeros)
+    return Numbers(values, library.BY_OUTPUT, scales, zeros, 128)
 
 
 def _by_output(stored: torch.Tensor, of: FewBits) -> torch.Tensor:

@@ -215,4 +215,60 @@ static void dense_row(int32_t format, const uint8_t* row, int64_t inputs, std::v
   dense(format, block.data(), inputs, 0, to);
 }
 
+// How a checkpoint holds values: [outputs][inputs] numbers, of 4 bits two in a byte, the first in the low half; [inputs / n][outputs] words of n
+// inputs, the first in the lowest bits; or [inputs][outputs / 8] words of 8 outputs, in an order of their own (AWQ).
+enum Stored : int32_t { BY_OUTPUT, WORDS_OF_INPUTS, WORDS_OF_OUTPUTS };
+
+struct StoredWeight {
+  int32_t format, stored;
+  uint8_t flip;           // of values: bits that are turned, 128 for signed ones
+  const uint8_t* values;
+  int64_t outputs, inputs;
+  const int32_t* order;   // of inputs, null for their own
+  const float* scales;    // [outputs][blocks of a row]
+  const uint8_t* zeros;   // likewise, null for none
+
+  // Values of one input, of outputs first to last, `stride` bytes apart.
+  void take(int64_t input, int64_t first, int64_t last, uint8_t* to, int64_t stride) const {
+    const int64_t bits = LAYOUTS[format].bits, each = 32 / bits;
+    const int mask = (1 << bits) - 1;
+    if (stored == WORDS_OF_OUTPUTS) {
+      constexpr int NIBBLE[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+      const uint8_t* row = values + input * outputs / 2;
+      for (int64_t o = first; o < last; ++o) to[(o - first) * stride] = row[o / 8 * 4 + NIBBLE[o % 8] / 2] >> NIBBLE[o % 8] % 2 * 4 & 15;
+      return;
+    }
+    const int64_t place = stored == BY_OUTPUT ? input : input % each, step = stored == BY_OUTPUT ? inputs * bits / 8 : 4;
+    const uint8_t* from = values + (stored == BY_OUTPUT ? 0 : input / each * outputs * 4) + place * bits / 8;
+    const int64_t shift = place * bits % 8;
+    for (int64_t o = first; o < last; ++o) to[(o - first) * stride] = uint8_t((from[o * step] >> shift & mask) ^ flip);
+  }
+
+  // Outputs first to last (at most MOST) to a file's blocks. Gives whether all are finite.
+  static constexpr int64_t MOST = 128;
+  bool to_blocks(int64_t first, int64_t last, uint8_t* to) const {
+    const FileBlock block = file_block(format);
+    const int64_t blocks = inputs / block.inputs, head = zeros ? 5 : 4, bits = LAYOUTS[format].bits;
+    uint8_t q[MOST][GROUP];
+    bool fine = true;
+    for (int64_t i = 0; i < inputs; i += GROUP) {
+      for (int64_t k = 0; k < GROUP; ++k) take(order ? order[i + k] : i + k, first, last, &q[0][k], GROUP);
+      for (int64_t o = first; o < last; ++o) {
+        const uint8_t* from = q[o - first];
+        const int64_t at = o * blocks + i / block.inputs;
+        uint8_t* own = to + at * block.bytes;
+        std::memcpy(own, scales + at, 4);
+        if (zeros) own[4] = zeros[at];
+        else
+          for (int64_t k = 0; k < GROUP; ++k) fine = fine && (from[k] & 127) != 127;
+        own += head + i % block.inputs * bits / 8;
+        if (bits == 8) std::memcpy(own, from, GROUP);
+        else
+          for (int64_t k = 0; k < GROUP / 2; ++k) own[k] = uint8_t(from[k] | from[GROUP / 2 + k] << 4);
+      }
+    }
+    return fine;
+  }
+};
+
 }  // namespace qb

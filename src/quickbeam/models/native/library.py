@@ -9,7 +9,17 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint8,
+    c_uint32,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +31,7 @@ from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 19
+VERSION = 20
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -29,6 +39,8 @@ CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "sigmoid")
 # of routers: what the weights of the chosen experts are
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
+# how a checkpoint holds the values of a weight (blocks.h)
+BY_OUTPUT, WORDS_OF_INPUTS, WORDS_OF_OUTPUTS = range(3)
 FORMATS = NAMES  # of weights; an operation names one by its index
 
 
@@ -78,6 +90,18 @@ class Experts(Structure):
         *_all(c_int32, "scores renormalised gated"),
         *_all(c_float, "plus least factor jitter"),
         ("read", c_int64),
+    )
+
+
+class StoredWeight(Structure):
+    """The structure `StoredWeight` of blocks.h."""
+
+    _fields_ = (
+        *_all(c_int32, "format stored"),
+        ("flip", c_uint8),
+        ("values", c_void_p),
+        *_all(c_int64, "outputs inputs"),
+        *_all(c_void_p, "order scales zeros"),
     )
 
 
@@ -149,6 +173,7 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "block_bytes": ((c_int32, c_int64), c_int64),
     "quantise": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), c_int64),
     "repack": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None),
+    "to_blocks": ((POINTER(StoredWeight), c_void_p), c_int64),
     "dense": ((c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
     "put": ((c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None),
     "unpack": ((c_void_p, c_int64, c_int64, c_int64, c_void_p), None),
@@ -175,6 +200,7 @@ class Kernels:
     block_bytes: Any
     quantise: Any
     repack: Any
+    to_blocks: Any
     dense: Any
     put: Any
     unpack: Any

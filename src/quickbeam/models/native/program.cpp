@@ -591,7 +591,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 19; }
+QB_API int64_t qb_version() { return 20; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 
@@ -649,6 +649,16 @@ QB_API void qb_repack(int32_t format, const uint8_t* rows, int64_t outputs, int6
     const int64_t first = block * 16;
     qb::repack(format, rows + first * row_bytes, row_bytes, std::min<int64_t>(16, outputs - first), inputs, blocks + block * stride);
   });
+}
+
+// A checkpoint's weight to rows of a file's blocks. Gives whether all values are finite.
+QB_API int64_t qb_to_blocks(const qb::StoredWeight* weight, uint8_t* rows) {
+  std::atomic<int64_t> fine{1};
+  constexpr int64_t MOST = qb::StoredWeight::MOST;
+  qb::share_out((weight->outputs + MOST - 1) / MOST, [&](int64_t part) {
+    if (!weight->to_blocks(part * MOST, std::min(weight->outputs, (part + 1) * MOST), rows)) fine = 0;
+  });
+  return fine;
 }
 
 // The numbers that blocks of few bits stand for, [outputs, inputs].
