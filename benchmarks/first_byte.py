@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 from common import arguments, finish, script
-from peers import Serving
+from servers import Serving
 
 SHORT = "Name three colours."
 SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river bank. "

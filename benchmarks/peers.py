@@ -1,147 +1,133 @@
-"""Servers with OpenAI's interface, ours and others, asked the same questions by many clients.
+"""quickbeam's server beside llama.cpp's, vLLM's and transformers', on the same questions.
 
-    python benchmarks/peers.py --questions Q --limit 16 --clients 1,4 --rounds 2 "NAME=COMMAND" ...
+    python benchmarks/peers.py --llama FOLDER --clients 1,4,16 smollm2-135m:16 BIG.gguf::SMALL.gguf
 
-with commands such as
+A case is MODEL[:BITS[:DRAFTER]]. MODEL is an embedded model, a model folder or a `.gguf` file; BITS
+are 16, 8 or 4, and may be left out for a `.gguf` file, which is then served as it is. What a server
+can't read it is not asked: llama.cpp takes `.gguf` files (those of an embedded model are fetched;
+other bits are made by `llama-quantize`), vLLM and transformers take folders, in 16 bits (of a
+`.gguf` file: the folder of its name beside it).
 
-    llama.cpp=llama-server --port {port} -t 2 -c 4096 -m MODEL.gguf --spec-type ngram-simple
-    vLLM=vllm serve MODEL --port {port}
-    ours=quickbeam serve --port {port} --no-share-prefixes
-
-Servers run one after the other, in turn for every round: each is started, asked one question that
-is not counted, then the others, and ended. Answers are greedy and streamed; tokens are those that a
-server counts. Tokens a second count prompts and HTTP. "Same text" counts the answers that are those
-of the first server.
+For every case and number of clients each server is started anew, asked one question that is not
+counted, then all others by so many clients, and ended. Answers are greedy and streamed by one HTTP
+client; tokens are those that the server counts; seconds include prompts. The first table is that of
+the README: for llama.cpp also the fastest of its speculations, by name. The second has everything.
+"same text" counts answers with the text of the first server.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import socket
-import subprocess
-import tempfile
+import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from typing import Any
 
 from common import arguments, finish, numbers, questions_of, script
-from quickbeam.errors import InvalidInput, QuickbeamError
+from peer_cases import SPECULATIONS, Case
+from quickbeam.bench.report import markdown
+from quickbeam.errors import QuickbeamError
+from servers import Served, Serving
 
-START = 600.0  # seconds that a server may take to start
-
-
-class Served(NamedTuple):
-    text: str
-    tokens: int
-    first: float  # seconds until the first piece
+Key = tuple[str, int, str]  # a case, how many clients, a server
 
 
-class Serving:
-    """A running server, for as long as the `with` block lasts; its command has `{port}`."""
+class Measured:
+    """The answers of one server to so many clients, and the seconds that all of them took."""
 
-    def __init__(self, name: str, command: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        self.name, self.base = name, f"http://127.0.0.1:{port}/v1"
-        self.command = shlex.split(command.replace("{port}", port))
+    def __init__(self) -> None:
+        self.answers, self.seconds = list[Served](), 0.0
 
-    def __enter__(self) -> Serving:
-        self.log = tempfile.TemporaryFile()
-        try:
-            self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log)
-        except OSError as failure:
-            self.log.close()
-            raise InvalidInput(f"{self.name}: can't start {self.command[0]} ({failure})") from None
-        until = time.perf_counter() + START
-        while time.perf_counter() < until and self.process.poll() is None:
-            try:
-                with urlopen(f"{self.base}/models", timeout=5) as response:
-                    self.model = json.load(response)["data"][0]["id"]
-                return self
-            except (OSError, KeyError, IndexError, ValueError):
-                time.sleep(0.2)
-        self.log.seek(0)
-        last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
-        self.__exit__()
-        raise QuickbeamError(f"{self.name}: ended or did not answer: {' '.join(last)}")
+    @property
+    def rate(self) -> float:
+        return sum(one.tokens for one in self.answers) / self.seconds
 
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        self.log.close()
+    def ask(self, name: str, command: list[str], clients: int, given: Namespace) -> None:
+        """Start a server, have so many clients ask it, and end it."""
+        texts = [question.turns[0] for question in questions_of(given)]
+        with Serving(name, command) as serving, ThreadPoolExecutor(clients) as pool:
+            serving.ask(texts[0][:60], given)
+            began = time.perf_counter()
+            self.answers += pool.map(lambda text: serving.ask(text, given), texts)
+            self.seconds += time.perf_counter() - began
 
-    def open(self, request: Request) -> Any:
-        try:
-            return urlopen(request, timeout=900)
-        except HTTPError as failure:
-            with failure:
-                why = failure.read()[:200].decode(errors="replace")
-            raise QuickbeamError(f"{self.name}: refuses a request: {why}") from None
+    def figures(self, reference: list[Served]) -> dict[str, Any]:
+        pairs = zip(self.answers, reference, strict=True)
+        same = sum(one.text == other.text for one, other in pairs)
+        one = {"tokens_per_second": self.rate, "same_text": same, "prompts": len(self.answers)}
+        return one | {"p50_ttft_ms": 1000 * median(each.first for each in self.answers)}
 
-    def ask(self, prompt: str, given: Namespace) -> Served:
-        """Return a streamed greedy answer."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": given.max_tokens}
-        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        messages = {"messages": [{"role": "user", "content": prompt}]}
-        body |= {"prompt": prompt} if given.raw else messages
-        where = f"{self.base}/{'completions' if given.raw else 'chat/completions'}"
-        request = Request(where, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        text, tokens, first, began = "", 0, 0.0, time.perf_counter()
-        with self.open(request) as response:
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                for choice in chunk.get("choices") or ():
-                    piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                    first = first or (time.perf_counter() - began if piece else 0.0)
-                    text, tokens = text + piece, tokens + bool(piece)
-                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-        return Served(text, tokens, first)
+
+def measure(cases: list[Case], given: Namespace) -> dict[Key, Measured]:
+    """Ask every server of every case, in turn for every round. One that fails is named and left."""
+    measured = defaultdict[Key, Measured](Measured)
+    failed = set[Key]()
+    for _ in range(given.rounds):
+        for case in cases:
+            for clients in map(int, numbers(given.clients)):
+                for name, command in case.servers(clients):
+                    key = case.name, clients, name
+                    if key in failed:
+                        continue
+                    try:
+                        measured[key].ask(name, command, clients, given)
+                        note = f"{measured[key].rate:.1f} tokens/s"
+                    except QuickbeamError as failure:
+                        failed.add(key)
+                        del measured[key]
+                        note = f"left out: {failure}"
+                    print(f"{case.name}, {clients} at a time, {name}: {note}", file=sys.stderr)
+    if not measured:
+        raise QuickbeamError("no server answered")
+    return measured
+
+
+def summary(measured: Mapping[Key, Measured]) -> list[dict[str, str]]:
+    """Return a row for each server, of llama.cpp's speculations the fastest in each cell."""
+    cells = defaultdict[str, dict[str, tuple[float, str]]](dict)
+    columns = dict.fromkeys(f"{case}: {clients}" for case, clients, _ in measured)
+    for (case, clients, name), one in measured.items():
+        own = name.removeprefix("llama.cpp ")
+        row = name if own == name else "llama.cpp, its fastest speculation"
+        shown = f"{one.rate:.1f}{'' if own == name else f' ({own})'}"
+        best = cells[row].get(f"{case}: {clients}", (0.0, ""))
+        cells[row][f"{case}: {clients}"] = max(best, (one.rate, shown))
+    empty = (0.0, "-")
+    return [
+        {"tokens/s": row} | {column: of.get(column, empty)[1] for column in columns}
+        for row, of in cells.items()
+    ]
 
 
 def main() -> None:
     parser = arguments(__doc__, limit=16, max_tokens=96)
-    parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND", help="{port} is filled in")
+    parser.add_argument("cases", nargs="+", metavar="MODEL[:BITS[:DRAFTER]]")
     parser.add_argument("--clients", default="1", help="at a time, comma-separated")
+    parser.add_argument("--methods", default="auto,ar", help="of quickbeam, comma-separated")
+    parser.add_argument("--llama", type=Path, help="folder of llama-server and llama-quantize")
+    parser.add_argument("--llama-options", default="", help="of llama-server, say --no-repack")
+    names = ", ".join(SPECULATIONS)
+    parser.add_argument("--speculations", default="all", help=f"of llama-server: {names}; none")
+    parser.add_argument("--vllm", help="the program vllm, of its build for CPUs")
+    parser.add_argument("--transformers", action="store_true", help="ask `transformers serve`")
+    parser.add_argument("--work", type=Path, default=Path("build/peers"), help="for .gguf files")
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
-    texts = [question.turns[0] for question in questions_of(given)]
-    answers: dict[tuple[int, str], list[Served]] = defaultdict(list)
-    seconds: dict[tuple[int, str], float] = defaultdict(float)
-    for _ in range(given.rounds):
-        for server in given.servers:
-            name, _, command = server.partition("=")
-            with Serving(name, command) as serving:
-                serving.ask(texts[0][:60], given)
-                for clients in map(int, numbers(given.clients)):
-                    began = time.perf_counter()
-                    with ThreadPoolExecutor(clients) as pool:
-                        own = list(pool.map(lambda text: serving.ask(text, given), texts))
-                    seconds[clients, name] += time.perf_counter() - began
-                    answers[clients, name] += own
-    rows, figures = [], dict[int, dict[str, Any]]()
-    reference = [one.text for one in answers[next(iter(answers))]]
-    for clients, name in sorted(answers, key=lambda key: key[0]):
-        own = answers[clients, name]
-        rate = sum(one.tokens for one in own) / seconds[clients, name]
-        same = sum(one.text == text for one, text in zip(own, reference, strict=True))
-        wait, kept = 1000 * median(one.first for one in own), f"{same} of {len(own)}"
-        row = {"clients": clients, "server": name, "tokens/s": f"{rate:.1f}"}
-        rows.append(row | {"first piece ms": f"{wait:.0f}", "same text": kept})
-        one = {"tokens_per_second": rate, "p50_ttft_ms": wait, "same_text": same}
-        figures.setdefault(clients, {})[name] = one | {"prompts": len(own)}
-    finish(given, rows, concurrency=figures)
+    measured = measure([Case(text, given) for text in given.cases], given)
+    rows, figures = [], dict[str, dict[int, dict[str, Any]]]()
+    for (case, clients, name), one in measured.items():
+        reference = next(other for key, other in measured.items() if key[:2] == (case, clients))
+        of = one.figures(reference.answers)
+        figures.setdefault(case, {}).setdefault(clients, {})[name] = of
+        row = {"model": case, "clients": clients, "server": name, "tokens/s": f"{one.rate:.1f}"}
+        row |= {"first piece ms": f"{of['p50_ttft_ms']:.0f}"}
+        rows.append(row | {"same text": f"{of['same_text']} of {of['prompts']}"})
+    print(f"{markdown(summary(measured))}\n")
+    finish(given, rows, cases=figures)
 
 
 if __name__ == "__main__":

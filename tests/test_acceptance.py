@@ -102,7 +102,8 @@ def accepted(printed: bool, temperature: float, budget: int) -> float:
     return mean(found)
 
 
-@pytest.mark.parametrize("temperature", few([0.6, 1.0], [1.0]))
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
     temperature: float,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
 from scripts import FOLDER, script
 
-PARTS = {"common", "model_shapes", "random_gguf"}  # of scripts
+PARTS = {"common", "model_shapes", "peer_cases", "random_gguf", "servers"}  # of scripts
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - PARTS)
 FEW = ["--limit", "2", "--max-tokens", "8"]
 TRACES = str(FOLDER / "traces.json")
@@ -38,7 +39,6 @@ RUNS = {
     "vocabulary": ([*FEW, "--vocabs", "frequency,router", "--shares", "40"], "points"),
     "weights": ([*FEW, "--widths", "1,2", "--repeats", "1", "--context", "8"], "weights"),
 }
-SERVED = f"ours={sys.executable} -m quickbeam serve --port {{port}} --method ar --model"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("name", "words", "key"),
     [
-        ("peers", ["--limit", "2", "--max-tokens", "4", "--clients", "1,2"], "concurrency"),
+        ("peers", ["--limit", "2", "--max-tokens", "4", "--clients", "1,2"], "cases"),
         ("first_byte", ["--tokens", "60", "--rounds", "1"], "milliseconds"),
     ],
 )
@@ -104,18 +104,71 @@ def test_servers_are_asked(
     asked.write_text("\n".join(json.dumps({**one, "question_id": i}) for i in range(2)))
     more = ["--serve", f"--model {toy_folder}"]
     if name == "peers":
-        more = ["--questions", str(asked), f"{SERVED} {toy_folder}"]
+        more = ["--questions", str(asked), toy_folder]
     shown, summary = run(name, [*words, *more], tmp_path / "out.json", monkeypatch, capsys)
     assert "| " in shown and summary[key]
 
 
 def test_a_server_that_does_not_come_up_is_an_error() -> None:
-    peers = script("peers")
-    with pytest.raises(InvalidInput, match="can't start"), peers.Serving("x", "no-such-program"):
+    servers = script("servers")
+    with pytest.raises(InvalidInput, match="can't start"), servers.Serving("x", "no-such-program"):
         pass
     command = f"{sys.executable} -c 'raise SystemExit(\"no model here\")'"
-    with pytest.raises(Exception, match="no model here"), peers.Serving("x", command):
+    with pytest.raises(Exception, match="no model here"), servers.Serving("x", command):
         pass
+
+
+def peers_of(case: str, **more: object) -> dict[str, str]:
+    """The commands of the servers that are asked about a case."""
+    given = {"llama": None, "llama_options": "", "vllm": None, "transformers": True}
+    given |= {"methods": "auto,ar", "speculations": "all", "work": Path("work")} | more
+    commands = script("peer_cases").Case(case, Namespace(**given)).servers(4)
+    return {name: " ".join(command) for name, command in commands}
+
+
+def test_a_case_is_given_to_the_servers_that_read_it(toy_folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "big.gguf"
+    file.touch()
+    asked = peers_of(f"{toy_folder}:8", vllm="vllm")
+    assert list(asked) == ["quickbeam auto", "quickbeam ar"]  # the others read 16 bits
+    assert asked["quickbeam ar"].endswith(f"--model {toy_folder} --weights int8 --method ar")
+    assert [*peers_of(toy_folder, vllm="vllm")][2:] == ["vLLM", "vLLM n-grams", "transformers"]
+    assert "draft-simple" not in " ".join(peers_of(str(file), llama=tmp_path))
+    asked = peers_of(f"{file}::small.gguf", llama=tmp_path, llama_options="--no-repack")
+    assert f"-m {file} -np 4 -c 16384" in asked["llama.cpp"] and "--no-repack" in asked["llama.cpp"]
+    assert "--spec-type draft-simple -md small.gguf" in asked["llama.cpp draft-simple"]
+    assert asked["quickbeam auto"].endswith(f"--model {file} --method auto --drafter small.gguf")
+    with pytest.raises(InvalidInput, match="BITS are 16, 8 or 4"):
+        peers_of(f"{file}:5")
+    with pytest.raises(InvalidInput, match="llama-quantize"):
+        peers_of(f"{file}:8")
+
+
+def test_the_fastest_speculation_is_named(monkeypatch, capsys) -> None:
+    """Of peers, and a server that fails is left out."""
+    peers, speeds = script("peers"), {"a": 2.0, "llama.cpp": 1.0, "llama.cpp x": 3.0}
+
+    class One:
+        name = "m"
+
+        def servers(self, clients: int) -> list[tuple[str, list[str]]]:
+            return [(name, []) for name in (*speeds, "llama.cpp y", "bad")]
+
+    def ask(self, name: str, command: list[str], clients: int, given: Namespace) -> None:
+        if name == "bad":
+            raise InvalidInput("is not here")
+        self.seconds, self.answers = 1.0, [peers.Served("", int(speeds.get(name, 4) * clients), 0)]
+
+    monkeypatch.setattr(peers.Measured, "ask", ask)
+    measured = peers.measure([One()], Namespace(rounds=1, clients="1,2"))
+    assert "m, 2 at a time, bad: left out: is not here" in capsys.readouterr().err
+    *rows, last = peers.summary(measured)
+    assert rows == [
+        {"tokens/s": "a", "m: 1": "2.0", "m: 2": "4.0"},
+        {"tokens/s": "llama.cpp", "m: 1": "1.0", "m: 2": "2.0"},
+    ]
+    fastest = {"m: 1": "4.0 (y)", "m: 2": "8.0 (y)"}
+    assert last == {"tokens/s": "llama.cpp, its fastest speculation", **fastest}
 
 
 # --- figures ---
@@ -146,8 +199,6 @@ def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder: str) -> None:
 
 def test_a_trace_is_walked_from_place_to_place(toy_folder: str) -> None:
     """A walk takes as many steps as decoding does, and cut to its root a tree gives one token."""
-    from argparse import Namespace
-
     from quickbeam import LLM, SamplingParams
 
     traces = script("traces")

@@ -67,7 +67,7 @@ def test_generate_streams_text_and_then_statistics(run):
     assert options == expected
     assert asked == ("chat", [("user", "hello")], SamplingParams())
     assert run("generate", "-", "--raw", "--budget", "auto", input="two\nlines\n").exit_code == 0
-    assert fake_llm.CALLS[-2][1][2]["budget"] == 0
+    assert fake_llm.CALLS[-2][1][2]["budget"] == "auto"
     assert fake_llm.CALLS[-1][:2] == ("raw", "two\nlines")
 
 

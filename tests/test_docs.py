@@ -35,7 +35,7 @@ SMALL = {
     "bench": ["--limit", "1", "--max-tokens", "4"],
 }
 PROGRAMS = {
-    *("quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo", "python"),
+    *("quickbeam", "make", "pip", "curl", "docker", "serve", ".ci/run", "echo", "python"),
     "lm_eval",
 }
 PET = (

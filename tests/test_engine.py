@@ -146,33 +146,6 @@ def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
     assert sequence.statistics.new_tokens == 40
 
 
-def test_statistics_and_observers_tell_of_every_step(model: Model) -> None:
-    params, records = SamplingParams(max_tokens=60, ignore_eos=True), list[StepRecord]()
-    sequence = run(model, "logitspec", params, prompt_of(0), budget=9, observer=records.append)
-    stats = sequence.statistics
-    assert (
-        len(records) == stats.steps and sum(len(record.tree) for record in records) == stats.nodes
-    )
-    assert [token for record in records for token in record.emitted] == sequence.output.token_ids[
-        1:
-    ]
-    for record in records:
-        accepted = [record.tree.token[node] for node in record.path[1:]]
-        assert (
-            record.emitted == [*accepted, record.token][: len(record.emitted)]
-            and len(record.tree) <= 9
-        )
-        assert 0 < record.draft_seconds + record.verify_seconds < record.seconds
-    assert sum(record.draft_seconds for record in records) == pytest.approx(stats.draft_seconds)
-    assert sum(record.verify_seconds for record in records) == pytest.approx(stats.verify_seconds)
-    assert stats.draft_seconds + stats.verify_seconds < stats.seconds and stats.prefill_seconds > 0
-    drafted = {
-        name: sum(record.tree.source[1:].count(name) for record in records)
-        for name in stats.sources
-    }
-    assert drafted == {name: count.drafted for name, count in stats.sources.items()}
-
-
 # --- how answers end before their time ------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from transformers import MambaConfig, T5Config
 
 from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.answering import choose_budget
 from quickbeam.methods import METHODS
 from quickbeam.models.gathered import RowPool
 
@@ -95,7 +96,7 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
     ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
     ({"device": "tpu9"}, "device 'tpu9' can't be used"),
-    ({"budget": 513}, "must be a number of nodes, at most 512"),
+    ({"budget": 513}, r"must be auto \(or 0\) for the measured budget, or a number of nodes, at"),
     ({"max_running": 0}, "max_running=0: must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_named(toy_folder, options, words):
@@ -106,7 +107,7 @@ def test_what_cannot_be_used_is_named(toy_folder, options, words):
 @pytest.mark.parametrize(("prompt", "params", "options", "words"), [
     ("", None, {}, "empty prompt"),
     ("a", None, {"budget": -1}, "budget=-1"),
-    ("a", None, {"budget": "auto"}, "budget='auto': must be a number of nodes"),
+    ("a", None, {"budget": "all"}, "budget='all': must be auto"),
     ("a", None, {"method": "x"}, "unknown method"),
     ("a", None, {"max_tokens": 3}, r"'max_tokens'; give it in SamplingParams\(max_tokens=…\)"),
     ("a", None, {"nodes": 3}, "unknown option 'nodes'; known: method, budget, vocab"),
@@ -199,6 +200,11 @@ def test_the_target_as_its_own_drafter_is_right(toy_folder):
     nodes = METHODS["chain"].budget
     answer = llm.generate("abc abc", SamplingParams(max_tokens=4 * nodes + 1, ignore_eos=True))
     assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
+
+
+def test_a_budget_of_auto_is_the_measured_one():
+    assert [choose_budget(asked, "chain") for asked in ("auto", 0, 3)] == [None, None, 3]
+    assert choose_budget(None, "chain") == METHODS["chain"].budget
 
 
 def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder, drafter_folder):

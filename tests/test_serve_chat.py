@@ -189,6 +189,8 @@ def test_what_was_drafted_is_counted_and_traced(runner):
     plain = whole(runner, **fields, speculation={"method": "ar"})["usage"]
     assert plain["completion_tokens_details"]["accepted_prediction_tokens"] == 0
     assert plain["steps"] == 39
+    measured = whole(runner, **fields, speculation={"method": "pld", "budget": "auto"})["usage"]
+    assert measured["completion_tokens"] == 40
 
 
 def test_a_prompt_seen_before_is_told_as_cached(runner, llm):

@@ -97,17 +97,6 @@ def test_echo_puts_the_prompt_in_front(runner, llm, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_the_models_own(runner, llm, stream):
-    right = llm.generate(PROMPTS[0], SamplingParams(max_tokens=20, logprobs=2), method="ar")
-    found = joined_logprobs(choices(runner, stream, temperature=0, logprobs=2)[0])
-    assert found["token_logprobs"] == pytest.approx([one.logprob for one in right.logprobs])
-    tokens, logprobs = found["tokens"], found["token_logprobs"]
-    for top, token, logprob in zip(found["top_logprobs"], tokens, logprobs, strict=True):
-        assert top[token] >= logprob - 1e-6 and len(top) <= 3
-    assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [0, 5])
 def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
     """The form that evaluation harnesses read: the prompt's tokens in front of the answer's."""

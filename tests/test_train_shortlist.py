@@ -266,22 +266,6 @@ def test_nothing_held_out_is_trained_on(
     assert stage.counts().tolist() == torch.bincount(texts, minlength=len(stage.head)).tolist()
 
 
-def test_the_list_may_be_that_of_a_drafter_with_more_text(
-    toy_folder: str, folder: Path, tmp_path: Path
-) -> None:
-    order = torch.randperm(257, generator=torch.Generator().manual_seed(3))
-    other, wrong = tmp_path / "other", tmp_path / "wrong"
-    for where, of in ((other, order), (wrong, torch.arange(100))):
-        Artefact(Layout(of, 4, 8, len(of)), of, None).save(where)
-    plan = ShortlistPlan(rows=200, listed=6, width=16, router_epochs=1, list_of=other)
-    ShortlistTraining(toy_folder, folder, plan).run(lambda what, done: None)
-    artefact = Artefact.load(folder)
-    assert torch.equal(artefact.ranking, order)
-    assert torch.equal(artefact.layout.order[:6], order[:6])
-    with pytest.raises(InvalidInput, match="its shortlist is of 100 tokens"):
-        ShortlistTraining(toy_folder, folder, replace(plan, list_of=wrong))
-
-
 def test_bad_input_to_the_command(
     toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Batch, Draft, Passed
-from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.opening import make_model
 from quickbeam.train import text
 from quickbeam.train.shards import Conversation
@@ -133,6 +130,17 @@ def test_turns_follow_the_template_and_answers_are_marked(
         )
         answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
     assert {1, 2} <= set(answers)
+
+
+def test_users_speak_at_a_temperature_of_their_own(chat: Chat) -> None:
+    spoken = 0
+    for tokens, _, _ in itertools.islice(chat.writer(user_temperature=1e-4), 16):
+        ids, likeliest = tokens.tolist(), plain(chat.model, tokens.tolist()).argmax(-1).tolist()
+        for begin, end, answering in turns(chat, ids):
+            if not answering:
+                assert ids[begin:end] == likeliest[begin - 1 : end - 1]
+                spoken += end - begin
+    assert spoken > 60
 
 
 QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
@@ -293,85 +301,6 @@ def test_every_prompt_is_answered_once(chat: Chat) -> None:
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
     with pytest.raises(InvalidInput, match="raise --length"):
         chat.writer([[1] * LENGTH])
-
-
-class Place(SequenceCache):
-    """Where a sequence of a script is. Its pages hold nothing."""
-
-    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        pass
-
-
-class Places(Pool):
-    """Places without end."""
-
-    page = 64
-
-    def new(self) -> Place:
-        return Place(self)
-
-    def make(self) -> Page:
-        return Page(None)
-
-    def copy(self, source: Page, target: Page) -> None:
-        raise NotImplementedError
-
-
-class Script:
-    """A model that nearly always says what follows a token in `after`; any other token is a little
-    less likely."""
-
-    streamed = None
-    after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
-    device, exact, vocab_size, chunk, granularity, beside = (
-        torch.device("cpu"),
-        True,
-        20,
-        512,
-        64,
-        64,
-    )
-    context_length, experts_read = None, 0.0
-
-    def __init__(self) -> None:
-        self.pool = Places()
-
-    def check_prompt(self, ids: Sequence[int]) -> None:
-        assert ids
-
-    def close(self) -> None:
-        pass
-
-    def forward(self, batch: Batch) -> list[Passed]:
-        passed = []
-        for part in batch.parts:
-            tokens = list(part.tree.token if isinstance(part, Draft) else part.tokens)
-            logits = torch.zeros(len(tokens), 20)
-            logits[range(len(tokens)), [self.after.get(token, 2) for token in tokens]] = 8.0
-            passed.append(
-                Passed(
-                    logits if isinstance(part, Draft) else logits[-1:],
-                    None,
-                    logits.argmax(-1).tolist(),
-                )
-            )
-        return passed
-
-
-def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
-    template, heat, count = Template([1], [2, 3], [2, 4], frozenset({2})), 4.0, 600
-    recipe = Recipe(40, 5, user_temperature=heat, openers=(), documents=(), quote=0.0)
-    writer = Writer(Script(), 8, lambda text: [], template, template.stops, recipe)
-    first = [c.tokens[1].item() for c in itertools.islice(writer, count)]  # of a user, after 1
-    likely = math.exp(8 / heat) / (math.exp(8 / heat) + 19)
-    assert abs(first.count(Script.after[1]) / count - likely) < 4 * math.sqrt(
-        likely * (1 - likely) / count
-    )
-    others = [token for token in first if token not in (Script.after[1], 2)]
-    assert (
-        set(others) == set(range(20)) - {Script.after[1], 2}
-        and len({first.count(token) for token in set(others)}) > 3
-    )
 
 
 def test_who_stops_listening_gets_the_room_back(chat: Chat) -> None:

@@ -27,7 +27,7 @@ from quickbeam.methods import preset
 from quickbeam.models.chat_template import for_template
 from quickbeam.models.memory import free_memory
 from quickbeam.models.opening import Opened
-from quickbeam.options import Calls, Chats, Options, check_options, temperature_class
+from quickbeam.options import Budget, Calls, Chats, Options, check_options, temperature_class
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 
@@ -64,7 +64,7 @@ class Answering:
         name: str,
         drafting: Drafting,
         method: str = "auto",
-        budget: int | None = None,
+        budget: Budget | None = None,
         kv_memory: int | None = None,
         **engine: Any,
     ) -> None:
@@ -334,15 +334,16 @@ class Answering:
         self.close()
 
 
-def choose_budget(asked: int | None, method: str) -> int | None:
+def choose_budget(asked: Budget | None, method: str) -> int | None:
     """Return the nodes of a tree of `method`; None stands for the measured budget.
 
     Raises `InvalidInput` for what is no number of nodes of a tree.
     """
+    asked = 0 if asked == "auto" else asked
     if asked is not None and not (isinstance(asked, int) and 0 <= asked <= MAX_NODES_SLOW):
         raise InvalidInput(
-            f"budget={asked!r}: must be a number of nodes, at most {MAX_NODES_SLOW}, or 0 for the "
-            "measured budget"
+            f"budget={asked!r}: must be auto (or 0) for the measured budget, or a number of "
+            f"nodes, at most {MAX_NODES_SLOW}"
         )
     chosen = preset(method)
     return (chosen.budget if asked is None or not chosen.sources else asked) or None

@@ -38,6 +38,7 @@ from quickbeam.llm import prepare_kernels
 from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import Opened, make_model
+from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 
 CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
@@ -58,7 +59,7 @@ def generate(
     drafter: str | None = None,
     tokenizer: Any = None,
     method: str = "auto",
-    budget: int | None = None,
+    budget: Budget | None = None,
     vocab: str | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
@@ -110,7 +111,7 @@ def generate(
 def generator(
     *,
     method: str = "auto",
-    budget: int | None = None,
+    budget: Budget | None = None,
     drafter: str | None = None,
     vocab: str | None = None,
     tokenizer: Any = None,

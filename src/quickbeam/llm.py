@@ -26,10 +26,9 @@ from quickbeam.models.formats import (
     wanted_dtype,
 )
 from quickbeam.models.native import choice, library
-from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
-from quickbeam.options import check_vocab
+from quickbeam.options import Budget, check_vocab
 from quickbeam.sizes import parse_bytes
 
 
@@ -41,8 +40,8 @@ class LLM(Answering):
     - `method`: a name of `methods/__init__.py`. A call may name another one.
     - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
     - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
-    - `budget`: nodes of a draft tree, the root included, at most 512. None takes the preset's, 0
-      the measured budget. A call may give its own.
+    - `budget`: nodes of a draft tree, the root included, at most 512; `"auto"` (or 0): as many as
+      pay, by measured cost. None takes the method's own. A call may give its own.
     - `drafter`: a smaller model, or a feature drafter of this model, named as `model` is; `mtp` is
       a head for several tokens in the model's own checkpoint. None takes the one that comes with
       the model, if there is one. The drafter is loaded when a method first needs it.
@@ -50,7 +49,7 @@ class LLM(Answering):
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
       `drafters/vocabulary.py`. A call may give its own.
-    - `max_running`: how many answers run side by side; the others wait their turn.
+    - `max_running`: how many answers run side by side, 32 by default; the others wait their turn.
     - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
       free.
     - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
@@ -80,7 +79,7 @@ class LLM(Answering):
         *,
         dtype: str = "bfloat16",
         device: str | None = None,
-        budget: int | None = None,
+        budget: Budget | None = None,
         drafter: str | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
@@ -92,7 +91,7 @@ class LLM(Answering):
         revision: str | None = None,
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
-        weights: str = BFLOAT16,
+        weights: str = "bfloat16",
         draft_weights: str | None = None,
         memory: int | str | None = None,
         progress: Any = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from quickbeam.errors import InvalidInput
 from quickbeam.params import COUPLED, SamplingParams
@@ -16,13 +16,15 @@ VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", CLUSTERS, ROUTER)
 # `frequency+context` where the drafter comes with a list of frequent tokens, else the full
 # vocabulary
 SHORTENED = "shortened"
+# nodes of a draft tree, the root included; auto: as many as pay, by measured cost
+Budget: TypeAlias = int | Literal["auto"]
 
 
 class Options(TypedDict, total=False):
     """The options that a call may set for itself; `LLM` explains them."""
 
     method: str | None
-    budget: int | None
+    budget: Budget | None
     vocab: str | None
     shortlist: int | None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.methods import METHODS, stand_in
-from quickbeam.options import check_vocab, plain_vocab
+from quickbeam.options import Budget, check_vocab, plain_vocab
 from quickbeam.params import COUPLED, SamplingParams
 
 if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes seconds to import
@@ -29,12 +29,12 @@ KNOWN = ", ".join([*METHODS, *PEERS])
 class MethodItem:
     """One entry of `--methods`; `name` is the entry as typed.
 
-    What is None is left to the preset. A budget of 0 is that of the measured cost.
+    What is None is left to the preset.
     """
 
     name: str
     method: str
-    budget: int | None = None
+    budget: Budget | None = None
     vocab: str | None = None
     shortlist: int | None = None
 
@@ -54,7 +54,7 @@ class MethodItem:
 
 def parse_methods(
     text: str,
-    budget: int | None = None,
+    budget: Budget | None = None,
     drafter: str | None = None,
     model: str | None = None,
     vocab: str | None = None,

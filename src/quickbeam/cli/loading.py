@@ -17,7 +17,7 @@ from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
-from quickbeam.options import VOCABS, check_vocab
+from quickbeam.options import VOCABS, Budget, check_vocab
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM
@@ -65,11 +65,10 @@ class Target:
     kv_memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
     """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
 
-    def nodes(self) -> int | None:
-        """Return what `LLM` takes for `--budget`: a number of nodes, 0 for auto, None if not
-        given."""
+    def nodes(self) -> Budget | None:
+        """Return what `LLM` takes for `--budget`: a number of nodes, auto, None if not given."""
         if self.budget is None or self.budget == "auto":
-            return None if self.budget is None else 0
+            return None if self.budget is None else "auto"
         if not self.budget.isascii() or not self.budget.isdecimal() or int(self.budget) < 1:
             raise InvalidInput(f"--budget {self.budget!r}: must be auto or a number of at least 1")
         return int(self.budget)

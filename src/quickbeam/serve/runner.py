@@ -21,6 +21,7 @@ from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
+from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import (
     BYTES_A_TOKEN,
@@ -46,7 +47,7 @@ class Job(NamedTuple):
     params: SamplingParams
     choice: int = 0  # number of the answer among those with the same prompt and seed
     method: str | None = None  # None: the server's default
-    budget: int | None = None  # likewise
+    budget: Budget | None = None  # likewise
     trace: bool = False  # deltas carry steps
 
 

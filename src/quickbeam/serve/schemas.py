@@ -143,7 +143,7 @@ class Speculation(Body):
     """How drafts are made for this answer. This never changes the answer."""
 
     method: str | None = None
-    budget: Annotated[int, Field(ge=0, le=MAX_NODES_SLOW)] | None = None
+    budget: Annotated[int, Field(ge=0, le=MAX_NODES_SLOW)] | Literal["auto"] | None = None
 
 
 Choice = Some[Annotated[str, Field(min_length=1)]]
