@@ -13,7 +13,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import EPS, Router
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import BLOCK, Packed, plain_rows
+from quickbeam.models.native.operands import BLOCK, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packer
 
@@ -21,19 +21,17 @@ from quickbeam.models.native.quantised import BFLOAT16, INT8, Packer
 class NativeRouter:
     """A router in the native kernels: the packed weights of a `Router`.
 
-    `clusters`: how many clusters it scores.
+    `clusters`: how many clusters it scores. `name`: as of `NativeBlocks`.
     """
 
-    def __init__(self, router: Router, kernels: Kernels) -> None:
+    def __init__(self, router: Router, kernels: Kernels, name: str | None = None) -> None:
         self.config, self.clusters = router.config, router.config.clusters
         odd = self.config.width % 2  # an odd width is padded with one unit that stays 0
-        up, bias, down = (
-            router.up.weight.detach(),
-            router.up.bias.detach(),
-            router.down.weight.detach(),
-        )
-        self._up = Packed(kernels, [F.pad(up, (0, 0, 0, odd))], F.pad(bias, (0, odd)))
-        self._down = Packed(kernels, [F.pad(down, (0, odd))], router.down.bias)
+        up = F.pad(router.up.weight.detach(), (0, 0, 0, odd))
+        down = F.pad(router.down.weight.detach(), (0, odd))
+        bias = F.pad(router.up.bias.detach(), (0, odd))
+        self._up = Packer(kernels, name or rows_format(up)).pack([up], bias)
+        self._down = Packer(kernels, name or rows_format(down)).pack([down], router.down.bias)
 
     def add(self, program: Program, hidden: Buffer, embedded: Buffer, target: Buffer) -> None:
         """Add the router's operations on the wanted rows to `program`; `target` gets the scores."""
@@ -79,23 +77,18 @@ class NativeBlocks:
         self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None
     ) -> None:
         packer = Packer(kernels, name or rows_format(weight))
-        parts = [
-            layout.order[: layout.frequent],
-            *(layout.tokens(cluster) for cluster in range(layout.clusters)),
-        ]
-        sizes = [-(-len(part) // BLOCK) * BLOCK for part in parts]
-        padded = [
-            F.pad(part, (0, size - len(part)), value=-1)
-            for part, size in zip(parts, sizes, strict=True)
-        ]
-        tokens = torch.cat(padded)
+        frequent, rest = layout.order[: layout.frequent], layout.order[layout.frequent :]
+        self._first = -(-layout.frequent // BLOCK)  # blocks of 16 outputs before the clusters'
+        self._each = torch.arange(-(-layout.size // BLOCK))  # blocks of a cluster
+        clusters = F.pad(rest, (0, -len(rest) % layout.size), value=-1)
+        clusters = clusters.view(layout.clusters, layout.size)
+        clusters = F.pad(clusters, (0, len(self._each) * BLOCK - layout.size), value=-1)
+        frequent = F.pad(frequent, (0, -layout.frequent % BLOCK), value=-1)
+        tokens = torch.cat([frequent, clusters.flatten()])
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         tokens.clamp_(min=0)
         self._packed = packer.pack([weight.detach()[tokens]], bias)
         self._tokens = tokens.view(-1, BLOCK)
-        # by part: its blocks of 16 outputs
-        counts = [size // BLOCK for size in sizes]
-        self._blocks = torch.split(torch.arange(len(self._tokens)), counts)
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
@@ -106,8 +99,8 @@ class NativeBlocks:
 
     def prepare(self, clusters: torch.Tensor) -> Prepared:
         """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64."""
-        parts = [0, *(cluster + 1 for cluster in clusters.tolist())]
-        blocks = torch.cat([self._blocks[part] for part in parts])
+        chosen = self._first + clusters[:, None] * len(self._each) + self._each
+        blocks = torch.cat([torch.arange(self._first), chosen.flatten()])
         return Prepared(blocks.numpy(), self._tokens[blocks].flatten(), None)
 
     def score(

@@ -123,15 +123,15 @@ class Shortlist:
         """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
 
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
-        of the call: that many of them are expected to need it. The best `chosen` are scored; among
-        equals the first win, and a score that is NaN has probability 0. So a node that needs one
+        of the call: that many of them are expected to need it. The best `chosen` are scored; a
+        score that is NaN has probability 0. So a node that needs one
         cluster for certain leaves room to one that needs many, and a call with few nodes has more
         room for each. DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead;
         its formula is not published in what we could read.
         """
         probs = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
         worth = probs.nan_to_num(0.0).sum(0)
-        return worth.argsort(descending=True, stable=True)[: self.chosen].sort().values
+        return worth.topk(self.chosen).indices.sort().values
 
     def holds(self, token: int, clusters: torch.Tensor) -> bool:
         """Whether a call that chose `clusters` scores this token in any context."""
