@@ -229,4 +229,26 @@ def test_what_fails_in_one_sequence_touches_no_other(
     assert (good.error, good.output.token_ids) == (None, expected)
 
 
-# --- what passes cost (followed by the budget: test_cost.py) --------------------------------------
+def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=1)
+    expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
+    runs, waits = (
+        engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3)
+    )
+    for _ in range(5):
+        engine.step()
+
+    def broken(ready: object) -> None:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no room"):
+        patch.setattr(engine.scheduler, "with_room", broken)
+        engine.step()
+    assert (str(runs.error), runs.output.finish_reason) == ("no room", "interrupted")
+    given = runs.output.token_ids
+    assert given and given == expected[0][: len(given)]
+    run_all(engine)
+    assert waits.output.token_ids == expected[1]
+    engine.close()

@@ -19,7 +19,7 @@ from quickbeam.engine.growing import Drafting, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Draft, Model, Passed, inference
 from quickbeam.models.native.noise import NativeLoops
 from quickbeam.models.pages import PagePool
@@ -65,7 +65,6 @@ class Engine:
         if self.prefixes is not None:
             model.pool.spare = self.prefixes.evict
         self._budget, self._memory = budget, memory
-        self._stepping = False  # whether a step is under way
         self.left: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
         self.decoding_seconds, self.decoding_tokens = 0.0, 0
@@ -176,15 +175,9 @@ class Engine:
         """Run one step of all sequences.
 
         However it ends, the outputs hold all that was emitted. An error that belongs to no sequence
-        ends all that were under way. Raises it then, and `QuickbeamError` inside a step, which an
-        observer could otherwise begin.
+        ends all that were under way, and is raised. An observer must not call this.
         """
-        if self._stepping:
-            raise QuickbeamError(
-                "a step of this model is under way: an observer can't ask the same model for "
-                "more; keep what it is told, and ask after the answer"
-            )
-        self._stepping, self.left = True, []
+        self.left = []
         try:
             self._step()
         except BaseException as error:
@@ -192,8 +185,6 @@ class Engine:
                 sequence.end("interrupted", error if isinstance(error, Exception) else None)
                 self._leave(sequence)
             raise
-        finally:
-            self._stepping = False
 
     def _step(self) -> None:
         clock = Clock()
