@@ -210,6 +210,12 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
     assert not llm.engine.busy and all(one.over for one in seen)
 
 
+def test_asynchronous_conversations_have_the_same_answers(llm):
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    expected = llm.chat(messages, PARAMS, method="ar").token_ids
+    assert asyncio.run(AsyncLLM(llm=llm).chat(messages, PARAMS)).token_ids == expected
+
+
 def test_leaving_an_asynchronous_stream_ends_it(toy_folder, monkeypatch):
     async def main():
         async with AsyncLLM(toy_folder, "ar") as llm:

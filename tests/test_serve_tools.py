@@ -63,6 +63,7 @@ UNREAD = {  # what is no call: it stays text
     "an unknown tool": (HERMES, '<tool_call>{"name": "h", "arguments": {}}</tool_call>'),
     "infinity": (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
     "too deep": (HERMES, "<tool_call>" + "[" * 9000),
+    "spaces": (HERMES, " " * 200),
     "JSON of an answer": (LLAMA3, '{"answer": 4}'),
     "later": (LLAMA3, 'It is {"name": "f", "parameters": {"x": 3}}'),
     "one unknown": (MISTRAL, '[TOOL_CALLS] [{"name": "h", "arguments": {}}]'),

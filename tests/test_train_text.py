@@ -143,6 +143,19 @@ def test_users_speak_at_a_temperature_of_their_own(chat: Chat) -> None:
     assert spoken > 60
 
 
+def test_what_the_template_says_takes_no_passes_of_its_own(chat: Chat) -> None:
+    for seed in range(4):
+        passes, ours = list[int](), {"openers": ("Why", "Tell me"), "documents": ()}
+        recipe = Recipe(LENGTH, QUESTION, quote=0.0, repetition=LENGTH, seed=seed, **ours)
+        model, stops = make_model(copy.deepcopy(chat.model)), chat.template.stops
+        writer = Writer(
+            model, 1, chat.encode, chat.template, stops, recipe, tokens=1, stepped=passes.append
+        )
+        (conversation,) = writer
+        spoken = list(turns(chat, conversation.tokens.tolist()))
+        assert len(passes) <= sum(end - begin for begin, end, _ in spoken) + len(spoken)
+
+
 QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 
 

@@ -67,6 +67,9 @@ class Request:
     choice: int = 0
     tenant: Hashable = None
 
+    def __post_init__(self) -> None:
+        self.prompt = list(self.prompt)  # the caller's may grow
+
 
 class SequenceState:
     """A request and its state so far.
