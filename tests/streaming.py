@@ -11,6 +11,7 @@ from models import tiny
 from quickbeam.models import disk
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.formats import weights_format
+from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.packing import PackedWeights
@@ -39,9 +40,13 @@ def limits(
     folder: str, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
 ) -> list[int]:
     """Memory for no resident group, one, … as far as that is less than the model takes."""
-    checkpoint, kernels = Checkpoint(Path(folder), dtype), library.kernels()
+    return limits_of(Checkpoint(Path(folder), dtype), weights)
+
+
+def limits_of(checkpoint: Checkpoint | GgufCheckpoint, weights: str = "bfloat16") -> list[int]:
+    kernels, name = library.kernels(), weights_format(weights, checkpoint.dtype)
     assert kernels is not None
-    packed = PackedWeights(checkpoint, checkpoint.stack, kernels, weights_format(weights, dtype))
+    packed = PackedWeights(checkpoint, checkpoint.stack, kernels, name)
     piece = disk.piece(packed)
     every = range(packed.small + 2 * piece, packed.small + packed.size, piece)
     return [limit for limit in every if disk.limit(checkpoint, checkpoint.stack, weights, limit)]
@@ -51,11 +56,33 @@ def on_disk(
     folder: str, memory: int, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
 ) -> Target:
     """The model with so much memory for its weights."""
-    checkpoint, kept = Checkpoint(Path(folder), dtype), WeightFile.of(folder, None, weights, None)
+    return of_disk(Checkpoint(Path(folder), dtype), memory, weights)
+
+
+def of_disk(
+    checkpoint: Checkpoint | GgufCheckpoint, memory: int, weights: str = "bfloat16"
+) -> Target:
+    kept = WeightFile.of(str(checkpoint.path), None, weights, None)
     more = {"weights": weights, "kept": kept, "memory": memory}
     target = Target(NativeModel(checkpoint, checkpoint.stack, **more))  # type: ignore[arg-type]
     assert target.model.streamed is not None and target.model.exact
     return target
+
+
+def alike(one: Target, other: Target, widths: tuple[int, ...] = (1, 2, 3, 16, 17, 40, 128)) -> None:
+    """Both give the same bits: after a prompt, in trees, and after a path of one was kept."""
+    assert torch.equal(one.prefill(ids(150)), other.prefill(ids(150)))
+    for width in widths:
+        tree = bush(width)
+        assert torch.equal(one.verify(tree), other.verify(tree)), width
+    tree = bush(20)
+    path = [0]
+    while below := list(tree.children[path[-1]].values()):
+        path.append(below[-1])
+    for target in (one, other):
+        target.verify(tree)
+        target.commit(tree, path)
+    assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
 
 
 def bush(width: int, seed: int = 0) -> TokenTree:

@@ -27,6 +27,7 @@ from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.target import Target
+from streaming import alike, limits_of, of_disk
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
@@ -189,6 +190,21 @@ def test_drafts_change_no_answer(mixed, temperature):
         for own, method in ((llm, "auto"), (llm, "logitspec"), (drafting, "dyspec")):
             found = own.generate(prompts, params, method=method)
             assert [one.token_ids for one in found] == plain, method
+
+
+def test_blocks_read_from_disk_have_the_bits_of_memory(mixed, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    checkpoint = GgufCheckpoint(mixed, None, KERNELS)
+    every = limits_of(checkpoint)
+    disk = of_disk(checkpoint, every[len(every) // 2])
+    alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk)
+    assert disk.model.streamed.record()["streamed_bytes"] > 0
+    disk.model.close()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with LLM(str(mixed)) as llm, LLM(str(mixed), memory=every[0]) as less:
+        found = less.generate("ab ab ab ab", params, method="auto").token_ids
+        assert found == llm.generate("ab ab ab ab", params, method="ar").token_ids
+    assert not (tmp_path / "gguf").exists()
 
 
 def test_text_becomes_the_files_tokens(mixed):

@@ -39,14 +39,13 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
-from streaming import bush, ids, limits, on_disk, saved
+from streaming import alike, bush, ids, limits, on_disk, saved
 from test_families import made
 from test_loading import LONGROPE
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 KINDS = ("bfloat16", "int8", "int4")
 SETS = [*build.machine_sets(), *([build.EMULATED] if build.runs(build.EMULATED) else [])]
-WIDTHS = (1, 2, 3, 16, 17, 40, 128)
 TIGHT = 60_000  # bytes, of toys that take more
 PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 
@@ -78,22 +77,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy_folder: str) -> Callabl
 def weights(target: Target) -> WeightsOnDisk:
     assert isinstance(target.model.streamed, WeightsOnDisk)
     return target.model.streamed
-
-
-def alike(one: Target, other: Target, widths: tuple[int, ...] = WIDTHS) -> None:
-    """Both give the same bits: after a prompt, in trees, and after a path of one was kept."""
-    assert torch.equal(one.prefill(ids(150)), other.prefill(ids(150)))
-    for width in widths:
-        tree = bush(width)
-        assert torch.equal(one.verify(tree), other.verify(tree)), width
-    tree = bush(20)
-    path = [0]
-    while below := list(tree.children[path[-1]].values()):
-        path.append(below[-1])
-    for target in (one, other):
-        target.verify(tree)
-        target.commit(tree, path)
-    assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
+from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
+from streaming import alike, limits_of, of_disk
 from test_families import IDS, policies
 
 KERNELS = library.kernels()
@@ -205,6 +207,9 @@ def write(folder: Path, name: str, moe: bool = False) -> tuple[PreTrainedModel, 
     """A checkpoint; returns the model of the numbers that it holds, and its quantised weights."""
     case, random = CASES[name], torch.Generator().manual_seed(1)
     model = model_of(case, moe)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn(len(parameter), generator=random) / 10
     model.save_pretrained(folder)
     stored, dense = Tensors(), Tensors()
     orders = dict[tuple[str, int], torch.Tensor]()
@@ -270,6 +275,8 @@ def test_a_checkpoint_has_its_own_numbers(name: str, tmp_path: Path) -> None:
         assert torch.equal(dense_rows(KERNELS, found), numbers), one
         assert torch.equal(dense_rows(KERNELS, blocks.rows(one, 5, 40)), numbers[5:40]), one
         assert torch.equal(whole(one), numbers), one
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(blocks(norm).float(), model.get_parameter(norm))
     wanted = right(model)
     torch.testing.assert_close(logits(whole), wanted, rtol=1e-3, atol=1e-3)
     assert error(logits(blocks), wanted) < 0.05
@@ -363,6 +370,22 @@ def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     assert found.name == CASES[name].format
     torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
     assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
+
+
+@pytest.mark.parametrize(
+    ("name", "moe"), [("awq", False), ("gptq-order", False), ("fp8-uneven", False), ("awq", True)]
+)
+def test_what_is_read_from_disk_has_the_bits_of_memory(
+    name: str, moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    write(tmp_path, name, moe)
+    checkpoint = Checkpoint(tmp_path, None)
+    every = limits_of(checkpoint)
+    disk = of_disk(checkpoint, every[len(every) // 2])
+    alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk, (1, 17))
+    assert disk.model.streamed is not None and disk.model.streamed.record()["streamed_bytes"] > 0
+    disk.model.close()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

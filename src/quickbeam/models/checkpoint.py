@@ -170,7 +170,7 @@ class Checkpoint:
         Raises `NotDescribed` for what no family describes, or is stored otherwise than the family
         says, and `InvalidInput` for tensors that are missing, or have another shape.
         """
-        self.folder, self.config = folder, read_config(folder)
+        self.path, self.config = folder, read_config(folder)
         self._method = method_of(self.config)
         if dtype is None:
             own = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
@@ -191,7 +191,9 @@ class Checkpoint:
             read = [one for linear, _ in linears(self.stack) for one in linear.weights]
             self._in_blocks = {one.name for one in read}
         self._stored = self._places(self.stack)
-        self._as_stored = {of.routing.correction for of in experts(self.stack)}
+        self._as_stored: set[str | None] = {of.routing.correction for of in experts(self.stack)}
+        if self.quantised:  # most often in half precision
+            self._as_stored |= {name for name in self._stored if len(self.shape(name)) == 1}
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
@@ -278,9 +280,9 @@ class Checkpoint:
         """Return rows `first` to `last` (excluded) of a tensor.
 
         The numbers are those that loading the model gives: corrections of routers keep every bit,
-        and what products read in few bits stays in blocks (`BlockRows`; of MXFP4, rows are those of
-        the transposed matrices) where the other numbers are bfloat16. Raises `QuickbeamError`
-        naming the file where it can't be read.
+        and so do norms and biases beside weights in few bits. What products read in few bits stays
+        in blocks (`BlockRows`; of MXFP4, rows are those of the transposed matrices) where the other
+        numbers are bfloat16. Raises `QuickbeamError` naming the file where it can't be read.
         """
         end, stored = self.shape(name)[0], self._stored[name]
         last = end if last is None else last

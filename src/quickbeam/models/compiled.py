@@ -323,7 +323,8 @@ class CompiledStack:
     def _embed(self, program: Program, target: Buffer) -> None:
         """Add the tokens' embeddings to the program."""
         if self.disk is not None:
-            given = program.given("embedded", self._width, self._float32)
+            wide = self._float32 or self.disk.in_blocks
+            given = program.given("embedded", self._width, wide)
             program.copy(given, target, scale=self.stack.scale)
             return
         program.embed(self._embedded, target, scale=self.stack.scale)

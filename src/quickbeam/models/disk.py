@@ -21,7 +21,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import AnyPacked
+from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight, dense_rows
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Stack
@@ -188,17 +188,19 @@ class WeightsOnDisk(Streamed):
     ) -> None:
         self._packed, self._parameters, self._embedding = packed, parameters, name
         tokens, width = parameters.shape(name)
-        self._row = width * parameters.dtype.itemsize
+        like = parameters.like(name)
+        self._blocks = like if isinstance(like, BlockRows) else None
+        self._row = 0 if self._blocks is not None else width * parameters.dtype.itemsize
 
         def pieces() -> Iterator[torch.Tensor]:
             yield from packed.pieces()
-            for first in range(0, tokens, ROWS):
+            for first in range(0, tokens if self._row else 0, ROWS):
                 rows = parameters.rows(name, first, min(first + ROWS, tokens))
                 yield rows.to(parameters.dtype).contiguous()
 
         file.write(packed.size + tokens * self._row, pieces, "packing weights, once")
         assert file.path is not None
-        self._file = File(file.path)
+        self._file, self._kernels = File(file.path), packed.kernels
         packed.memory, packed.filled = reserved(packed.size), True
         self._piece = piece(packed)
         room = memory - packed.small
@@ -305,15 +307,25 @@ class WeightsOnDisk(Streamed):
     # --- embedding and head ---
 
     def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the rows of `tokens` in the embedding, `[n, d]`. Raises as `run` does."""
+        """Return the rows of `tokens` in the embedding, `[n, d]`, those of blocks in float32.
+
+        Raises as `run` does.
+        """
+        if self._blocks is not None:
+            return dense_rows(self._kernels, self._blocks[torch.tensor(tokens)])
         found = torch.empty(len(tokens), self._row, dtype=torch.uint8)
         for token, row in zip(tokens, found, strict=True):
             self._file.read_cached(ALIGNED + self._packed.size + token * self._row, row)
         return found.view(self._parameters.dtype)
 
-    def table(self) -> torch.Tensor:
-        """Return a copy of the embedding, `[tokens, d]`."""
-        return self._parameters.rows(self._embedding)
+    def table(self) -> Weight:
+        """Return the embedding, `[tokens, d]`: a copy, or mapped blocks."""
+        return self._parameters.rows(self._embedding) if self._blocks is None else self._blocks
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the embedding is in blocks, which stay in their file."""
+        return self._blocks is not None
 
     def head(self) -> AnyPacked:
         """Return a copy of the packed head."""
@@ -351,8 +363,10 @@ def limit(parameters: Parameters, stack: Stack, name: str, memory: int) -> int |
     """
     kernels = library.kernels()
     assert kernels is not None  # or `refuse_memory` would have told
-    packed, embedding = PackedWeights(parameters, stack, kernels, name), stack.embedding
-    table = torch.Size(parameters.shape(embedding)).numel() * parameters.dtype.itemsize
+    packed, like = PackedWeights(parameters, stack, kernels, name), parameters.like(stack.embedding)
+    table = torch.Size(parameters.shape(stack.embedding)).numel() * parameters.dtype.itemsize
+    if isinstance(like, BlockRows):
+        table = like.data.nbytes
     if memory >= packed.small + packed.size + table:
         return None
     least = packed.small + 2 * piece(packed)

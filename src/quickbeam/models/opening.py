@@ -117,14 +117,6 @@ def open_model(
     if device_map is None and device.type == "cpu":
         try:
             checkpoint = open_checkpoint(name, dtype, **told)
-            if isinstance(checkpoint, GgufCheckpoint):
-                refuse_place(weights, device, checkpoint.dtype)
-                held = (checkpoint, checkpoint.stack, weights_format(weights, checkpoint.dtype))
-                if memory is None or disk.limit(*held, memory) is None:
-                    return _from_file(checkpoint, weights)
-                # what is read from disk in every pass is cut of weights of one format
-                folder = hub.converted(Path(name).expanduser())
-                checkpoint = open_checkpoint(str(folder), dtype, **told)
         except NotDescribed as error:
             if memory is not None:
                 raise InvalidInput(
@@ -134,9 +126,11 @@ def open_model(
             reason = str(error)
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
-            assert isinstance(checkpoint, Checkpoint)
             refuse_place(weights, device, checkpoint.dtype)
-            return _from_checkpoint(checkpoint, weights, memory, progress)
+            model = _native(checkpoint, weights, memory, progress)
+            if isinstance(checkpoint, GgufCheckpoint):
+                return _of_file(checkpoint, model)
+            return _of_folder(checkpoint, model)
     try:
         return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
     except InvalidInput as error:
@@ -145,26 +139,32 @@ def open_model(
         raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
 
 
-def _from_checkpoint(
-    checkpoint: Checkpoint, weights: str, memory: int | None, progress: Progress | None
-) -> Opened:
-    folder, stack, kept = checkpoint.folder, checkpoint.stack, None
+def _native(
+    checkpoint: Checkpoint | GgufCheckpoint,
+    weights: str,
+    memory: int | None,
+    progress: Progress | None,
+) -> NativeModel:
+    stack, kept = checkpoint.stack, None
     name = weights_format(weights, checkpoint.dtype)
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
     if memory is not None:
-        kept = WeightFile.of(str(folder), None, f"{name}-disk", progress)
+        kept = WeightFile.of(str(checkpoint.path), None, f"{name}-disk", progress)
     elif weights != BFLOAT16 and not checkpoint.quantised:
-        kept = WeightFile.of(str(folder), None, weights, progress)
-    model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
+        kept = WeightFile.of(str(checkpoint.path), None, weights, progress)
+    return NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
+
+
+def _of_folder(checkpoint: Checkpoint, model: NativeModel) -> Opened:
+    folder = checkpoint.path
     generation = read_json(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder, checkpoint.config)
     ends = eos_ids(generation, checkpoint.config, tokenizer)
     return Opened(model, tokenizer, ends, sampling_defaults(generation))
 
 
-def _from_file(checkpoint: GgufCheckpoint, weights: str) -> Opened:
-    model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
+def _of_file(checkpoint: GgufCheckpoint, model: NativeModel) -> Opened:
     ends = checkpoint.ends | eos_ids(checkpoint.config)
     return Opened(model, checkpoint.tokenizer, ends, sampling_defaults(checkpoint.sampling))
 

@@ -41,6 +41,7 @@ class PackedWeights:
 
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack, self.filled = parameters, stack, False
+        self.kernels = kernels
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
         self._places, self.size, self.stored = list[Place](), 0, set[str]()
         for linear, gated in linears(stack):
@@ -79,8 +80,12 @@ class PackedWeights:
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all packed bytes in parts, without ever holding more than one of them."""
         for linear, gated, packer, _, _ in self._places:
-            for weights in self._chunks(linear, gated):
-                yield packer.pack(weights, None, gated).data.view(torch.uint8)
+            if packer.together(self._shapes(linear)):
+                for weights in self._chunks(linear, gated):
+                    yield packer.pack(weights, None, gated).data.view(torch.uint8)
+                continue
+            for one in linear.weights:
+                yield packer.pack([self._rows(one)]).data.view(torch.uint8)
 
     @property
     def unit(self) -> int:

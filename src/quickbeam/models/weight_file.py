@@ -26,7 +26,7 @@ ORDER = 2  # version of the order in which weights follow one another
 # files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 # sources that define what the bytes mean and how weights are rounded
-LAYOUT = ("formats.h", "bytes.h", "quantise.h", "quantised.py", "operands.py")
+LAYOUT = ("formats.h", "bytes.h", "quantise.h", "blocks.h", "quantised.py", "operands.py")
 
 
 class WeightFile:
@@ -46,13 +46,13 @@ class WeightFile:
     ) -> WeightFile:
         """Return the file of a checkpoint.
 
-        `folder`: a folder, which is identified by the sizes and times of its files, or a Hugging
-        Face id at a `commit`. Another checkpoint, or another version of the layout, has another
-        file. Nothing is kept of an id without a commit. Nothing is kept of an adapter either, as
-        the model that it belongs to may change elsewhere.
+        `folder`: a folder or file, which is identified by the sizes and times of its files, or a
+        Hugging Face id at a `commit`. Another checkpoint, or another version of the layout, has
+        another file. Nothing is kept of an id without a commit. Nothing is kept of an adapter
+        either, as the model that it belongs to may change elsewhere.
         """
         place = Path(folder)
-        if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
+        if (not place.exists() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
         name = "".join(
             letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
@@ -161,11 +161,10 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _state(folder: Path) -> Iterator[str]:
-    for path in (
-        sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
-        if folder.is_dir()
-        else ()
-    ):
+    found = [folder] if folder.is_file() else []
+    if folder.is_dir():
+        found = sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
+    for path in found:
         seen = path.stat()
         yield f"{path.resolve()} {seen.st_size} {seen.st_mtime_ns}"
 

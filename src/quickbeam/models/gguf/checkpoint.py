@@ -37,10 +37,12 @@ class GgufCheckpoint:
     stored. With float32, all are widened, exactly. `config`, `stack`: as of `Checkpoint`.
     """
 
+    quantised = True  # most of its weights
+
     def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole, or has weights in other formats."""
-        self.file, self._kernels = GgufFile(path), kernels
+        self.path, self.file, self._kernels = path, GgufFile(path), kernels
         self.dtype = dtype or torch.bfloat16
         self._of, fields = architecture_of(self.file)
         self.config: Any = ModelConfig(fields)
@@ -94,6 +96,8 @@ class GgufCheckpoint:
         return self.rows(name)
 
     def like(self, name: str) -> Weight:
+        if self.dtype is torch.float32:
+            return torch.empty(self.shape(name), device="meta")
         found: Weight = self.rows(name)  # mapped
         return found
 
