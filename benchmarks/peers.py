@@ -23,6 +23,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,31 +57,37 @@ class Measured:
             self.seconds += time.perf_counter() - began
 
     def figures(self, reference: list[Served]) -> dict[str, Any]:
-        pairs = zip(self.answers, reference, strict=True)
+        pairs = zip(self.answers, cycle(reference), strict=False)
         same = sum(one.text == other.text for one, other in pairs)
         one = {"tokens_per_second": self.rate, "same_text": same, "prompts": len(self.answers)}
         return one | {"p50_ttft_ms": 1000 * median(each.first for each in self.answers)}
 
 
 def measure(cases: list[Case], given: Namespace) -> dict[Key, Measured]:
-    """Ask every server of every case, in turn for every round. One that fails is named and left."""
-    measured = defaultdict[Key, Measured](Measured)
-    failed = set[Key]()
-    for _ in range(given.rounds):
-        for case in cases:
-            for clients in map(int, numbers(given.clients)):
-                for name, command in case.servers(clients):
-                    key = case.name, clients, name
-                    if key in failed:
-                        continue
-                    try:
-                        measured[key].ask(name, command, clients, given)
-                        note = f"{measured[key].rate:.1f} tokens/s"
-                    except QuickbeamError as failure:
-                        failed.add(key)
-                        del measured[key]
-                        note = f"left out: {failure}"
-                    print(f"{case.name}, {clients} at a time, {name}: {note}", file=sys.stderr)
+    """Ask every server of every case, in turn for every round. One that fails is left out; Ctrl-C
+    ends with what there is."""
+    measured, failed, key = defaultdict[Key, Measured](Measured), set[Key](), None
+    turns = [
+        ((case.name, clients, name), command)
+        for case in cases
+        for clients in map(int, numbers(given.clients))
+        for name, command in case.servers(clients)
+    ]
+    try:
+        for key, command in turns * given.rounds:
+            if key in failed:
+                continue
+            case, clients, name = key
+            try:
+                measured[key].ask(name, command, clients, given)
+                note = f"{measured[key].rate:.1f} tokens/s"
+            except QuickbeamError as failure:
+                failed.add(key)
+                del measured[key]
+                note = f"left out: {failure}"
+            print(f"{case}, {clients} at a time, {name}: {note}", file=sys.stderr)
+    except KeyboardInterrupt:  # what is whole is shown
+        measured.pop(key, None)
     if not measured:
         raise QuickbeamError("no server answered")
     return measured

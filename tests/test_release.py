@@ -65,3 +65,13 @@ def test_the_oldest_python_that_is_promised_is_tested():
     assert f'requires-python = ">={versions[0]}"' in (ROOT / "pyproject.toml").read_text(
         encoding="utf-8"
     )
+
+
+def test_the_image_is_given_what_its_build_reads():
+    image = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.findall(r"^COPY ([^-\n].*) ", image, re.M)
+    copied = {word for line in lines for word in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    files = re.findall(r'^(?:readme|license-files) = \[?"([^"]+)"', declared, re.M)
+    assert len(files) == 2 and {*files, "pyproject.toml", "hatch_build.py", "src"} <= copied
