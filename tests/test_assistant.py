@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cases import spread
 from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, tiny
+from quickbeam import LLM
 from quickbeam.drafters import assistant_passes
 from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
 from quickbeam.drafters.last_logits import LastLogits
@@ -339,6 +341,28 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
 
     moved, shorter = wrong(2, 5), wrong(4, -2)
     assert right > moved + 0.1 and right > shorter + 0.1, (right, moved, shorter)
+
+
+@native_alone
+def test_it_is_named_like_any_drafter(toy_folder: str, tmp_path: Path) -> None:
+    vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
+    small = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "vocab_size": vocab}
+    pair = Assisted.__new__(Assisted)
+    pair.model = randomised(tiny("", config=Gemma4TextConfig(**small)), 3)
+    pair.assist(Gemma4TextConfig(**small))
+    pair.open(tmp_path / "assistant", torch.bfloat16)
+    shutil.copytree(toy_folder, tmp_path / "model")
+    pair.model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    params, folder = SamplingParams(max_tokens=12, ignore_eos=True), str(tmp_path / "model")
+    drafter = str(tmp_path / "assistant")
+    with LLM(folder, drafter=drafter) as llm, LLM(folder, "ar") as plain:
+        one = llm.generate("abc abc abc", params, method="dyspec", budget=8)
+        assert one.statistics.sources["drafter"].drafted > 0
+        assert one.token_ids == plain.generate("abc abc abc", params).token_ids
+        with pytest.raises(InvalidInput, match=r"head of its own.*take --vocab full"):
+            llm.generate("abc", params, method="dyspec", vocab="context")
+    with pytest.raises(InvalidInput, match=r"draft_weights='int8': .* is a feature drafter"):
+        LLM(folder, drafter=drafter, draft_weights="int8")
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

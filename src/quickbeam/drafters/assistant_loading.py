@@ -40,6 +40,12 @@ CLASSES = {  # transformers', by the configuration's model_type
     "gemma4_assistant": "Gemma4AssistantForCausalLM",
     "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
 }
+DEFAULTS = {  # transformers', of what a configuration may leave out
+    "backbone_hidden_size": 1536,
+    "use_ordered_embeddings": False,
+    "num_centroids": 2048,
+    "centroid_intermediate_top_k": 32,
+}
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
 TABLE, CENTROIDS, ORDER = (
     "model.embed_tokens.weight",
@@ -89,7 +95,7 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
     Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
-        whole = read_config(folder)
+        whole = ModelConfig(DEFAULTS | read_config(folder).to_dict())
         fields: dict[str, Any] = dict(whole.text_config)
         config = ModelConfig(fields | {"num_kv_shared_layers": 0})
         sources = _sources(whole, config, model)
@@ -121,7 +127,7 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
 def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
     """Return the target's last layer of each kind with keys and values of its own."""
     target = model.config
-    if target.model_type != "gemma4_text":
+    if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
     for name, own, needed in (
         ("hidden states", whole.backbone_hidden_size, target.hidden_size),
