@@ -29,6 +29,8 @@ from quickbeam.drafters import assistant_passes
 from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.ordered import OrderedHead
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
@@ -161,6 +163,23 @@ def test_distributions_are_those_of_transformers_class(
         path = max((tree.path(node) for node in range(len(tree))), key=len)
         text.go_on(tree, path[:3], rng.randrange(VOCABULARY))
     text.release()
+
+
+@native_alone
+def test_the_kernels_score_the_clusters_that_fit_each_row() -> None:
+    """In 8 bits, as nearly as that tells: what a row scores alone is among what a call scores."""
+    torch.manual_seed(0)
+    weight, centroids = torch.randn(VOCABULARY, 64), torch.randn(6, 64)
+    layout = Layout(torch.randperm(VOCABULARY), 0, 16, VOCABULARY)
+    rows = centroids[[1, 4]] + 0.3 * torch.randn(2, 64)  # each near a centroid
+    plain, native = (
+        OrderedHead(weight.to(dtype), layout, centroids.to(dtype), 1)([rows.to(dtype)])[0]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert native.tokens.tolist() == plain.tokens.tolist()
+    assert {*plain.tokens.tolist()} == {*layout.tokens(1).tolist(), *layout.tokens(4).tolist()}
+    torch.testing.assert_close(plain.logits, rows @ weight[plain.tokens].T)
+    torch.testing.assert_close(native.logits, plain.logits, atol=0.3, rtol=0.05)
 
 
 PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]

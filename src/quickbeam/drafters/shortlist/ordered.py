@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from quickbeam.drafters.native import NativeHead, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks
 from quickbeam.models.native.library import kernels
@@ -24,19 +26,20 @@ class OrderedHead:
     def __init__(
         self, weight: torch.Tensor, layout: Layout, centroids: torch.Tensor, top: int
     ) -> None:
-        self._weight, self._layout, self._centroids = weight, layout, centroids
-        self._top = min(top, layout.clusters)
+        self._weight, self._layout, self._top = weight, layout, min(top, layout.clusters)
         found = kernels() if weight.device.type == "cpu" and weight.shape[1] % 2 == 0 else None
+        self._rank: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=centroids)
         self._native = None
         if found is not None and weight.dtype is torch.bfloat16:
             self._native = NativeBlocks(weight, layout, found)
+            self._rank = NativeHead(NativePacker(found)(centroids), found)
 
     def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
         """Return the scores of each call's rows `[n, d]`."""
         return [self._score(one) for one in features]
 
     def _score(self, rows: torch.Tensor) -> Scores:
-        best = F.linear(rows, self._centroids).topk(self._top, -1).indices
+        best = self._rank(rows).topk(self._top, -1).indices
         clusters = torch.tensor(sorted({*best.flatten().tolist()}))
         if self._native is not None:
             prepared = self._native.prepare(clusters)
