@@ -8,7 +8,8 @@ group.
 
 The sum within a group is a whole number below 2^24, which float32 holds exactly, so the order of
 its additions does not matter. The sums of the groups are scaled and added in float32, one after the
-other. So the bits of a row's result depend on nothing but the row and the weights.
+other, by `fused` operations. So the bits of a row's result depend on nothing but the row and the
+weights.
 """
 
 from __future__ import annotations
@@ -131,14 +132,31 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, torch.where(used, top / 127, torch.where(finite, 0, torch.nan))
 
 
+def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return a * b + c of float32, rounded once.
+
+    The product is exact in float64. Their sum there is rounded to odd, as another rounding to the
+    nearest would be one too many: where it is not exact, its last bit is made 1.
+    """
+    left = a.double() * b.double()
+    found = left + c.double()
+    taken = found - left
+    rest = (left - (found - taken)) + (c.double() - taken)
+    bits = found.view(torch.int64)
+    away = torch.where((rest > 0) == (found > 0), 1, -1)
+    inexact = (rest.abs() > 0) & (bits & 1 == 0)
+    return torch.where(inexact, bits + away, bits).view(torch.float64).float()
+
+
 def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
     """Multiply rows `[n, inputs]` by a weight, group by group. Returns `[n, outputs]` float32."""
     values, scales = quantise_rows(x)
     y = x.new_zeros(len(x), len(weight.values), dtype=torch.float32)
     for group in range(values.shape[1]):
-        sums = values[:, group] @ weight.values[:, group].float().T
-        if weight.lows is not None:
-            total = values[:, group].sum(1, keepdim=True)
-            sums = sums * weight.scales[:, group].float() + weight.lows[:, group].float() * total
-        y += sums * scales[:, group, None]
+        sums, by = values[:, group] @ weight.values[:, group].float().T, scales[:, group, None]
+        if weight.lows is None:
+            y = fused(sums, by, y)
+            continue
+        y = fused(sums * by, weight.scales[:, group].float(), y)
+        y = fused(values[:, group].sum(1, keepdim=True) * by, weight.lows[:, group].float(), y)
     return y if weight.lows is not None else y * weight.scales

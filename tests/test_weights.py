@@ -84,6 +84,16 @@ def test_weights_and_products_are_those_of_the_reference(
         assert torch.equal(product(rows(n, inputs)), quantised.product(rows(n, inputs), wanted)), n
 
 
+@kinds
+def test_a_sum_that_is_rounded_twice_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = quantise(uneven(217, 160), name), rows(9, 160)
+    wanted = quantised.product(x, weight)
+    monkeypatch.setattr(quantised, "fused", lambda a, b, c: a * b + c)
+    assert (quantised.product(x, weight) != wanted).sum() > 100
+    monkeypatch.setattr(quantised, "fused", lambda a, b, c: (a.double() * b + c).float())
+    torch.testing.assert_close(quantised.product(x, weight), wanted, rtol=1e-6, atol=0)
+
+
 @every_set
 @kinds
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])

@@ -3,6 +3,8 @@
 // 64 bytes of weights hold 4 inputs of 16 outputs. All sums are exact: a group has 32 inputs, so none exceeds 32 * 255 * 127 < 2^24, and
 // nothing on the way saturates. So every instruction set gives the same numbers.
 #pragma once
+#include <algorithm>
+
 #include "simd.h"
 
 namespace qb {
@@ -18,7 +20,7 @@ inline int32_t word(const T* p) {  // the first four bytes
 
 // `Bytes`: 64 unsigned ones. `shifted<S>`: each to the right by S bits (to the left where S is negative), of which those of `mask` stay.
 // `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
-// `WholeValue`: what products of whole bytes read of a row.
+// `WholeValue`: what products of whole bytes read of a row. `start`: sums go on from a number.
 #ifdef QB_VNNI
 
 struct Bytes {
@@ -30,7 +32,7 @@ struct WholeSums {
 using WholeBytes = Bytes;
 using HalfSums = WholeSums;
 using WholeValue = int8_t;
-inline void clear(WholeSums& s) { s.v = _mm512_setzero_si512(); }
+inline void start(WholeSums& s, int32_t n) { s.v = _mm512_set1_epi32(n); }
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 template <int S>
 inline Bytes shifted(Bytes x, int mask) {
@@ -58,13 +60,14 @@ struct WholeSums {
 };
 struct HalfSums {
   __m256i a, b;
+  int32_t from;  // does not fit 16 bits
 };
 struct WholeBytes {
   __m256i even_a, even_b, odd_a, odd_b;
 };
 using WholeValue = int16_t;
-inline void clear(WholeSums& s) { s.a = s.b = _mm256_setzero_si256(); }
-inline void clear(HalfSums& s) { s.a = s.b = _mm256_setzero_si256(); }
+inline void start(WholeSums& s, int32_t n) { s.a = s.b = _mm256_set1_epi32(n); }
+inline void start(HalfSums& s, int32_t n) { s.a = s.b = _mm256_setzero_si256(), s.from = n; }
 inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Bytes load_bytes(const uint8_t* p) { return {load_32(p), load_32(p + 32)}; }
 template <int S>
@@ -99,7 +102,7 @@ inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int16_t* x) {
 }
 inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) {
   const __m256i v = _mm256_set1_epi32(word(x));
-  return {plus_half(s.a, w.a, v), plus_half(s.b, w.b, v)};
+  return {plus_half(s.a, w.a, v), plus_half(s.b, w.b, v), s.from};
 }
 inline Lanes to_lanes(__m256i a, __m256i b) {
 #ifdef QB_ZMM
@@ -110,8 +113,8 @@ inline Lanes to_lanes(__m256i a, __m256i b) {
 }
 inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
 inline Lanes to_lanes(HalfSums s) {
-  const __m256i one = _mm256_set1_epi16(1);
-  return to_lanes(_mm256_madd_epi16(s.a, one), _mm256_madd_epi16(s.b, one));
+  const __m256i one = _mm256_set1_epi16(1), from = _mm256_set1_epi32(s.from);
+  return to_lanes(_mm256_add_epi32(_mm256_madd_epi16(s.a, one), from), _mm256_add_epi32(_mm256_madd_epi16(s.b, one), from));
 }
 
 #elif defined(QB_NEON)
@@ -128,8 +131,8 @@ struct WholeBytes {
 };
 using HalfSums = WholeSums;
 using WholeValue = int8_t;
-inline void clear(WholeSums& s) {
-  for (int32x4_t& v : s.v) v = vdupq_n_s32(0);
+inline void start(WholeSums& s, int32_t n) {
+  for (int32x4_t& v : s.v) v = vdupq_n_s32(n);
 }
 template <class F>
 inline Bytes sixteens(F f) {
@@ -186,7 +189,7 @@ struct WholeSums {
 using WholeBytes = Bytes;
 using HalfSums = WholeSums;
 using WholeValue = int8_t;
-inline void clear(WholeSums& s) { std::memset(s.v, 0, sizeof s.v); }
+inline void start(WholeSums& s, int32_t n) { std::fill_n(s.v, 16, n); }
 inline Bytes load_bytes(const uint8_t* p) {
   Bytes x;
   std::memcpy(x.v, p, 64);
@@ -224,10 +227,19 @@ inline WholeBytes whole_wide(const Bytes& x) { return whole(x); }
 #endif
 
 // A group of whole numbers as products read them.
-inline void arrange(const float* from, int8_t* to) {
+inline void arrange(const Lanes& a, const Lanes& b, int8_t* to) {
+#ifdef QB_ZMM
+  const auto bytes = [](Lanes x) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)); };
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes(a)), _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), bytes(b));
+#else
+  float from[GROUP];
+  store(from, a), store(from + 16, b);
   for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+#endif
 }
-inline void arrange(const float* from, int16_t* to) {  // even inputs of a four, then its odd ones
+inline void arrange(const Lanes& a, const Lanes& b, int16_t* to) {  // even inputs of a four, then its odd ones
+  float from[GROUP];
+  store(from, a), store(from + 16, b);
   for (int64_t i = 0; i < GROUP; i += 4) {
     const int16_t four[4] = {int16_t(from[i]), int16_t(from[i + 2]), int16_t(from[i + 1]), int16_t(from[i + 3])};
     std::memcpy(to + i, four, sizeof four);

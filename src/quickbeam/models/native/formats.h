@@ -125,18 +125,21 @@ inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_
   return s;
 }
 
-// The same of `count` blocks that are `stride` bytes apart. One function for all products, which would be large otherwise.
+// The same of eight groups from g on, or as many as are left, of `count` blocks that are `stride` bytes apart; to: [SUPER_GROUPS][count]. One
+// function for all products, which would be large otherwise.
 QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t g, int count, Scale* to) {
-  for (int b = 0; b < count; ++b) to[b] = scale_of(kind, scales + b * stride, groups, g);
+  for (int64_t end = std::min(groups, g + SUPER_GROUPS); g < end; ++g)
+    for (int b = 0; b < count; ++b) *to++ = scale_of(kind, scales + b * stride, groups, g);
 }
 
-// Products of values of `BITS` bits; LOWEST: there are lowest values; TABLE: values stand for numbers of a table; ZEROED: there are zero points.
-template <int BITS, bool LOWEST, bool TABLE, bool ZEROED = false>
+// Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO
+// (zero points as well) or SIGNED. TABLE: values stand for numbers of a table.
+template <int BITS, Scales KIND, bool TABLE>
 struct Values {
   static constexpr bool SMALL = BITS == 4 && !TABLE;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
-  static constexpr bool ADDS = LOWEST || ZEROED;
-  static constexpr int PIECES = BITS == 6 ? 2 : 1;  // of a group, which are summed apart
+  static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO, SCALED_TOTALS = KIND == PAIR;
+  static constexpr int PIECES = KIND == SIGNED ? 2 : 1;  // of a group, which are summed apart
   static constexpr int64_t GROUP_BYTES = BITS * 64;
   using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
   using Value = std::conditional_t<SMALL, int8_t, WholeValue>;
@@ -176,18 +179,15 @@ struct Values {
     step<4>(s, x, w, stride, table), step<5>(s, x, w, stride, table), step<6>(s, x, w, stride, table), step<7>(s, x, w, stride, table);
   }
 
-  // `total`: by piece, the sum of the row's values, or without lowest values that times what is to be taken from weights.
-  static Lanes scaled(const Sums (&s)[PIECES], const Scale& scale, float row, const float* total) {
-    const Lanes sum = to_lanes(s[0]);
-    if constexpr (LOWEST) return mul(qb::add(mul(sum, scale.by), mul(scale.plus, all(total[0]))), all(row));
-    if constexpr (ZEROED) {
-      const Lanes from = WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus;
-      return mul(mul(sub(sum, mul(from, all(total[0]))), scale.by), all(row));  // exact until `by`
-    }
-    const Lanes exact = sub(sum, all(total[0]));
-    if constexpr (PIECES == 1) return mul(mul(exact, scale.by), all(row));
-    const Lanes other = sub(to_lanes(s[PIECES - 1]), all(total[PIECES - 1]));
-    return mul(mul(qb::add(mul(exact, scale.first), mul(other, scale.second)), scale.by), all(row));  // below 2^24 until `by`
+  // A result so far, and what a group adds. `row`: the row's scale; `total`: the sum of its values, with lowest values times the scale.
+  static Lanes plus(const Lanes& f, const Sums (&s)[PIECES], const Scale& scale, float row, float total) {
+    Lanes sum = to_lanes(s[0]);
+    if constexpr (KIND == OUTPUT) return fused(sum, all(row), f);
+    // exact: below 2^24
+    if constexpr (KIND == SIGNED) sum = fused(to_lanes(s[PIECES - 1]), scale.second, mul(sum, scale.first));
+    if constexpr (KIND == ZERO) sum = sub(sum, mul(WIDE ? sub(scale.plus, all(float(ABOVE))) : scale.plus, all(total)));
+    const Lanes more = fused(mul(sum, all(row)), scale.by, f);
+    return KIND == PAIR ? fused(scale.plus, all(total), more) : more;
   }
 };
 
@@ -195,15 +195,16 @@ struct Values {
 template <class F>
 static void with_values(const Layout& of, F f) {
   const bool lowest = of.scales == PAIR || of.scales == SUPER, zero_point = zeroed(of.scales);
-  if (of.bits == 8 && zero_point) f(Values<8, false, false, true>());
-  else if (zero_point) f(Values<4, false, false, true>());
-  else if (of.bits == 8) f(Values<8, false, false>());
-  else if (of.bits == 6) f(Values<6, false, false>());
-  else if (of.bits == 5 && lowest) f(Values<5, true, false>());
-  else if (of.bits == 5) f(Values<5, false, false>());
-  else if (of.table) f(Values<4, false, true>());
-  else if (lowest) f(Values<4, true, false>());
-  else f(Values<4, false, false>());
+  if (of.bits == 8 && zero_point) f(Values<8, ZERO, false>());
+  else if (zero_point) f(Values<4, ZERO, false>());
+  else if (of.scales == OUTPUT) f(Values<8, OUTPUT, false>());
+  else if (of.bits == 8) f(Values<8, HALF, false>());
+  else if (of.bits == 6) f(Values<6, SIGNED, false>());
+  else if (of.bits == 5 && lowest) f(Values<5, PAIR, false>());
+  else if (of.bits == 5) f(Values<5, HALF, false>());
+  else if (of.table) f(Values<4, HALF, true>());
+  else if (lowest) f(Values<4, PAIR, false>());
+  else f(Values<4, HALF, false>());
 }
 
 }  // namespace qb

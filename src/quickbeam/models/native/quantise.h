@@ -28,8 +28,6 @@ struct Tall {
   }
 };
 
-inline Lanes size_of(const Lanes& x) { return greatest(x, sub(zero(), x)); }
-
 static bool finite(const bf16* weight, int64_t stride, int64_t block, int64_t outputs, int64_t inputs) {
   uint16_t top = 0;
   for (int64_t o = block * 16; o < std::min(outputs, block * 16 + 16); ++o)

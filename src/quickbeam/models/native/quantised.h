@@ -1,10 +1,11 @@
 // Products of bfloat16 rows with weights of few bits (`formats.h`), which are read once.
 //
 // A row is quantised by itself, each group of 32 inputs to whole numbers of -127 to 127 with a scale of its own; groups' sums are whole
-// numbers; scaled, they are added in float32, first group to last, each multiplication and addition rounded by itself. So a row's bits
-// depend neither on the other rows, nor on threads, nor on the instruction set: `tests/quantised.py` has the same in PyTorch.
+// numbers; scaled, they are added in float32, first group to last, by the same few operations everywhere. So a row's bits depend neither on
+// the other rows, nor on threads, nor on the instruction set: `tests/quantised.py` has the same in PyTorch.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <vector>
 
@@ -16,6 +17,8 @@ namespace qb {
 
 constexpr float LEAST = 7.8886090522101181e-31f;  // 2^-100: groups whose largest number is smaller count as zeros
 
+inline Lanes size_of(const Lanes& x) { return greatest(x, sub(zero(), x)); }
+
 // Quantised rows, kept by each thread for itself: parts of a few rows that are worked on together, in each group by group, row beside row.
 class QuantisedRows {
  public:
@@ -23,11 +26,12 @@ class QuantisedRows {
 
   static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP * 2)); }
 
-  // `wide`: values are kept as WholeValue, else in 8 bits. `pieces`: of a group, of which each has a total. `factor`: totals are taken times it.
-  void resize(int64_t rows, int64_t inputs, bool wide, int64_t pieces, float factor) {
-    groups = groups_of(inputs), wide_ = wide, pieces_ = pieces, factor_ = factor;
+  // `wide`: values are kept as WholeValue, else in 8 bits. `pieces`: of a group, which are summed apart. `offset`: what all weights are above
+  // the numbers that they stand for. `scaled`: totals are taken times scales.
+  void resize(int64_t rows, int64_t inputs, bool wide, int64_t pieces, int32_t offset, bool scaled) {
+    groups = groups_of(inputs), wide_ = wide, pieces_ = pieces, offset_ = offset, scaled_ = scaled;
     const size_t all = size_t(rows * groups);
-    values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all * size_t(pieces));
+    values_.resize(all * size_t(GROUP)), scales_.resize(all), totals_.resize(all), starts_.resize(all * size_t(pieces));
   }
 
   // A part: rows [first, first + count).
@@ -44,42 +48,41 @@ class QuantisedRows {
       }
   }
 
-  // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups][rows] scales, [groups][rows][pieces] sums of values.
+  // From row `row` on, which is the first of a part: [groups][rows][32] values, [groups][rows] scales and sums of values,
+  // [groups][rows][pieces] numbers that sums of products start from.
   template <class Value>
   const Value* values(int64_t row) const {
     return reinterpret_cast<const Value*>(values_.data()) + row * groups * GROUP;
   }
   const float* scales(int64_t row) const { return scales_.data() + row * groups; }
-  const float* totals(int64_t row) const { return totals_.data() + row * groups * pieces_; }
+  const float* totals(int64_t row) const { return totals_.data() + row * groups; }
+  const int32_t* starts(int64_t row) const { return starts_.data() + row * groups * pieces_; }
 
  private:
   static constexpr int64_t MOST = 1 << 19;  // bytes that a part of the rows may take, about: they stay in the cache meanwhile
   std::vector<int16_t> values_;
   std::vector<float> scales_, totals_;
+  std::vector<int32_t> starts_;
   int64_t pieces_ = 1;
-  float factor_ = 1.0f;
-  bool wide_ = false;
+  int32_t offset_ = 0;
+  bool wide_ = false, scaled_ = false;
 
   // One group, to place `at`. What is not finite makes the scale NaN, and so the whole row of results.
   void quantise(const bf16* x, int64_t at) {
-    uint16_t top = 0;  // sizes of bfloat16 numbers are in the order of their bits, NaN above all
-    for (int64_t i = 0; i < GROUP; ++i) top = std::max<uint16_t>(top, x[i] & 0x7fff);
-    const float largest = widen(top);
-    const bool used = top < 0x7f80 && largest >= LEAST;
-    scales_[size_t(at)] = top >= 0x7f80 ? NAN : used ? largest / 127.0f : 0.0f;
-    float rounded[GROUP] = {};
-    if (used) {
-      const Lanes by = all(127.0f / largest);
-      store(rounded, round_even(mul(load(x), by)));
-      store(rounded + 16, round_even(mul(load(x + 16), by)));
-    }
-    int32_t sums[2] = {0, 0};
-    for (int64_t i = 0; i < GROUP; ++i) sums[i / 16] += int32_t(rounded[i]);
-    float* total = totals_.data() + at * pieces_;
-    total[0] = float(pieces_ == 1 ? sums[0] + sums[1] : sums[0]) * factor_;
-    if (pieces_ == 2) total[1] = float(sums[1]) * factor_;
-    if (wide_) arrange(rounded, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
-    else arrange(rounded, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
+    Lanes a = load(x), b = load(x + 16);
+    const Lanes size = size_of(a), other = size_of(b);
+    const bool finite = !any_above(size, FLT_MAX) && !any_above(other, FLT_MAX);
+    const float largest = highest(greatest(size, other));
+    const bool used = finite && largest >= LEAST;
+    const Lanes by = all(127.0f / largest);
+    a = used ? round_even(mul(a, by)) : zero(), b = used ? round_even(mul(b, by)) : zero();
+    const float scale = !finite ? NAN : used ? largest / 127.0f : 0.0f, first = total(a), second = total(b);
+    scales_[size_t(at)] = scale, totals_[size_t(at)] = scaled_ ? scale * (first + second) : first + second;
+    int32_t* from = starts_.data() + at * pieces_;
+    from[0] = -offset_ * int32_t(pieces_ == 1 ? first + second : first);
+    if (pieces_ == 2) from[1] = -offset_ * int32_t(second);
+    if (wide_) arrange(a, b, reinterpret_cast<WholeValue*>(values_.data()) + at * GROUP);
+    else arrange(a, b, reinterpret_cast<int8_t*>(values_.data()) + at * GROUP);
   }
 };
 
@@ -87,28 +90,28 @@ class QuantisedRows {
 template <class F, int R, int B>
 static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, float* y, int64_t y_stride,
                            const uint8_t* ahead, int64_t lines) {
-  const int64_t groups = x.groups;
-  const auto* values = x.values<typename F::Value>(row);
+  const int64_t groups = x.groups, step = (lines + groups - 1) / groups;
+  const int32_t* starts = x.starts(row);
   const float *scales = x.scales(row), *totals = x.totals(row);
+  const auto* values = x.values<typename F::Value>(row);
   const uint8_t* by = w + groups * F::GROUP_BYTES;
-  const int64_t step = (lines + groups - 1) / groups;
+  Scale scale[SUPER_GROUPS][B];
   Lanes f[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) f[r][b] = zero();
-  for (int64_t g = 0; g < groups; ++g) {
-    typename F::Sums s[R][B][F::PIECES];
-    for (auto& of_row : s)
-      for (auto& of_block : of_row)
-        for (auto& piece : of_block) clear(piece);
-    for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
-    F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
-    Scale scale[B];
-    scales_of(of.scales, by, stride, groups, g, B, scale);
-    for (int b = 0; b < B; ++b)
-      for (int r = 0; r < R; ++r) {
-        const int64_t at = g * R + r;
-        f[r][b] = add(f[r][b], F::scaled(s[r][b], scale[b], scales[at], totals + at * F::PIECES));
-      }
+  for (int64_t first = 0; first < groups; first += SUPER_GROUPS) {
+    const int64_t end = std::min(groups, first + SUPER_GROUPS);
+    if (F::SCALED) scales_of(of.scales, by, stride, groups, first, B, scale[0]);
+    for (int64_t g = first; g < end; ++g) {
+      for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
+      typename F::Sums s[R][B][F::PIECES];
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b)
+          for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][b][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
+      F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
+      for (int b = 0; b < B; ++b)
+        for (int r = 0; r < R; ++r) f[r][b] = F::plus(f[r][b], s[r][b], scale[g - first][b], scales[g * R + r], totals[g * R + r]);
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) {
@@ -122,7 +125,7 @@ using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, con
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_VNNI
 constexpr int MOST_QUANTISED = 8;
-constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 4, 4, 2, 2, 2, 1, 1, 1};
+constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 4, 4, 2, 2, 2, 2, 2, 2};
 #else
 constexpr int MOST_QUANTISED = 5;
 constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1, 1};
@@ -164,19 +167,19 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
                              bool even, float* sums, Done done) {
   const Layout& of = LAYOUTS[format];
   QuantisedTile (*tile_for)(int64_t, int64_t) = nullptr;
-  bool wide = false;
+  bool wide = false, scaled = false;
   int64_t pieces = 1;
-  float factor = 1.0f;
+  int32_t offset = 0;
   with_values(of, [&](auto which) {
     using F = decltype(which);
-    tile_for = quantised_tile_for<F>, wide = !F::SMALL, pieces = F::PIECES;
-    if (!F::ADDS) factor = float(of.offset - (F::WIDE ? ABOVE : 0));
+    tile_for = quantised_tile_for<F>, wide = !F::SMALL, pieces = F::PIECES, scaled = F::SCALED_TOTALS;
+    if (!F::ADDS) offset = of.offset - (F::WIDE ? ABOVE : 0);
   });
   static thread_local QuantisedRows taken;
   const int64_t stride = block_bytes(format, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const Parts parts(std::min(most_rows, rows - begin), MOST_QUANTISED);
-    taken.resize(parts.rows, inputs, wide, pieces, factor);
+    taken.resize(parts.rows, inputs, wide, pieces, offset, scaled);
     for (int64_t part = 0; part < parts.count; ++part)
       taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,

@@ -58,9 +58,15 @@ inline bf16 narrow(float v) {  // to nearest, ties to even; NaN stays NaN
 #include "simd_neon.h"
 #else
 #include "simd_plain.h"
+#define QB_PLAIN 1
 #endif
 
 namespace qb {
+
+// a * b + c, rounded once on every set. Plain C++'s `fma` rounds twice, as one rounding is a slow call there.
+#ifndef QB_PLAIN
+inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) { return fma(a, b, c); }
+#endif
 
 // 16 pairs of bfloat16. A product adds both products of each pair to its lane, the first number's and then the second's, or as the machine's
 // instruction has it: in the same order everywhere on a machine. `Entry`: a number of a row as products read it. Where the machine multiplies

@@ -55,6 +55,12 @@ inline float highest(Lanes x) {
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
+inline float total(Lanes x) {
+  const __m256 one = _mm256_add_ps(x.a, x.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(one), _mm256_extractf128_ps(one, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 inline bool any_above(Lanes x, float y) {
   const __m256 bar = _mm256_set1_ps(y);
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, bar, _CMP_NLE_UQ), _mm256_cmp_ps(x.b, bar, _CMP_NLE_UQ))) != 0;

@@ -31,6 +31,7 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, 
 inline Lanes least(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }     // b where either is NaN
 inline Lanes greatest(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // likewise
 inline float highest(Lanes a) { return _mm512_reduce_max_ps(a.v); }            // of lanes without NaN
+inline float total(Lanes a) { return _mm512_reduce_add_ps(a.v); }              // of whole numbers, in any order
 inline bool any_above(Lanes a, float b) {  // or NaN
   return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(b), _CMP_NLE_UQ) != 0;
 }

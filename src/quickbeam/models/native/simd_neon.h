@@ -48,6 +48,7 @@ inline Lanes greatest(const Lanes& a, const Lanes& b) {
   return fours([&](int i) { return vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
 }
 inline float highest(const Lanes& a) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+inline float total(const Lanes& a) { return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]))); }
 inline bool any_above(const Lanes& a, float y) {
   const float32x4_t bar = vdupq_n_f32(y);
   const uint32x4_t low = vandq_u32(vcleq_f32(a.v[0], bar), vcleq_f32(a.v[1], bar)), high = vandq_u32(vcleq_f32(a.v[2], bar), vcleq_f32(a.v[3], bar));

@@ -27,12 +27,18 @@ inline Lanes sub(const Lanes& a, const Lanes& b) { return each([&](int i) { retu
 inline Lanes mul(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
 inline Lanes div(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
 inline Lanes least(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes greatest(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline float highest(const Lanes& a) {
   float best = a.v[0];
   for (int i = 1; i < 16; ++i) best = a.v[i] > best ? a.v[i] : best;
   return best;
+}
+inline float total(const Lanes& a) {
+  float all = 0;
+  for (int i = 0; i < 16; ++i) all += a.v[i];
+  return all;
 }
 inline bool any_above(const Lanes& a, float y) {
   int found = 0;
