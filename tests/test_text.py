@@ -324,6 +324,14 @@ def test_the_answer_ends_where_brute_force_ends_it(
     assert output.take() == ""
 
 
+@pytest.mark.parametrize("stop", [("b", "ab"), ("ab", "b")])
+def test_of_stop_strings_that_end_together_the_earliest_counts(stop: tuple[str, ...]) -> None:
+    tokenizer = byte_level()
+    output = Output(tokenizer, SamplingParams(stop=stop))
+    assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
+    assert output.text == "x"
+
+
 class Read(deque):
     """Tokens that have no text yet, of an output that is read whenever one arrives: as another
     thread may."""
