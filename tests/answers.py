@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
-from quickbeam.methods.base import Method
+from quickbeam.methods.auto import Auto
+from quickbeam.methods.base import Method, NoDraft
 from quickbeam.models.base import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
@@ -59,3 +64,35 @@ def answer(
     if sequence.error is not None:
         raise sequence.error
     return sequence
+
+
+def same_as_plain(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> None:
+    """Answers of `auto` over a drafter are plain decoding's, alone and all at a time, at two
+    temperatures, with a measured budget and with one that leaves the drafter its room."""
+    for temperature, budget in itertools.product((0.0, 0.8), (None, 9)):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
+        plain = [answer(model, NoDraft(), params, one).output.token_ids for one in prompts]
+        auto = Auto(drafter, Ngram(), LastLogits())
+        alone = answer(model, auto, params, prompts[0], budget=budget)
+        assert alone.output.token_ids == plain[0]
+        engine = Engine(model)
+        running = [engine.add(request(model, auto, params, p, budget=budget)) for p in prompts]
+        while engine.busy:
+            engine.step()
+        assert [one.output.token_ids for one in running] == plain
+        assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
+        engine.close()
+
+
+def mean_accepted(
+    model: Model, chain: Method, prompts: Sequence[Sequence[int]], budget: int
+) -> float:
+    """The mean accepted tokens of greedy answers of 40, each of which is plain decoding's."""
+    params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
+    for prompt in prompts:
+        prompt = [token % model.vocab_size for token in prompt]
+        one = answer(model, chain, params, prompt, budget=budget)
+        plain = answer(model, NoDraft(), params, prompt)
+        assert one.output.token_ids == plain.output.token_ids
+        steps += one.statistics.steps
+    return len(prompts) * 40 / steps

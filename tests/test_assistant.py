@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
-from answers import answer, request
+from answers import answer, mean_accepted, request, same_as_plain
 from cases import spread
 from drafters import DRAFTED
 from features import Pair, grown, rounds
@@ -27,13 +27,10 @@ from models import SIZES, tiny
 from quickbeam import LLM
 from quickbeam.drafters import assistant_passes
 from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.ordered import OrderedHead
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
@@ -205,23 +202,7 @@ def test_answers_are_plain_decodings_alone_and_six_at_a_time(
     target: str, head: str, pairs: Any
 ) -> None:
     pair = pairs(target, head)
-    for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
-        plain = [answer(pair.target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
-        for budget in (None, 9):
-            auto = Auto(pair.drafter, Ngram(), LastLogits())
-            alone = answer(pair.target, auto, params, PROMPTS[0], budget=budget)
-            assert alone.output.token_ids == plain[0]
-            engine = Engine(pair.target)
-            running = [
-                engine.add(request(pair.target, auto, params, prompt, budget=budget))
-                for prompt in PROMPTS
-            ]
-            while engine.busy:
-                engine.step()
-            assert [one.output.token_ids for one in running] == plain
-            assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
-            engine.close()
+    same_as_plain(pair.target, pair.drafter, PROMPTS)
 
 
 @native_alone
@@ -234,6 +215,16 @@ def test_every_method_that_a_drafter_decides_grows_trees_over_it(name: str, pair
         plain = answer(pair.target, NoDraft(), params, [3, 1, 4])
         assert drafted.output.token_ids == plain.output.token_ids
         assert drafted.statistics.drafter_calls > 0
+
+
+def test_it_drafts_by_pytorchs_operators_too(tmp_path: Path) -> None:
+    pair = opened(tmp_path, head="ordered", native=False)
+    params = SamplingParams(max_tokens=16, temperature=0.8, seed=1, ignore_eos=True)
+    method = DRAFTED["dyspec"](pair.drafter)
+    drafted = answer(pair.target, method, params, PROMPTS[0], budget=8)
+    plain = answer(pair.target, NoDraft(), params, PROMPTS[0])
+    assert drafted.output.token_ids == plain.output.token_ids
+    assert drafted.statistics.sources["drafter"].drafted > 0
 
 
 @native_alone
@@ -269,17 +260,8 @@ def test_a_sequence_that_was_preempted_goes_on_drafting(pairs: Any) -> None:
     engine.close()
 
 
-def mean_accepted(pair: Assisted, tokens: int, budget: int) -> float:
-    """The mean accepted tokens of a few greedy answers, each of which is plain decoding's."""
-    params, steps = SamplingParams(max_tokens=tokens, ignore_eos=True), 0
-    vocab = pair.target.vocab_size
-    for prompt in PROMPTS:
-        prompt = [token % vocab for token in prompt]
-        one = answer(pair.target, DRAFTED["chain"](pair.drafter), params, prompt, budget=budget)
-        plain = answer(pair.target, NoDraft(), params, prompt)
-        assert one.output.token_ids == plain.output.token_ids
-        steps += one.statistics.steps
-    return len(PROMPTS) * tokens / steps
+def accepted(pair: Assisted, budget: int) -> float:
+    return mean_accepted(pair.target, DRAFTED["chain"](pair.drafter), PROMPTS, budget)
 
 
 def silent(layers: Any) -> None:
@@ -318,8 +300,8 @@ def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -
         torch.cat([torch.zeros(size, size), twice * turned], 1)
     )
     pair.network.post_projection.weight.data.copy_(turned[:, None] * step.T)
-    assert mean_accepted(pair.open(tmp_path, torch.bfloat16), 40, 5) > 4.5
-    assert mean_accepted(pair.open(tmp_path, torch.bfloat16, normed=False), 40, 5) < 2.5
+    assert accepted(pair.open(tmp_path, torch.bfloat16), 5) > 4.5
+    assert accepted(pair.open(tmp_path, torch.bfloat16, normed=False), 5) < 2.5
 
 
 @native_alone
@@ -346,7 +328,7 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
     both = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
     pair.network.pre_projection.weight.data.copy_(both)
     pair.network.tie_weights()
-    right = mean_accepted(pair.open(tmp_path, torch.bfloat16), 40, 2)
+    right = accepted(pair.open(tmp_path, torch.bfloat16), 2)
 
     def wrong(place: int, by: int) -> float:
         class Off(RowList):
@@ -356,7 +338,7 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
                 super().add(*told)
 
         monkeypatch.setattr(assistant_passes, "RowList", Off)
-        return mean_accepted(pair, 40, 2)
+        return accepted(pair, 2)
 
     moved, shorter = wrong(2, 5), wrong(4, -2)
     assert right > moved + 0.1 and right > shorter + 0.1, (right, moved, shorter)

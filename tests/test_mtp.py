@@ -27,19 +27,15 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpLayer
 
-from answers import answer, request
+from answers import answer, mean_accepted, same_as_plain
 from cases import few, spread
 from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, VOCAB, tiny
 from quickbeam import LLM, hub
 from quickbeam.drafters import eagle_passes
-from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.mtp import load_mtp
-from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
@@ -222,23 +218,7 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 @every_kind
 def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind: str, heads: Any) -> None:
     head = heads(kind)
-    for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
-        plain = [answer(head.target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
-        for budget in (None, 9):
-            auto = Auto(head.drafter, Ngram(), LastLogits())
-            alone = answer(head.target, auto, params, PROMPTS[0], budget=budget)
-            assert alone.output.token_ids == plain[0]
-            engine = Engine(head.target)
-            running = [
-                engine.add(request(head.target, auto, params, prompt, budget=budget))
-                for prompt in PROMPTS
-            ]
-            while engine.busy:
-                engine.step()
-            assert [one.output.token_ids for one in running] == plain
-            assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
-            engine.close()
+    same_as_plain(head.target, head.drafter, PROMPTS)
 
 
 @pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
@@ -254,16 +234,8 @@ def test_every_method_that_a_drafter_decides_grows_trees_over_a_head(
         assert drafted.statistics.drafter_calls > 0
 
 
-def mean_accepted(head: Head) -> float:
-    """The mean accepted tokens of a few greedy answers, each of which is plain decoding's."""
-    params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
-    for prompt in PROMPTS:
-        prompt = [token % head.model.config.vocab_size for token in prompt]
-        one = answer(head.target, DRAFTED["chain"](head.drafter), params, prompt, budget=5)
-        plain = answer(head.target, NoDraft(), params, prompt)
-        assert one.output.token_ids == plain.output.token_ids
-        steps += one.statistics.steps
-    return len(PROMPTS) * 40 / steps
+def accepted(head: Head) -> float:
+    return mean_accepted(head.target, DRAFTED["chain"](head.drafter), PROMPTS, 5)
 
 
 def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -> None:
@@ -282,8 +254,8 @@ def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -
     head.model.lm_head.weight.data.copy_(step * turned)
     head.layer.hnorm.weight.fill_(1)
     head.layer.eh_proj.weight.copy_(torch.cat([step * turned, torch.zeros(size, size)], 1))
-    assert mean_accepted(head.open(tmp_path, torch.bfloat16)) > 4.5
-    assert mean_accepted(head.open(tmp_path, torch.bfloat16, normed=False)) < 2.5
+    assert accepted(head.open(tmp_path, torch.bfloat16)) > 4.5
+    assert accepted(head.open(tmp_path, torch.bfloat16, normed=False)) < 2.5
 
 
 def test_keys_one_place_off_lose_acceptance_and_no_answer(
@@ -300,7 +272,7 @@ def test_keys_one_place_off_lose_acceptance_and_no_answer(
     head.layer.post_norm.weight.copy_(head.model.model.norm.weight)
     head.layer.enorm.weight.fill_(1)
     head.layer.eh_proj.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
-    right = mean_accepted(head.open(tmp_path, torch.bfloat16))
+    right = accepted(head.open(tmp_path, torch.bfloat16))
 
     class Off(RowList):
         def add(self, *args: Any) -> None:
@@ -309,7 +281,7 @@ def test_keys_one_place_off_lose_acceptance_and_no_answer(
             super().add(table, tokens, positions, orders, prefix, paths, *rest)
 
     monkeypatch.setattr(eagle_passes, "RowList", Off)
-    assert mean_accepted(head.open(tmp_path, torch.bfloat16)) < right - 0.1, right
+    assert accepted(head.open(tmp_path, torch.bfloat16)) < right - 0.1, right
 
 
 def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(
