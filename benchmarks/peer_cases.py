@@ -13,6 +13,7 @@ import torch
 from common import FORMATS
 from quickbeam import hub
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.methods import preset
 
 BITS = dict(zip((16, 8, 4), FORMATS, strict=True))
 TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_0"}  # of llama-quantize
@@ -82,9 +83,10 @@ class Case:
         own = [sys.executable, "-m", "quickbeam", "serve", "--port", "{port}", "--model", model]
         if self.bits and not is_file:
             own += ["--weights", BITS[self.bits]]
-        drafts = ["--drafter", self.drafter] if self.drafter else []
         for method in given.methods.split(","):
-            yield f"quickbeam {method}", [*own, "--method", method, *drafts]
+            drafts = self.drafter and "drafter" in preset(method).sources
+            more = ["--drafter", self.drafter] if drafts else []
+            yield f"quickbeam {method}", [*own, "--method", method, *more]
         if given.llama and (embedded or is_file):
             file = self.gguf(self.fetched() if embedded else self.path)
             slots = f"-np {clients} -c {4096 * clients} -t {torch.get_num_threads()}"

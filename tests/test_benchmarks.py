@@ -138,6 +138,7 @@ def test_a_case_is_given_to_the_servers_that_read_it(toy_folder: str, tmp_path: 
     assert f"-m {file} -np 4 -c 16384" in asked["llama.cpp"] and "--no-repack" in asked["llama.cpp"]
     assert "--spec-type draft-simple -md small.gguf" in asked["llama.cpp draft-simple"]
     assert asked["quickbeam auto"].endswith(f"--model {file} --method auto --drafter small.gguf")
+    assert asked["quickbeam ar"].endswith("--method ar")  # which takes no drafter
     with pytest.raises(InvalidInput, match="BITS are 16, 8 or 4"):
         peers_of(f"{file}:5")
     with pytest.raises(InvalidInput, match="llama-quantize"):
