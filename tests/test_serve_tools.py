@@ -212,6 +212,13 @@ def test_calls_of_a_streamed_chat(scripted):
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 
+def test_what_was_no_call_is_streamed_to_its_end(scripted):
+    scripted.script = UNREAD["cut short"][1]
+    found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True)))]
+    assert "".join(one["delta"].get("content") or "" for one in found) == scripted.script
+    assert found[-1]["finish_reason"] == "stop"
+
+
 def test_a_conversation_goes_on_after_a_call(scripted, llm):
     scripted.script = HERMES_CALL
     message = choice(scripted)["message"]
