@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
+from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureState, in_parts, score
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import usable_kernels
-from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.kv import SequenceCache
 from quickbeam.tree import TokenTree
 
 CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
@@ -47,7 +47,7 @@ class BlockState(FeatureState):
         self.rows = self.scores = torch.empty(0)
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(FeatureDrafter[BlockState]):
     """A block drafter: a `BlockNetwork` on the target's hidden states.
 
     The request for a tree's root reads the tokens that were committed since the last tree, whose
@@ -63,9 +63,8 @@ class BlockDrafter(Drafter):
     `weights`: the format that they keep its weights in; None: 8 bits.
     """
 
-    name = "drafter"
-    needs_hidden = one_call = True
-    pool: Pool
+    kind = BlockState
+    one_call = True
 
     def __init__(
         self,
@@ -89,10 +88,6 @@ class BlockDrafter(Drafter):
         )
         self.pool = self.passes.pool
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> BlockState:
-        self.check_shortlist(shortlist)
-        return BlockState(self.pool.new(), ids, None if shortlist is None else shortlist.begin(ids))
-
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         # `end` bounds the hidden states that were given, so it needs no look here
@@ -113,13 +108,9 @@ class BlockDrafter(Drafter):
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
             for one in firsts:
-                self._state(one).offer(one.context.logits)
-            self._run([self._state(one) for one in firsts], [one.tree for one in firsts])
+                self.state_of(one).offer(one.context.logits)
+            self._run([self.state_of(one) for one in firsts], [one.tree for one in firsts])
         return [self._probs(request) for request in requests]
-
-    def _state(self, request: DraftRequest) -> BlockState:
-        state: BlockState = request.context.states[self.name]
-        return state
 
     def _read(self, states: Sequence[BlockState]) -> None:
         """Write keys and values of all tokens whose hidden states are unread."""
@@ -159,7 +150,7 @@ class BlockDrafter(Drafter):
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         """Return the distributions after the requested nodes."""
-        state, tree, nodes = self._state(request), request.tree, request.nodes
+        state, tree, nodes = self.state_of(request), request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
         previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)

@@ -6,7 +6,8 @@ overwritten by what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ class TorchBlocks:
             key, value = self.network.key_value(i, fused, step.positions)
             step.write(layer, key.transpose(0, 1), value.transpose(0, 1))
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return U of rows that draft: `[n, d]` to `[n, vocab]`."""
-        return self.network.head(rows)  # type: ignore[no-any-return]
+    @property
+    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives U of rows that draft: `[n, d]` to `[n, vocab]`."""
+        return self.network.head
 
     def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
         """Run a block behind each sequence's committed tokens, and return the rows that draft.
@@ -96,7 +98,7 @@ class NativeBlocks:
             self._layers.append(NativeLayer(*weights, norm, shape, offset, norms))
             self._keys.append(pack(k, v))
         self._reading, self._running = self._make_reading(), self._make_running()
-        self._angles, self._head = Angles(network.rotary), list[NativeHead]()
+        self._angles = Angles(network.rotary)
 
     @staticmethod
     def sizes(network: BlockNetwork) -> tuple[int, ...]:
@@ -114,11 +116,10 @@ class NativeBlocks:
         table = self._angles.up_to(max(listed.positions))
         self._reading.run(listed.rows(), {"states": states}, table)
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `TorchBlocks.logits`."""
-        if not self._head:  # packed where it is needed: shortlists have rows of their own
-            self._head.append(NativeHead(self._pack.head(self.network.head), self._kernels))
-        return self._head[0](rows)
+    @cached_property
+    def logits(self) -> NativeHead:
+        """See `TorchBlocks.logits`. Packed where it is needed: shortlists have their own."""
+        return NativeHead(self._pack.head(self.network.head), self._kernels)
 
     def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from quickbeam.drafters.base import (
-    Drafter,
     DrafterState,
     DraftProbs,
     DraftRequest,
@@ -20,11 +19,11 @@ from quickbeam.drafters.base import (
 )
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
-from quickbeam.drafters.feature import FeatureState, in_parts, score
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
 from quickbeam.drafters.native import usable_kernels
-from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.kv import SequenceCache
 
 Works = list[tuple["EagleState", Rows, dict[int, int]]]
 """Sequences' rows of a pass, with the nodes whose distributions are computed, and their depths."""
@@ -89,7 +88,7 @@ class EagleState(FeatureState):
         self.out = self.feature = torch.empty(0)
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(FeatureDrafter[EagleState]):
     """A feature drafter: one layer on the target's hidden states, and the head.
 
     The request for a tree's root first reads the tokens that were committed since the last tree,
@@ -103,9 +102,7 @@ class EagleDrafter(Drafter):
     own, whose columns are of `tokens`. `routes`: whether a router can choose what is scored.
     """
 
-    name = "drafter"
-    needs_hidden = True
-    pool: Pool
+    kind = EagleState
 
     def __init__(
         self,
@@ -119,10 +116,6 @@ class EagleDrafter(Drafter):
         self.passes, self.pool, self.vocab_size = passes, passes.pool, model.vocab_size
         self.head_size, self.tokens, self.routes = head_size, tokens, routes
         model.watch(layers)
-
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
-        self.check_shortlist(shortlist)
-        return EagleState(self.pool.new(), ids, None if shortlist is None else shortlist.begin(ids))
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -140,16 +133,18 @@ class EagleDrafter(Drafter):
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
-            state = self._state(request)
+            state = self.state_of(request)
             state.offer(request.context.logits)
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
-        self._read([self._state(one) for one in firsts if self._state(one).waiting], early=False)
+        self._read(
+            [self.state_of(one) for one in firsts if self.state_of(one).waiting], early=False
+        )
         for request in firsts:
-            state = self._state(request)
+            state = self.state_of(request)
             state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
@@ -159,10 +154,6 @@ class EagleDrafter(Drafter):
             state.feature = torch.cat([state.feature, feature])
             state.place.update({node: done + i for i, node in enumerate(asked)})
         return self._distributions(requests)
-
-    def _state(self, request: DraftRequest) -> EagleState:
-        state: EagleState = request.context.states[self.name]
-        return state
 
     def _read(self, states: Sequence[EagleState], early: bool) -> None:
         """Compute rows of the committed tokens that have hidden states.
@@ -185,7 +176,7 @@ class EagleDrafter(Drafter):
 
     def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
         """Return the work for one row for each requested node."""
-        state, tree, nodes = self._state(request), request.tree, request.nodes
+        state, tree, nodes = self.state_of(request), request.tree, request.nodes
         if tree is not state.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
         del state.paths[len(state.place) - 1 :]  # those of a call that failed
@@ -235,7 +226,7 @@ class EagleDrafter(Drafter):
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last."""
-        states, features = [self._state(request) for request in requests], list[torch.Tensor]()
+        states, features = [self.state_of(request) for request in requests], list[torch.Tensor]()
         routed = list[torch.Tensor | None]()
         for state, request in zip(states, requests, strict=True):
             features.append(state.feature[[state.place[node] for node in request.nodes]])

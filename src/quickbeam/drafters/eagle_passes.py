@@ -6,7 +6,8 @@ rows up to itself, a node's row sees all of these and its path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,8 +70,9 @@ class Passes(Protocol):
     def router(self, shortlist: Shortlist) -> Any:
         """Return the router of a shortlist, in the form that `run` takes."""
 
-    def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[n, draft vocabulary]` of the whole head."""
+    @property
+    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
 
     def run(self, rows: Sequence[Rows], router: Any) -> Passed:
         """Run the layer once, and the `router` where one is given."""
@@ -88,8 +90,9 @@ class TorchEagle:
     def router(self, shortlist: Shortlist) -> Router | None:
         return shortlist.router
 
-    def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        return self.network.head(feature)  # type: ignore[no-any-return]
+    @property
+    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.network.head
 
     def run(self, rows: Sequence[Rows], router: Any) -> Passed:
         network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
@@ -166,7 +169,7 @@ class NativeEagle:
         self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
         weights = pack(network.qkv), pack(network.out), pack(network.gate_up, True)
         self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, shape)
-        self._angles, self._head = Angles(network.rotary), list[NativeHead]()
+        self._angles = Angles(network.rotary)
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
 
     @staticmethod
@@ -178,10 +181,10 @@ class NativeEagle:
     def router(self, shortlist: Shortlist) -> NativeRouter | None:
         return shortlist.native_router
 
-    def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        if not self._head:  # packed where it is needed: shortlists have rows of their own
-            self._head.append(NativeHead(self._pack.head(self.network.head), self._kernels))
-        return self._head[0](feature)
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self._pack.head(self.network.head), self._kernels)
 
     def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
         listed, committed = list_rows(rows), rows[0].paths is None

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from quickbeam.drafters.base import DrafterState, HeadUse
+from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.shortlist.shortlist import ShortlistState
-from quickbeam.drafters.unread import Unread
-from quickbeam.models.kv import SequenceCache
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
+from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -23,6 +22,48 @@ OFFERED = 16
 
 
 State = TypeVar("State", bound="FeatureState")
+
+
+class Unread:
+    """A queue of hidden states of committed tokens that were not read, one row a token."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, hidden: torch.Tensor) -> None:
+        """Append the rows `[k, width]` of the next k tokens."""
+        if self._parts:  # they wait for longer than a step
+            self._parts[-1] = _own(self._parts[-1])
+        self._parts.append(hidden)
+        self._count += len(hidden)
+
+    def reset(self, parts: Sequence[torch.Tensor] = ()) -> None:
+        """Forget all rows and take these."""
+        self._parts, self._count = list(parts), sum(map(len, parts))
+
+    def first(self, count: int) -> torch.Tensor:
+        """Return the first `count` rows."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0][:count]
+
+    def drop(self, count: int) -> None:
+        """Drop the first `count` rows."""
+        left = self.first(self._count)[count:]
+        self.reset([_own(left)] if len(left) else [])
+
+
+def _own(rows: torch.Tensor) -> torch.Tensor:
+    """Return `rows` without the larger tensor that they are a slice of.
+
+    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
+    as they are.
+    """
+    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
 class FeatureState(DrafterState):
@@ -94,6 +135,25 @@ class FeatureState(DrafterState):
         self.cache.release()
         self.unread.reset()
         self.tree = self.shortlist = None
+
+
+class FeatureDrafter(Drafter, Generic[State]):
+    """What such drafters share. `kind`: the class of their states."""
+
+    name = "drafter"
+    needs_hidden = True
+    pool: Pool
+    kind: type[State]
+
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> State:
+        self.check_shortlist(shortlist)
+        listed = None if shortlist is None else shortlist.begin(ids)
+        return self.kind(self.pool.new(), ids, listed)
+
+    def state_of(self, request: DraftRequest) -> State:
+        """Return what is kept of the request's sequence."""
+        state: State = request.context.states[self.name]
+        return state
 
 
 def in_parts(

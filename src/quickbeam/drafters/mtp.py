@@ -212,13 +212,10 @@ class MtpPasses:
         self._compiled = CompiledMtp(parameters, stack, join, self.pool, weights)
         self._compiled.watch([2] if normed else [1, 2])
         self._width = int(model.config.hidden_size)
-        self._logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
+        self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
 
     def router(self, shortlist: Shortlist) -> None:
         """Return None: no router was trained on its states."""
-
-    def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        return self._logits(feature)
 
     def run(self, rows: Sequence[Rows], router: Any) -> Passed:
         listed = list_rows(rows, wanted=False)
