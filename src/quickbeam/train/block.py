@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from quickbeam.drafters.block_model import Attend, BlockConfig, BlockNetwork
 from quickbeam.train.recipes import Recipe
@@ -265,16 +264,16 @@ def loss_of(
     return loss
 
 
-def new_network(
-    config: BlockConfig, embedding: nn.Module, layers: Sequence[nn.Module], seed: int
-) -> BlockNetwork:
+def new_network(config: BlockConfig, target: FrozenTarget, seed: int) -> BlockNetwork:
     """Return a network to be trained.
 
-    Its layers begin as some of the target's `layers`, from the first to the last, where names and
-    shapes agree, and its context as the last of the target's hidden states that it reads. All else
-    begins with small random weights, and the Markov head as a bias of zero.
+    Its layers begin as the target's last ones where names and shapes agree, its last norm as the
+    target's, and its context as the last of the target's hidden states that it reads. The first
+    layer's attention hands that on as it is. All else begins with small random weights, and the
+    Markov head as a bias of zero.
     """
-    network, generator = BlockNetwork(config, embedding), torch.Generator().manual_seed(seed)
+    network = BlockNetwork(config, target.embedding)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if weight.dim() == 2:
@@ -283,12 +282,16 @@ def new_network(
         network.fc.weight[:, -config.target_size :].add_(
             torch.eye(config.hidden_size, config.target_size)
         )
-        for i, layer in enumerate(network.layers):
-            source = layers[round(i * (len(layers) - 1) / max(1, config.depth - 1))]
+        for layer, source in zip(network.layers, target.layers[-config.depth :], strict=False):
             known = dict(source.named_parameters())
             for name, weight in layer.named_parameters():
                 if name in known and known[name].shape == weight.shape:
                     weight.copy_(known[name])
+        for name in ("v_proj", "o_proj"):
+            weight = network.layers[0].get_parameter(f"self_attn.{name}.weight")
+            weight.copy_(torch.eye(*weight.shape))
+        if target.norm is not None:
+            network.norm.get_parameter("weight").copy_(target.norm)
         if config.markov_rank:
             first, second = (network.markov_head[f"markov_w{i}"] for i in (1, 2))
             first.get_parameter("weight").normal_(0, 1, generator=generator)

@@ -26,7 +26,7 @@ class Recipe:
     """Times the drafter is trained on --tokens of text."""
     batch: int = field(default=1024, metadata={"min": 64})
     """Tokens a training step, padding counted."""
-    lr: float = field(default=1e-3, metadata={"min": 1e-7})
+    lr: float = field(default=3e-3, metadata={"min": 1e-7})
     """Highest learning rate."""
     block: int = field(default=7, metadata={"min": 1, "max": 32})
     """Tokens that the drafter drafts in a pass."""

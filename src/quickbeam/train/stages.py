@@ -155,7 +155,7 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         depth=recipe.depth,
         # DFlash's rule: round(1 + i (L - 4) / 2) for three, and one further, as outputs
@@ -200,7 +200,7 @@ class BlockStage:
         count = model.config.get_text_config().num_hidden_layers
         self.target = FrozenTarget(model, (*config.taps, count + 1))
         network = (
-            new_network(config, self.target.embedding, self.target.layers, plan.recipe.seed)
+            new_network(config, self.target, plan.recipe.seed)
             if plan.start is None
             else self._begun(config, count)
         )

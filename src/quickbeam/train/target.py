@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 class FrozenTarget:
     """The hidden states of a model's `layers` (numbers of `Features`), its embedding and its head.
 
-    `head`: `[vocab, d]`.
+    `head`: `[vocab, d]`. `norm`: the weight of the last norm, `[d]`, where it is found.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -44,6 +44,9 @@ class FrozenTarget:
         self.head: torch.Tensor = model.get_output_embeddings().weight.detach()
         self.embedding = Embedding(model.get_input_embeddings())
         self.layers: Sequence[nn.Module] = list(decoder_layers(model))
+        self.norm: torch.Tensor | None = getattr(
+            getattr(model.base_model, "norm", None), "weight", None
+        )
 
     @torch.no_grad()
     def read(self, batch: Batch) -> Batch:

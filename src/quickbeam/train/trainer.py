@@ -53,6 +53,22 @@ class Report(NamedTuple):
     held: Held
 
 
+def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for all else.
+
+    Muon (Jordan, 2024) makes a step's singular values equal. Scaled to AdamW's size of steps
+    (2502.16982) it takes the same learning rate, and few steps teach it more.
+    """
+    within = {"layers", "fc"}
+    named = [(name.partition(".")[0] in within, one) for name, one in network.named_parameters()]
+    matrices = [one for inside, one in named if inside and one.dim() == 2]
+    rest = [one for inside, one in named if not (inside and one.dim() == 2)]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
 class Trainer:
     """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
@@ -84,9 +100,7 @@ class Trainer:
         self.seconds = 0.0
         self.shards = Shards(text)
         self.conversations = len(self.shards)  # of this round
-        self._optimizer = torch.optim.AdamW(
-            network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
+        self._optimizers = optimizers(network, recipe.lr)
         self._resume()
         self._held = split(self.shards)[1]
         counts = self.shards.counts(len(target.head))
@@ -102,7 +116,8 @@ class Trainer:
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             self.network.load_state_dict(state["network"])
-            self._optimizer.load_state_dict(state["optimizer"])
+            for one, held in zip(self._optimizers, state["optimizers"], strict=True):
+                one.load_state_dict(held)
             for name, value in state["counters"].items():
                 setattr(self, name, value)
         except (
@@ -127,7 +142,7 @@ class Trainer:
         names = ("step", "seen", "round", "batch", "conversations", "seconds")
         state = {
             "network": self.network.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [one.state_dict() for one in self._optimizers],
             "counters": {name: getattr(self, name) for name in names},
         }
         part = self.checkpoint.with_suffix(".part")
@@ -202,10 +217,11 @@ class Trainer:
                 f"the loss of step {self.step} is {value}, its gradient's norm {float(norm)}: take "
                 "a smaller --lr; the last checkpoint stands"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = recipe.rate(self.step, done)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for one in self._optimizers:
+            for group in one.param_groups:
+                group["lr"] = recipe.rate(self.step, done)
+            one.step()
+            one.zero_grad()
         return value
 
     def check(self, tokens: int) -> Held:
