@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM
     from quickbeam.params import SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
