@@ -352,6 +352,20 @@ def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
     assert here.model.pool.used == here.drafter.pool.used == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_that_is_known_to_its_end_is_answered(world, way):
+    here = world("llama", way)
+    engine, size = here.engine(), here.model.granularity
+    prompt = tuple(3 + i * i % 90 for i in range(2 * size))
+    for known in (0, size):  # one token at least is computed
+        one = plain(engine, prompt, 6)
+        for _ in range(60):
+            engine.step()
+        assert one.output.token_ids == here.alone(prompt, 6)
+        assert one.statistics.cached_tokens == known
+    engine.close()
+
+
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
     """Those that stay begin in order of arrival and answer as alone, some of them preempted
