@@ -32,6 +32,7 @@ SHAPES = {
     "SmolLM2-135M": (49_152, 576),
     "Llama-3-8B": (128_256, 4096),
     "Qwen3-4B": (151_936, 2560),
+    "Qwen3.5-0.8B": (248_320, 1024),
     "Gemma-3-270M": (262_144, 640),
 }
 Head = Callable[[torch.Tensor], object]  # hidden states `[n, d]`
@@ -89,10 +90,9 @@ def measure(
         part.copy_(torch.randn(part.shape, generator=generator))
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    found = kernels()
     full: nn.Module = linear
     drafter: nn.Module = linear
-    if found is not None:
+    if (found := kernels()) is not None:
         full = NativeLinear(found, Packer(found, BFLOAT16).pack([weight]))
         drafter = NativeLinear(found, Packer(found, rows_format(weight)).pack([weight]))
     rows_of_table, sweep = [], torch.zeros(SWEEP)
