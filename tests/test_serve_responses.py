@@ -9,6 +9,10 @@ pytest.importorskip("fastapi")
 
 
 from quickbeam import QuickbeamError, SamplingParams
+from quickbeam.engine.result import Logprob
+from quickbeam.models.token_texts import TokenTexts
+from quickbeam.serve import responses
+from quickbeam.serve.tools import Call
 from serving import ask, events, good
 
 PATH = "/v1/responses"
@@ -85,6 +89,34 @@ def test_logprobs(runner, llm, stream):
     logprobs = [one["logprob"] for one in part["logprobs"]]
     assert logprobs == pytest.approx([one.logprob for one in right])
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+
+
+class Texts(TokenTexts):
+    def __init__(self):
+        self._known = {0: b"Let", 1: "é".encode(), 2: b"<call>", 3: b"f()", 4: b"bye", 5: b"<end>"}
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_logprobs_of_a_call_are_in_no_text(once):
+    call = Call("c", "f", "{}")
+    parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
+    if once:  # the first four as one, and the others
+        parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
+    items = responses.Items(Texts())
+    told = [
+        event
+        for pieces, tokens in parts
+        for event in items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
+    ]
+    told += items.end(cut=False)
+    kinds = [one["type"] for one in items.output]
+    assert kinds == ["message", "function_call", "message"]
+    texts = [items.output[i]["content"][0] for i in (0, 2)]
+    assert [one["text"] for one in texts] == ["Leté", "bye"]
+    wanted = [["Let", "é"], ["bye", "<end>"]]
+    assert [[entry["token"] for entry in one["logprobs"]] for one in texts] == wanted
+    done = [event for event in told if event["type"] == "response.output_text.done"]
+    assert [[entry["token"] for entry in one["logprobs"]] for one in done] == wanted
 
 
 def test_what_goes_wrong_ends_the_events(scripted):
