@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -178,6 +180,30 @@ def test_weights_of_several_formats_come_near_their_numbers(mixed):
     exact = logits(GgufCheckpoint(mixed, torch.float32, KERNELS), ids)
     found = logits(parameters, ids)
     assert float((found - exact).norm() / exact.norm()) < 0.05
+
+
+def resident(path) -> int:
+    """How many kB of a mapped file this process holds in memory."""
+    held, here = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            here = line.endswith(str(path))
+        elif here and line.startswith("Rss:"):
+            held += int(line.split()[1])
+    return held
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="Linux says what is resident")
+def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
+    path = shutil.copy(mixed, tmp_path / "own.gguf")
+    checkpoint = GgufCheckpoint(path, None, KERNELS)
+    name = checkpoint.stack.embedding
+    whole = checkpoint.rows(name)
+    copied = whole.data.clone()
+    assert resident(path) > 0
+    part = checkpoint.rows(name, 16)
+    assert resident(path) == 0
+    assert torch.equal(part.data, copied[16:]) and torch.equal(whole.data, copied)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -102,7 +102,12 @@ class GgufCheckpoint:
         return found
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers."""
+        """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
+
+        Where `first` is not 0, what was read before it is let go of.
+        """
+        if first:
+            self.file.forget()
         found = self._ordered(name, self.file[self._stored[name]])
         if name in self._norms and self._of.plus_one and isinstance(found, torch.Tensor):
             found = found.float() - 1
