@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GemmaConfig, GraniteConfig, PreTrainedModel, SmolLM3Config
+from transformers import (
+    GemmaConfig,
+    GraniteConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from models import CONFIGS, SIZES, tiny
 from quickbeam import LLM, SamplingParams
@@ -39,6 +45,14 @@ TINY = {
     "llama": CONFIGS["llama-multi-head"],
     "qwen2": CONFIGS["qwen2"],
     "qwen3": CONFIGS["qwen3"],
+    "qwen3moe": Qwen3MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        head_dim=16,
+        norm_topk_prob=True,
+    ),
     "phi3": CONFIGS["phi3"],
     "olmo2": CONFIGS["olmo2"],
     "gemma": GemmaConfig(**SIZES, head_dim=8),
@@ -90,6 +104,10 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(c, cap):
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
+    if name == "qwen3moe":
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
     if name == "granite":
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
@@ -116,6 +134,16 @@ def turned(rows: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+def apart(state):
+    """All tensors, with experts' gates and what they let through by themselves."""
+    for name, tensor in state.items():
+        if not name.endswith("experts.gate_up_proj"):
+            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
+            continue
+        for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+            yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+
+
 def write(path, architecture: str, model: PreTrainedModel, kinds=None):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without."""
     writer, c = gguf.GGUFWriter(str(path), architecture), model.config
@@ -123,7 +151,7 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None):
     tokenizer(writer)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in apart(model.state_dict()):
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
@@ -204,6 +232,33 @@ def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
     part = checkpoint.rows(name, 16)
     assert resident(path) == 0
     assert torch.equal(part.data, copied[16:]) and torch.equal(whole.data, copied)
+
+
+EXPERTS = {"ffn_down_exps": Q8, "exps": Q5, "attn": Q8}
+
+
+def test_experts_of_two_formats(tmp_path, monkeypatch):
+    """Answers with drafts and without, in memory and from disk; the last weights' own format."""
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    file, ids = tmp_path / "moe.gguf", [5, 17, 280, 3, 3, 99, 120, 7]
+    write(file, "qwen3moe", model_of("qwen3moe"), EXPERTS)
+    parameters = GgufCheckpoint(file, None, KERNELS)
+    at = "model.layers.1.mlp.experts"
+    assert parameters.like(f"{at}.gate_up_proj").name == "q5_0"
+    assert parameters.rows(f"{at}.gate_up_proj", 1, 3).shape == [2, 192, 64]
+    assert parameters.rows(f"{at}.down_proj", 1, 2).name == "q8_0"
+    exact = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
+    found = logits(parameters, ids)
+    assert float((found - exact).norm() / exact.norm()) < 0.1
+    model = NativeModel(parameters, parameters.stack)
+    every = limits_of(parameters)
+    disk = of_disk(parameters, every[len(every) // 2])
+    alike(Target(model), disk, (1, 17))
+    disk.model.close()
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=2, ignore_eos=True)
+    with LLM(str(file)) as llm:
+        plain = llm.generate("ab ab ab ab", params, method="ar").token_ids
+        assert llm.generate("ab ab ab ab", params, method="auto").token_ids == plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -198,7 +198,11 @@ def model_of(case: Case, moe: bool = False) -> PreTrainedModel:
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": case.inner, "num_hidden_layers": 2}
     config: Any = LlamaConfig(**sizes)
     if moe:
-        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        more = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": case.inner // 2,
+        }
         config = Qwen3MoeConfig(**sizes, **more, head_dim=32)
     return tiny("", config=config)
 
@@ -358,7 +362,7 @@ def test_drafts_change_no_answer(name: str, temperature: float, tmp_path: Path) 
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
-@pytest.mark.parametrize("name", ["awq", "packed", "fp8"])
+@pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
 def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
     model, dense = write(tmp_path, name, moe=True)
     whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
-from quickbeam.models.native.quantised import Weight
+from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
 from quickbeam.models.stack_tensors import experts, linears, names
@@ -229,13 +229,8 @@ class Checkpoint:
         if odd := sorted(name for name in odd if not is_mtp(name, config)):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
-        for of in experts(stack) if self._in_blocks else ():
-            parts = [part for one in of.all for part in (*one.up.weights, *one.down.weights)]
-            formats = {getattr(like[part.name], "name", "none") for part in parts}
-            if len(formats) > 1:
-                raise NotDescribed(
-                    f"its experts are in several formats ({', '.join(sorted(formats))})"
-                )
+        if self._in_blocks:
+            refuse_mixed_experts(stack, like.__getitem__)
         if kinds := {self._files.kind(name) for name in read - blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
@@ -308,6 +303,19 @@ class Checkpoint:
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was made."""
         self._held.clear()
+
+
+def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
+    """Raise `NotDescribed` for experts of a layer that are not all in the same formats.
+
+    `like(name)`: a parameter, or something of its format.
+    """
+    for of in experts(stack):
+        for read_alike in ([one.up for one in of.all], [one.down for one in of.all]):
+            read = [like(one.name) for linear in read_alike for one in linear.weights]
+            formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
+            if len(formats) > 1:
+                raise NotDescribed(f"experts of a layer are {' and '.join(sorted(formats))}")
 
 
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:

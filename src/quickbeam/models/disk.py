@@ -124,7 +124,7 @@ class Groups:
         for number in range(count := of.count + (of.shared > 0)):
             wide = of.inner if number < of.count else of.shared
             up = 2 * -(-wide // BLOCK) * block(op.format, op.inputs)
-            size = up + -(-op.outputs // BLOCK) * block(op.format, wide)
+            size = up + -(-op.outputs // BLOCK) * block(of.down_format, wide)
             first = _table(op)[number].up - self._begin
             if self._room(first, routes) < size:
                 self.groups.append(Group(routes))

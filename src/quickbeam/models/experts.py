@@ -64,6 +64,7 @@ class CompiledExperts:
             inner=inner,
             shared=shared,
             gated=of.shared_gate is not None,
+            down_format=self._experts[0][1].format,
             **_numbers(routing),
         )
 

@@ -149,6 +149,18 @@ def _qwen3(m: Metadata) -> dict[str, Any]:
     return _plain(m) | {"model_type": "qwen3"}
 
 
+def _qwen3_moe(m: Metadata) -> dict[str, Any]:
+    return _plain(m) | {
+        "model_type": "qwen3_moe",
+        "num_local_experts": m["expert_count"],
+        "num_experts_per_tok": m["expert_used_count"],
+        "moe_intermediate_size": m["expert_feed_forward_length"],
+        "norm_topk_prob": True,  # as llama.cpp has it
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _granite(m: Metadata) -> dict[str, Any]:
     return _plain(m) | {
         "model_type": "granite",
@@ -231,6 +243,13 @@ class Architecture:
 
 
 _LLAMA = ATTENTION | FEED_FORWARD
+_EXPERTS = {
+    "ffn_norm": FEED_FORWARD["ffn_norm"],
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _NORMS = {
     "post_attention_norm": AFTER["post_attention_norm"],
     "post_ffw_norm": AFTER["post_ffw_norm"],
@@ -241,6 +260,7 @@ ARCHITECTURES = {
     "smollm3": Architecture(_smollm3, _LLAMA, turned=True),
     "qwen2": Architecture(_qwen2, _LLAMA),
     "qwen3": Architecture(_qwen3, _LLAMA),
+    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | _EXPERTS),
     "phi3": Architecture(_phi3, _LLAMA | FUSED),
     "olmo2": Architecture(_olmo2, _LLAMA | _NORMS),
     "gemma": Architecture(_gemma, _LLAMA, plus_one=True),

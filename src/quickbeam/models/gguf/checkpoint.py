@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from quickbeam.errors import refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.checkpoint import ModelConfig, expected
+from quickbeam.models.checkpoint import ModelConfig, expected, refuse_mixed_experts
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import ANGLES, architecture_of, stored_names
@@ -56,19 +58,26 @@ class GgufCheckpoint:
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
+        if self.dtype is torch.bfloat16:
+            refuse_mixed_experts(self.stack, self.like)
 
-    def _places(self) -> dict[str, str]:
-        """Return the name in the file of each parameter of the stack."""
+    def _places(self) -> dict[str, tuple[str, ...]]:
+        """Return the names in the file of each parameter of the stack, one above the other."""
         known, wanted = stored_names(self._of, self.config.num_hidden_layers), names(self.stack)
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
-            if own in known and (stored := f"{known[own]}.{kind}") in self.file.tensors:
-                found[name] = stored
+            parts = [f"{known[own]}.{kind}"] if own in known else []
+            if own.endswith(".experts"):
+                modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+                parts = [f"{known.get(f'{own}.{one}')}.weight" for one in modules]
+            if parts and all(one in self.file.tensors for one in parts):
+                found[name] = tuple(parts)
         (head,) = {one.name for one in self.stack.head.weights}
         if self.config.tie_word_embeddings and self.stack.embedding in found:
             found[head] = found[self.stack.embedding]
-        if odd := sorted(self.file.tensors.keys() - set(found.values()) - set(ANGLES)):
+        read = {one for parts in found.values() for one in parts}
+        if odd := sorted(self.file.tensors.keys() - read - set(ANGLES)):
             raise NotDescribed(f"the file holds {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
         return found
@@ -90,7 +99,8 @@ class GgufCheckpoint:
         return self.rows(name)
 
     def shape(self, name: str) -> list[int]:
-        return list(self.file.tensors[self._stored[name]].shape)
+        first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
+        return [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
 
     def mapped(self, name: str) -> Any:
         return self.rows(name)
@@ -98,8 +108,10 @@ class GgufCheckpoint:
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
             return torch.empty(self.shape(name), device="meta")
-        found: Weight = self.rows(name)  # mapped
-        return found
+        found = [self.file[one] for one in self._stored[name]]  # mapped
+        if len(found) == 1:
+            return found[0]
+        return _joined([one[:0] for one in found], self.shape(name)[0])
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
@@ -108,14 +120,14 @@ class GgufCheckpoint:
         """
         if first:
             self.file.forget()
-        found = self._ordered(name, self.file[self._stored[name]])
-        if name in self._norms and self._of.plus_one and isinstance(found, torch.Tensor):
-            found = found.float() - 1
-        last = len(found) if last is None else last
-        if isinstance(found, BlockRows):
-            blocks = found[first:last]
-            return dense_rows(self._kernels, blocks) if self.dtype is torch.float32 else blocks
-        part = found[first:last]
+        found = [self._ordered(name, self.file[one]) for one in self._stored[name]]
+        part = found[0][first:last]
+        if len(found) > 1:
+            part = _joined([one[first:last] for one in found])
+        if isinstance(part, BlockRows):
+            return dense_rows(self._kernels, part) if self.dtype is torch.float32 else part
+        if name in self._norms and self._of.plus_one:
+            part = part.float() - 1
         return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part
 
     def _ordered(self, name: str, weight: Weight) -> Weight:
@@ -133,6 +145,18 @@ class GgufCheckpoint:
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was read; it is mapped."""
         self.file.forget()
+
+
+def _joined(parts: Sequence[Weight], count: int | None = None) -> Weight:
+    """Return matrices `[experts, rows, …]` one below the other. `count`: without their numbers, of
+    so many experts. Raises `NotDescribed` for those of two formats."""
+    kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
+    if len(kinds) > 1:
+        raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
+    data = torch.cat([one.data if isinstance(one, BlockRows) else one for one in parts], 1)
+    if count is not None:
+        data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
+    return replace(parts[0], data=data) if isinstance(parts[0], BlockRows) else data
 
 
 def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ struct Experts {
   int64_t groups, top_groups, best_of_group;  // only experts of the groups whose best ones have the largest sums are chosen
   int32_t scores, renormalised;
   int32_t gated;              // the last score's sigmoid is the weight of the one of all rows, else 1
+  int32_t down_format;        // of the weights that come last
   float plus, least, factor;  // renormalised: divided by max(sum + plus, least); in the end, times `factor`
   float jitter;               // of MIXER
   int64_t read;               // of the last pass: how many of `count` any row chose
@@ -225,7 +226,7 @@ struct ExpertPass {
             store_first(p, add(load_first(p, width), mul(made, all(grouped.weight[size_t(slot + r)]))), width);
           }
       };
-      any_panels(format, inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last); }, false, sums, done);
+      any_panels(of.down_format, inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last); }, false, sums, done);
     }
   }
 

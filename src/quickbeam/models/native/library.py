@@ -31,7 +31,7 @@ from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 20
+VERSION = 21
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -87,7 +87,7 @@ class Experts(Structure):
     _fields_ = (
         *_all(c_void_p, "expert correction scale"),
         *_all(c_int64, "count top inner shared groups top_groups best_of_group"),
-        *_all(c_int32, "scores renormalised gated"),
+        *_all(c_int32, "scores renormalised gated down_format"),
         *_all(c_float, "plus least factor jitter"),
         ("read", c_int64),
     )

@@ -96,9 +96,9 @@ def experts(
 ) -> None:
     """A feed-forward of experts, to a float32 target.
 
-    `format`: of their weights. `scores`: the router's float32 results. `routes`: float32, two
-    numbers for each of a row's experts. `inner`: like the source, what a row's experts have
-    inside, one beside the other.
+    `format`: of their weights but the last ones. `scores`: the router's float32 results. `routes`:
+    float32, two numbers for each of a row's experts. `inner`: like the source, what a row's experts
+    have inside, one beside the other.
     """
     program.add(
         library.EXPERTS,

@@ -42,7 +42,7 @@ struct Op {
   const float* sinks;
   float epsilon, scaling, softcap;          // scaling: of products, embeddings, copies, attention's scores, what is added
   int32_t key, value;                       // buffers of EXPERTS and LATENT; key: of GATE
-  int32_t format;                           // of the weight of LINEAR, CHOSEN, EXPERTS and EMBED
+  int32_t format;                           // of the weight of LINEAR, CHOSEN, EMBED and EXPERTS (but what comes last)
   int64_t key_stride, key_head, value_stride, value_head;  // of LATENT and GATE: numbers between rows, and the first column
   int64_t norm_stride;                      // numbers between the norms of two heads
   int64_t rotary, angles;                   // of HEADS: how many dimensions turn, and where their angles begin in the table's rows
@@ -591,7 +591,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 20; }
+QB_API int64_t qb_version() { return 21; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 
