@@ -261,18 +261,18 @@ def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("leaves", [False, True], ids=["ctrl-c", "closed pipe"])
-def test_a_real_ctrl_c_and_a_reader_that_leaves(leaves):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, None])
+def test_a_real_ctrl_c_and_a_reader_that_leaves(sent):
     command = [sys.executable, str(Path(fake_llm.__file__)), "generate", "endless"]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as process:
         begun = process.stdout.read(20)
-        if leaves:
+        if sent is None:
             process.stdout.close()
             said = process.stderr.read()
             assert (process.wait(timeout=120), said) == (1, "")
             return
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         rest, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert begun == "one two more more mo" and rest.endswith("\n")

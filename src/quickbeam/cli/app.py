@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -85,6 +87,9 @@ def root(
         bool, typer.Option("--version", help="Print the version and the kernels used, and exit.")
     ] = False,
 ) -> None:
+    if threading.current_thread() is threading.main_thread():
+        # what a scheduler sends before it kills counts as Ctrl-C: nothing that was made is lost
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if version:
         print(f"{__version__}\nkernels: {describe_kernels()}")
     elif context.invoked_subcommand is None:

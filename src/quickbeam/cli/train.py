@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
-import threading
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -46,9 +44,6 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
     training.json, log.jsonl, bench.json.
     """
     check_models(plan.model)
-    if threading.current_thread() is threading.main_thread():
-        # what a scheduler sends before it kills counts as Ctrl-C: what was made is written
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     plan = replace(plan, recipe=recipe)
     if stages.only == "shortlist":
         make_shortlist(plan, shortlist)
