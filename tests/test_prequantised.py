@@ -36,7 +36,10 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
+from quickbeam.models.prequantised import Method, few_bits
 from quickbeam.models.target import Target
+from quickbeam.models.tensor_files import TensorFiles
+from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits_of, of_disk
 from test_families import IDS, policies
@@ -315,6 +318,14 @@ def test_float8_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> N
         assert torch.equal(found(one), parameter), one
 
 
+def test_blocks_may_be_as_many_as_outputs(tmp_path: Path) -> None:
+    weight = quantised(128, 128 * 128, CASES["fp8"], torch.Generator().manual_seed(1))
+    save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
+    files = TensorFiles(tmp_path)
+    found = few_bits("m.weight", {name: name for name in files.names}, files, Method("fp8"))
+    assert found is not None and torch.equal(found.rows(files, 0, 128), weight.dense)
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "zero": ("gptq", {"checkpoint_format": "gptq_v2"}),
     "zero-v2": ("gptq-v2", {"checkpoint_format": "gptq"}),
@@ -439,6 +450,11 @@ def changed(folder: Path, change: Callable[[Tensors], object]) -> None:
 AT = "model.layers.0.self_attn.q_proj"
 
 
+def groups_of(count: int) -> Tensors:
+    zeros, scales = torch.ones(count, 16).int(), torch.ones(count, 128)
+    return {f"{AT}.qzeros": zeros, f"{AT}.scales": scales}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -447,6 +463,9 @@ AT = "model.layers.0.self_attn.q_proj"
         (lambda s: s[f"{AT}.g_idx"].fill_(2), InvalidInput, "no order of 128 inputs"),
         (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),
         (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
+        (lambda s: s.update({f"{AT}.qweight": s[f"{AT}.qweight"].char()}), NotDescribed, "type I8"),
+        (lambda s: s.update({f"{AT}.scales": s[f"{AT}.scales"].double()}), NotDescribed, "F64"),
+        (lambda s: s.update(groups_of(3)), InvalidInput, "128 inputs in 3 groups"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -455,3 +474,96 @@ def test_what_does_not_fit_is_refused(
     changed(tmp_path, change)
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, None)(f"{AT}.weight")
+
+
+def config_with(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [GPTQ],
+        GPTQ | {"dynamic": [1]},
+        FP8 | {"weight_block_size": [0, 128]},
+        compressed(PACK) | {"config_groups": "all"},
+        compressed(PACK) | {"config_groups": {"group_0": {"weights": 4}}},
+        compressed(PACK) | {"sparsity_config": [2]},
+    ],
+)
+def test_fields_of_another_kind_are_refused(config: Any, tmp_path: Path) -> None:
+    write(tmp_path, "packed")
+    config_with(tmp_path, quantization_config=config)
+    with pytest.raises(InvalidInput, match=r"quantization_config can't be read .* again"):
+        Checkpoint(tmp_path, None)
+
+
+def expert(s: Tensors, number: int, part: str, rows: int, bits: int) -> None:
+    """Store one expert's matrix otherwise."""
+    at = f"model.layers.1.mlp.experts.{number}.{part}_proj."
+    case = CASES["packed" if bits == 4 else "packed-8"]
+    w = quantised(rows, 128, case, torch.Generator().manual_seed(1))
+    for name in [name for name in s if name.startswith(at)]:
+        del s[name]
+    s.update({f"{at}{name}": tensor for name, tensor in packed(w, bits).items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "error", "words"),
+    [
+        (lambda s: expert(s, 1, "up", 128, 8), {}, NotDescribed, "several kinds"),
+        (lambda s: expert(s, 1, "up", 64, 4), {}, NotDescribed, "several kinds"),
+        (
+            lambda s: [expert(s, i, part, 64, 4) for i in range(4) for part in ("gate", "up")],
+            {},
+            InvalidInput,
+            "down_proj reads 128 numbers of an expert, and .* gives 64",
+        ),
+        (
+            lambda s: [s.pop(name) for name in [*s] if "layers.1.mlp.experts.3." in name],
+            {},
+            InvalidInput,
+            "3, 128, 128], expected .4, 128, 128]",
+        ),
+        (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "chooses 9 of 4 experts"),
+    ],
+)
+def test_experts_that_are_not_alike_are_refused(
+    change: Callable[[Tensors], object],
+    fields: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "packed", moe=True)
+    stored = load_file(tmp_path / SINGLE)
+    change(stored)
+    save_file(stored, tmp_path / SINGLE)
+    config_with(tmp_path, **fields)
+    with pytest.raises(error, match=words):
+        Checkpoint(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [-128]},
+        {"shape": [64]},
+        {"shape": "ab"},
+        {"shape": [1 << 40]},
+        {"data_offsets": None},
+        {"data_offsets": [-256, 0]},
+        {"dtype": []},
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(change: Any, tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    data = (tmp_path / SINGLE).read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    header["model.norm.weight"] |= change
+    text = json.dumps(header).encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data[size:])
+    with pytest.raises(InvalidInput, match=r"its header says of model.norm.weight: .* again"):
+        Checkpoint(tmp_path, None)

@@ -127,7 +127,7 @@ class MtpParameters:
         joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
         shapes = expected(stack, config) | joining
         for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
-            found = place(name) or one_by_one(name, place)
+            found = place(name) or one_by_one(name, place, files)
             if found is None:
                 raise InvalidInput(f"its MTP head lacks {name}: download it again")
             shape, self._stored[name] = found.shape(files), found

@@ -24,7 +24,7 @@ from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
-from quickbeam.models.stack_tensors import experts, linears, names
+from quickbeam.models.stack_tensors import experts, linears, names, rows_of
 from quickbeam.models.stored import (
     TURNED,
     Stored,
@@ -197,6 +197,7 @@ class Checkpoint:
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
+        refuse_other_experts(self.stack, self.shape)
 
     def _places(self, stack: Stack) -> dict[str, Stored]:
         """Return where each parameter of the stack is stored."""
@@ -215,7 +216,7 @@ class Checkpoint:
             if name in named:
                 found[name] = stacked(name, named[name], self._files, config.hidden_size)
         for name in wanted - found.keys():
-            if (apart := one_by_one(name, place) or in_mxfp4(name, named)) is not None:
+            if (apart := one_by_one(name, place, self._files) or in_mxfp4(name, named)) is not None:
                 found[name] = apart
         read = {name for one in found.values() for name in one.names}
         like = {name: one.like(self._files) for name, one in found.items()}
@@ -316,6 +317,29 @@ def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
             formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
             if len(formats) > 1:
                 raise NotDescribed(f"experts of a layer are {' and '.join(sorted(formats))}")
+
+
+def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:
+    """Raise `InvalidInput` for another number of experts than a layer has, or than it chooses.
+
+    `shape(name)`: of a parameter.
+    """
+    for of in experts(stack):
+        count, top = len(of.chosen), of.routing.top
+        if not 0 < top <= count:
+            raise InvalidInput(f"config.json chooses {top} of {count} experts")
+        first, *_ = of.chosen
+        read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
+        found = {one.name: shape(one.name) for one in read}
+        odd = [(name, own, [count, *own[1:]]) for name, own in found.items() if own[0] != count]
+        refuse_incomplete([], odd)
+        alone = {one: rows_of(one, torch.empty(found[one.name], device="meta")) for one in read}
+        (down,), up = first.down.weights, first.up.weights
+        if any(len(alone[one]) != alone[down].shape[1] for one in up):
+            raise InvalidInput(
+                f"{down.name} reads {alone[down].shape[1]} numbers of an expert, and {up[0].name} "
+                f"gives {len(alone[up[0]])}: they are of two models"
+            )
 
 
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:

@@ -31,6 +31,13 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale_inv", "weight_pac
 OTHERS = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 # scales of activations and of keys and values, whose numbers are quantised here as they come
 UNREAD = ("input_scale", "k_scale", "v_scale", "q_scale", "output_scale", "activation_scale")
+# types of numbers, by what they are of
+WORDS, SCALES, INDICES = ("I32",), ("BF16", "F16", "F32", "F8_E8M0"), ("I32", "I64")
+KINDS = {
+    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), WORDS),
+    **dict.fromkeys(("scales", "weight_scale"), SCALES),
+    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), INDICES),
+}
 INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]  # of AWQ: where the eight columns of a word are
 SHARED = 128  # inputs that share a scale, where they can
 BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no configuration says
@@ -53,14 +60,23 @@ class Method(NamedTuple):
 def method_of(model: Any) -> Method | None:
     """Return the method that a model's configuration names; None for no other than MXFP4.
 
-    Raises `NotDescribed`, with what is read and what to do, for others.
+    Raises `NotDescribed`, with what is read and what to do, for others, and `InvalidInput` for
+    fields that hold something else than they are for.
     """
     config = model.__dict__.get("quantization_config")
-    if not config or config.get("quant_method") == "mxfp4":
-        return None
+    try:
+        mine = bool(config) and config.get("quant_method") != "mxfp4"
+        return _method(config) if mine else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"its quantization_config can't be read ({error}): download config.json again"
+        ) from error
+
+
+def _method(config: Mapping[str, Any]) -> Method:
     kind, odd = str(config.get("quant_method") or "a method that it doesn't name"), list[str]()
-    told = (config.get(one) for one in ("checkpoint_format", "version", "fmt"))
-    layout = str(next((one for one in told if one), "")).lower()
+    told = [config.get(one) for one in ("checkpoint_format", "version", "fmt")]
+    layout = str(next(filter(None, told), "")).lower()
     if kind == AWQ and layout in ("", "gemm"):
         return Method(AWQ, _sizes([config], "group_size", "q_group_size"))
     if kind == GPTQ and layout in ("", "gptq", "gptq_v2"):
@@ -89,7 +105,9 @@ def _sizes(fields: Iterable[Mapping[str, Any]], *names: str) -> frozenset[int]:
 
 def _block(stored: Any) -> tuple[int, int]:
     if isinstance(stored, list | tuple) and len(stored) == 2:
-        return int(stored[0]), int(stored[1])
+        if not all(type(one) is int and one > 0 for one in stored):
+            raise ValueError(f"blocks of {list(stored)}")
+        return stored[0], stored[1]
     return BLOCK
 
 
@@ -199,13 +217,15 @@ def few_bits(
     """
     module = name.removesuffix(".weight")
     found = {part: f"{module}.{part}" for part in PARTS + OTHERS}
-    parts = {part: stored[one] for part, one in found.items() if one in stored}
+    parts = {p.removesuffix("_inv"): stored[one] for p, one in found.items() if one in stored}
+    for part in parts.keys() & KINDS:
+        _refuse_kind(files, parts[part], KINDS[part])
     try:
         if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
             made = (_awq if method.kind == AWQ else _gptq)(parts, files, method)
         elif "weight_packed" in parts:
             made = _packed(parts, files, method)
-        elif "weight" in parts and parts.keys() & {"weight_scale", "weight_scale_inv"}:
+        elif {"weight", "weight_scale"} <= parts.keys():
             made = _whole(parts, files, method)
         else:
             return None
@@ -249,7 +269,7 @@ def _awq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBit
     _fit(files, parts, "qzeros", [groups, words])
     if 8 * words != outputs:
         raise NotDescribed(f"{parts['qweight']} has other than 4 bits a weight")
-    return FewBits(parts, method, outputs, inputs, 4, inputs // groups, _awq_numbers)
+    return FewBits(parts, method, outputs, inputs, 4, _shared(inputs, groups), _awq_numbers)
 
 
 def _awq_numbers(files: TensorFiles, of: FewBits) -> Numbers:
@@ -267,8 +287,8 @@ def _gptq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBi
     _fit(files, parts, "scales", [groups, outputs])
     bits = 32 * wide // outputs
     inputs = 32 * words // bits
-    order = _order(parts, "g_idx", files, inputs, inputs // groups)
-    sizes = outputs, inputs, bits, inputs // groups
+    sizes = outputs, inputs, bits, _shared(inputs, groups)
+    order = _order(parts, "g_idx", files, inputs, sizes[-1])
     return FewBits(parts, method, *sizes, _gptq_numbers, order=order)
 
 
@@ -290,13 +310,13 @@ def _packed(parts: Mapping[str, str], files: TensorFiles, method: Method) -> Few
     *_, groups = scale = files.shape(parts["weight_scale"])
     if scale != [1]:
         _fit(files, parts, "weight_scale", [rows, groups])
-    if rows != outputs:
-        raise ValueError(f"{rows} rows, and {outputs} of weight_shape")
     bits = 32 * words // inputs
+    _fit(files, parts, "weight_packed", [outputs, -(-inputs // (32 // bits))])
     if "weight_zero_point" in parts:
+        _refuse_kind(files, parts["weight_zero_point"], WORDS)
         _fit(files, parts, "weight_zero_point", [-(-outputs * bits // 32), groups])
-    order = _order(parts, "weight_g_idx", files, inputs, inputs // groups)
-    sizes = outputs, inputs, bits, inputs // groups
+    sizes = outputs, inputs, bits, _shared(inputs, groups)
+    order = _order(parts, "weight_g_idx", files, inputs, sizes[-1])
     return FewBits(parts, method, *sizes, _packed_numbers, order=order)
 
 
@@ -314,26 +334,20 @@ def _whole(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewB
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
     outputs, inputs = files.shape(parts["weight"])
-    scale = files.shape(parts[_scale_of(parts)])
+    scale = files.shape(parts["weight_scale"])
     kind, (tall, group) = files.kind(parts["weight"]), method.block
-    if kind not in ("F8_E4M3", *(["I8"] if method.kind == COMPRESSED else [])):
-        raise NotDescribed(f"{parts['weight']} has numbers of type {kind}")
+    _refuse_kind(files, parts["weight"], ("F8_E4M3", *["I8"] * (method.kind == COMPRESSED)))
     if len(scale) == 2 and scale[0] == outputs:
-        group = inputs // scale[1]
-    elif math.prod(scale) in (1, outputs):
+        group = _shared(inputs, scale[1])
+    elif math.prod(scale) == 1 or scale == [outputs]:
         group = inputs
     elif scale != [-(-outputs // tall), -(-inputs // group)]:
         raise ValueError(f"scales {scale}, and blocks of {[tall, group]}")
-    sizes = outputs, inputs, 8, group
-    return FewBits(parts, method, *sizes, _whole_numbers, float8=kind != "I8")
-
-
-def _scale_of(parts: Mapping[str, str]) -> str:
-    return "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+    return FewBits(parts, method, outputs, inputs, 8, group, _whole_numbers, float8=kind != "I8")
 
 
 def _whole_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    scales = _by_output(_read(files, of, _scale_of(of.parts)).float(), of)
+    scales = _by_output(_read(files, of, "weight_scale").float(), of)
     values = _read(files, of, "weight")
     if of.float8:
         return Numbers(values, library.BY_OUTPUT, scales, None)
@@ -367,6 +381,18 @@ def _order(
     if not torch.equal(found, wanted):
         raise ValueError(f"{parts[part]} is no order of {inputs} inputs in groups of {group}")
     return order.int()
+
+
+def _shared(inputs: int, groups: int) -> int:
+    """Return how many inputs share a scale."""
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"{inputs} inputs in {groups} groups")
+    return inputs // groups
+
+
+def _refuse_kind(files: TensorFiles, name: str, known: Sequence[str]) -> None:
+    if (kind := files.kind(name)) not in known:
+        raise NotDescribed(f"{name} has numbers of type {kind}")
 
 
 def _fit(files: TensorFiles, parts: Mapping[str, str], part: str, shape: list[int]) -> None:

@@ -298,11 +298,13 @@ def stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
     return Turned(as_stored) if turned else Whole(as_stored)
 
 
-def one_by_one(name: str, place: Callable[[str], Whole | FewBits | None]) -> OneByOne | None:
+def one_by_one(
+    name: str, place: Callable[[str], Whole | FewBits | None], files: TensorFiles
+) -> OneByOne | None:
     """Return where the matrices of a parameter of stacked experts are, or None.
 
-    `place(name)`: where a parameter is stored, or None. Raises `NotDescribed` for matrices in few
-    bits that are not all stored alike.
+    `place(name)`: where a parameter is stored, or None. Raises `NotDescribed` for matrices of
+    several shapes, and for those in few bits that are not all stored alike.
     """
     at, _, what = name.rpartition(".")
     if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
@@ -317,5 +319,10 @@ def one_by_one(name: str, place: Callable[[str], Whole | FewBits | None]) -> One
             if few and (ordered or len(few) < len(found) * len(parts)):
                 kept = "activation order" if ordered else "some weights that are not quantised"
                 raise NotDescribed(f"its experts are quantised with {kept}")
+            every = [part for one in found for part in one]
+            kinds = {(*part.shape(files), getattr(part, "format", "")) for part in every}
+            if len(kinds) > 1:
+                few_of = " and ".join(str(one) for one in sorted(kinds)[:2])
+                raise NotDescribed(f"its experts' {what} are of several kinds ({few_of})")
             return OneByOne(tuple(found))
     return None

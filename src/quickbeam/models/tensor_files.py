@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import weakref
@@ -60,9 +61,8 @@ class _Shard:
         size = int.from_bytes(self._bytes(8, 0), "little")
         if not 0 < size < os.fstat(self._fd).st_size:
             raise ValueError("it is no safetensors file")
-        self.tensors: dict[str, dict[str, Any]] = json.loads(self._bytes(size, 8))
-        self.tensors.pop("__metadata__", None)
         self._begin = 8 + size
+        self.tensors = _described(json.loads(self._bytes(size, 8)))
 
     def _bytes(self, size: int, at: int) -> bytes:
         data = bytearray(size)
@@ -97,6 +97,22 @@ class _Shard:
         return data[at:].view(dtype).view(about["shape"])
 
 
+def _described(header: Any) -> dict[str, dict[str, Any]]:
+    """Return what a header says of each tensor. Raises `ValueError` where it contradicts itself."""
+    found = {name: of for name, of in dict(header).items() if name != "__metadata__"}
+    for name, of in found.items():
+        try:
+            kind, shape, (first, last) = of["dtype"], of["shape"], of["data_offsets"]
+            sizes, size = (*shape, first, last), DTYPES[kind].itemsize if kind in DTYPES else None
+            fits = all(type(one) is int and one >= 0 for one in sizes)
+            fits = fits and (size is None or size * math.prod(shape) == last - first)
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ValueError(f"its header says of {name}: {of}")
+    return found
+
+
 class TensorFiles:
     """All tensors of a folder. `names`: of all of them."""
 
@@ -119,11 +135,14 @@ class TensorFiles:
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
 
-        Raises `QuickbeamError` naming the file where it can't be read.
+        Raises `QuickbeamError` naming the file where it can't be read, and `NotDescribed` for
+        numbers of other types than are read.
         """
         shard = self._places[name]
         try:
             return shard.rows(name, first, last)
+        except KeyError as error:
+            raise NotDescribed(f"{name} has numbers of type {error}") from error
         except OSError as error:
             raise QuickbeamError(
                 f"{shard.path}: {name} can't be read ({error}): download it again"
@@ -151,7 +170,7 @@ def _shards(folder: Path) -> list[_Shard]:
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             files = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InvalidInput(
             f"the weights in {folder} can't be read ({error}): download them again"
         ) from error
@@ -161,7 +180,7 @@ def _shards(folder: Path) -> list[_Shard]:
     for file in files:
         try:
             shards.append(_Shard(folder / file))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InvalidInput(
                 f"{folder / file} can't be read ({error}): download it again"
             ) from error

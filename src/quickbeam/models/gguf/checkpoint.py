@@ -11,7 +11,12 @@ import torch
 
 from quickbeam.errors import refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.checkpoint import ModelConfig, expected, refuse_mixed_experts
+from quickbeam.models.checkpoint import (
+    ModelConfig,
+    expected,
+    refuse_mixed_experts,
+    refuse_other_experts,
+)
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import ANGLES, architecture_of, stored_names
@@ -58,6 +63,7 @@ class GgufCheckpoint:
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
+        refuse_other_experts(self.stack, self.shape)
         if self.dtype is torch.bfloat16:
             refuse_mixed_experts(self.stack, self.like)
 
