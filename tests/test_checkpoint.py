@@ -52,6 +52,22 @@ def test_a_folder_says_what_the_model_in_it_is(name: str, tmp_path: Path) -> Non
     assert found.config.hidden_size == model.config.hidden_size
 
 
+@pytest.mark.parametrize(
+    ("name", "vector"),
+    [
+        ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
+        ("gemma2", "model.layers.0.post_feedforward_layernorm.weight"),
+    ],
+)
+def test_vectors_of_another_size_are_refused(name: str, vector: str, tmp_path: Path) -> None:
+    made(name).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {vector: torch.ones(5)}, file)
+    with pytest.raises(InvalidInput, match=rf"{vector} has shape \[5\]"):
+        Checkpoint(tmp_path, None)
+
+
 def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path: Path) -> None:
     model = made("llama", torch.float16)
     model.model.save_pretrained(tmp_path)

@@ -379,3 +379,51 @@ def test_metadata_that_is_not_known_is_not_ignored(tmp_path):
     writer.close()
     with pytest.raises(NotDescribed, match=r"llama\.attention\.new_factor"):
         GgufCheckpoint(tmp_path / "x.gguf", None, KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "at", "kind", "shape"),
+    [
+        ("qwen2", "blk.1.attn_k.bias", 0, (1,)),
+        ("qwen2", "blk.1.attn_k.bias", 8, (32,)),
+        ("qwen2", "blk.1.ffn_norm.weight", 8, (64,)),
+        ("gemma3", "blk.1.attn_q_norm.weight", 0, (2,)),
+        ("gemma3", "blk.1.post_ffw_norm.weight", 0, (63,)),
+        ("qwen3moe", "blk.1.ffn_up_exps.weight", 0, (2, 96, 64)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(architecture, at, kind, shape, tmp_path, monkeypatch):
+    file = write(tmp_path / "tiny.gguf", architecture, model_of(architecture))
+    whole = GgufFile.__init__
+
+    def changed(self, path):
+        whole(self, path)
+        self.tensors[at] = self._placed(at, kind, shape, self.tensors[at].offset)
+
+    monkeypatch.setattr(GgufFile, "__init__", changed)
+    with pytest.raises(InvalidInput):
+        GgufCheckpoint(file, None, KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.block_count", 1 << 31),
+        ("llama.attention.layer_norm_rms_epsilon", ""),
+        ("llama.attention.key_length", ["a"]),
+        ("llama.rope.freq_base", float("inf")),
+        ("tokenizer.ggml.pre", ["a"]),
+        ("tokenizer.ggml.token_type", 5),
+        ("tokenizer.ggml.add_bos_token", np.array([1, 2])),
+    ],
+)
+def test_values_of_another_kind_are_refused(mixed, key, value, monkeypatch):
+    whole = GgufFile.__init__
+
+    def changed(self, path):
+        whole(self, path)
+        self.metadata[key] = value
+
+    monkeypatch.setattr(GgufFile, "__init__", changed)
+    with pytest.raises((InvalidInput, NotDescribed)):
+        GgufCheckpoint(mixed, None, KERNELS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
-from quickbeam.models.stack import Attention, FeedForward, Linear, Stack
+from quickbeam.models.stack import Attention, FeedForward, Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
 from quickbeam.models.stored import (
     TURNED,
@@ -197,7 +198,7 @@ class Checkpoint:
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
-        refuse_other_experts(self.stack, self.shape)
+        refuse_other_sizes(self.stack, self.shape)
 
     def _places(self, stack: Stack) -> dict[str, Stored]:
         """Return where each parameter of the stack is stored."""
@@ -342,6 +343,29 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
             )
 
 
+def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
+    """Raise `InvalidInput` for parts of a layer that don't fit one another.
+
+    They are experts, biases, and norms of queries and keys. `shape(name)`: of a parameter.
+    """
+    refuse_other_experts(stack, shape)
+
+    def size(one: Tensor) -> int:
+        return len(rows_of(one, torch.empty(shape(one.name), device="meta")))
+
+    odd = []
+    for linear, _ in linears(stack):
+        for weight, bias in zip(linear.weights, linear.biases, strict=False):
+            if size(weight) != size(bias):
+                odd.append((bias.name, [size(bias)], [size(weight)]))
+    for of in stack.attentions:
+        for norm, heads in zip(of.norms or (), (of.heads, of.kv_heads), strict=False):
+            sizes = [math.prod(shape(name)) for name in norm.weights]
+            if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
+                odd.append((norm.weights[0], sizes, [of.head_dim]))
+    refuse_incomplete([], odd)
+
+
 def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     """Return the shapes that a configuration gives parameters of a stack, by name."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
@@ -363,8 +387,9 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
         if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
             put(fed.up, [inner, inner], width)
             put(fed.down, [width], inner)
-        before = [layer.attention_before, layer.feed_forward_before]
-        found |= {name: [width] for norm in before if norm is not None for name in norm.weights}
+        around = [layer.attention_before, layer.feed_forward_before]
+        around += [layer.attention_after, layer.feed_forward_after]
+        found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
     found |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     return found | {stack.embedding: [config.vocab_size, width]}

@@ -6,6 +6,7 @@ llama.cpp's `gguf-py/gguf/constants.py` names the keys and tensors. Only archite
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ HARMLESS = {
     *("attention.value_length", "feed_forward_length", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "attention.layer_norm_epsilon", "tensor_data_layout"),
 }
+MOST_LAYERS = 4096  # that a file is believed to have
 LAYER = "model.layers.{}."
 # tensors of a layer, without `.weight` and `.bias`
 ATTENTION = {
@@ -71,6 +73,8 @@ class Metadata:
             if len(set(found.tolist())) != 1:
                 raise NotDescribed(f"{self.name}.{key} differs from layer to layer")
             found = found.tolist()[0]
+        if isinstance(found, list) or (isinstance(found, float) and not math.isfinite(found)):
+            raise NotDescribed(f"{self.name}.{key} is {str(found)[:80]}")
         return found
 
     def has(self, tensor: str) -> bool:
@@ -121,7 +125,7 @@ def _plain(m: Metadata) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": m.get("attention.head_count_kv", heads),
         "head_dim": m.get("attention.key_length") or width // heads,
-        "rms_norm_eps": m["attention.layer_norm_rms_epsilon"],
+        "rms_norm_eps": float(m["attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": m["context_length"],
         "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": not m.has("output.weight"),
@@ -280,9 +284,12 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     if "token_embd.weight" not in file.tensors:
         raise NotDescribed("it has no token_embd.weight")
     found, metadata = ARCHITECTURES[name], Metadata(file, name)
+    layers = metadata["block_count"]
+    if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
+        raise NotDescribed(f"its metadata names {str(layers)[:80]} layers")
     try:
         fields = found.config(metadata)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise NotDescribed(f"its metadata is of other kinds ({error})") from error
     metadata.refuse_unknown()
     for key in ("bos", "eos", "padding", "unknown"):

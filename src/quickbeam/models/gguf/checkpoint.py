@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from quickbeam.errors import refuse_incomplete
+from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import (
     ModelConfig,
     expected,
     refuse_mixed_experts,
-    refuse_other_experts,
+    refuse_other_sizes,
 )
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
@@ -55,7 +55,12 @@ class GgufCheckpoint:
         self.config: Any = ModelConfig(fields)
         hold(self.config)
         self.stack: Stack = stack_of(self.config, self.dtype)
-        self.tokenizer = load_tokenizer(self.file)
+        try:
+            self.tokenizer = load_tokenizer(self.file)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
         for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
             self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
         self._norms = {name for norm in norms(self.stack) for name in norm.weights}
@@ -63,7 +68,7 @@ class GgufCheckpoint:
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
-        refuse_other_experts(self.stack, self.shape)
+        refuse_other_sizes(self.stack, self.shape)
         if self.dtype is torch.bfloat16:
             refuse_mixed_experts(self.stack, self.like)
 
@@ -79,6 +84,8 @@ class GgufCheckpoint:
                 parts = [f"{known.get(f'{own}.{one}')}.weight" for one in modules]
             if parts and all(one in self.file.tensors for one in parts):
                 found[name] = tuple(parts)
+                if len({self.file.tensors[one].shape for one in parts}) > 1:
+                    raise InvalidInput(f"{self.path}: {' and '.join(parts)} have other shapes")
         (head,) = {one.name for one in self.stack.head.weights}
         if self.config.tie_word_embeddings and self.stack.embedding in found:
             found[head] = found[self.stack.embedding]

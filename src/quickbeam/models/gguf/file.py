@@ -176,6 +176,8 @@ class GgufFile:
             bytes_of_row = shape[-1] * WHOLE[kind].itemsize
         elif kind in KINDS:
             of = FORMATS[KINDS[kind]]
+            if len(shape) < 2:
+                raise self._bad(f"{name[:80]!r} is one row in blocks")
             if shape[-1] % of.inputs:
                 raise self._bad(f"{name!r} has rows of {shape[-1]}, not of whole blocks")
             bytes_of_row = shape[-1] // of.inputs * of.bytes
