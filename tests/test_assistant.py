@@ -388,3 +388,28 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=r"pre_projection.weight has shape \[3, 4\], expected"):
         load_assistant(path, pair.target)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("text_config", "rope_parameters", {}),
+        ("text_config", "num_hidden_layers", 7),
+        ("text_config", "num_hidden_layers", 1 << 31),
+        ("text_config", "layer_types", True),
+        ("text_config", "sliding_window", [6]),
+        ("text_config", "rms_norm_eps", {}),
+        ("text_config", "enable_moe_block", "x"),
+        (None, "text_config", True),
+        (None, "centroid_intermediate_top_k", -1),
+    ],
+)
+def test_fields_of_another_kind_are_refused(
+    part: str | None, field: str, value: Any, tmp_path: Path
+) -> None:
+    pair = opened(tmp_path, head="ordered")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (config if part is None else config[part])[field] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput):
+        load_assistant(tmp_path, pair.target)

@@ -34,7 +34,7 @@ from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.quantised import FLOAT32
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack_tensors import names, norms
 
 CLASSES = {  # transformers', by the configuration's model_type
     "gemma4_assistant": "Gemma4AssistantForCausalLM",
@@ -95,16 +95,7 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
     Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
-        whole = ModelConfig(DEFAULTS | read_config(folder).to_dict())
-        fields: dict[str, Any] = dict(whole.text_config)
-        config = ModelConfig(fields | {"num_kv_shared_layers": 0})
-        sources = _sources(whole, config, model)
-        try:
-            stack = gemma4(Config(config, model.dtype))
-        except NotDescribed as error:
-            raise InvalidInput(f"its text_config can't be used: {error}") from error
-        _check_layers(stack, config.layer_types, sources, model)
-        ready = borrowing(stack, config.layer_types, sources)
+        whole, config, sources, stack, ready = _described(folder, model)
         stored = {
             f"model.{name}" if name.startswith(MODULES) else name: tensor
             for name, tensor in read_tensors(folder).items()
@@ -122,6 +113,30 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
         drafter = AssistantDrafter(passes, _head(parameters, whole, model), model, layer)
     drafter.folder = folder
     return drafter
+
+
+def _described(folder: Path, model: Model) -> tuple[Any, Any, dict[str, int], Stack, Stack]:
+    """Return the configuration, its `text_config`, the target's layers, and the stack of `gemma4`
+    before and after `borrowing`."""
+    try:
+        whole = ModelConfig(DEFAULTS | read_config(folder).to_dict())
+        fields: dict[str, Any] = dict(whole.text_config)
+        config = ModelConfig(fields | {"num_kv_shared_layers": 0})
+        sources, top = _sources(whole, config, model), whole.centroid_intermediate_top_k
+        if len(config.layer_types) != config.num_hidden_layers:
+            raise InvalidInput(
+                f"its layer_types are {len(config.layer_types)} of {config.num_hidden_layers}"
+            )
+        stack = gemma4(Config(config, model.dtype))
+        _check_layers(stack, config.layer_types, sources, model)
+        ready = borrowing(stack, config.layer_types, sources)
+        if not (top > 0 and all(norm.epsilon >= 0 for norm in norms(ready))):
+            raise InvalidInput(f"its centroid_intermediate_top_k is {top}, or an epsilon negative")
+    except (NotDescribed, TypeError, ValueError, AttributeError, LookupError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"its configuration can't be used: {error}") from error
+    return whole, config, sources, stack, ready
 
 
 def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:

@@ -389,6 +389,7 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
             put(fed.down, [width], inner)
         around = [layer.attention_before, layer.feed_forward_before]
         around += [layer.attention_after, layer.feed_forward_after]
+        found |= {layer.scalar: [1]} if layer.scalar else {}
         found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
     found |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
