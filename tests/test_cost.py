@@ -3,6 +3,7 @@ pytest tests/test_cost.py"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import MixtralConfig
 
 from models import SIZES, tiny
+from quickbeam.engine import cost as cost_module
 from quickbeam.engine.cost import CostModel
 from quickbeam.models.base import Batch, Model, Passed
 from quickbeam.models.kv import NoRoom
@@ -101,11 +103,39 @@ def test_the_first_call_of_all_does_not_count() -> None:
     assert cost.call("d", 1) == 1.5
 
 
+def takes(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Have passes of so many nodes take `seconds(nodes)`, as far as costs are measured."""
+    run = cost_module._time
+
+    def time(model: Model, nodes: int, context: int, sequences: int) -> float:
+        run(model, nodes, context, sequences)
+        return seconds(nodes)
+
+    monkeypatch.setattr(cost_module, "_time", time)
+
+
+def test_what_a_busy_machine_measured_is_not_kept_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
+    model.weight_bytes = 2**30
+    found = []
+    for seconds in (lambda n: 3.0 * n, lambda n: 1 + 0.1 * n, lambda n: 2.0 * n, lambda n: 1.0):
+        with monkeypatch.context() as patch:
+            takes(patch, seconds)
+            cost = CostModel.kept(model, 16)
+        found.append(cost.alone(8) / cost.alone(1))
+    # busy, quiet, busy again, and as fast as never before
+    assert found == pytest.approx([8.0, 1.8 / 1.1, 1.8 / 1.1, 1.0])
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss-sinks"])
 def test_what_was_measured_is_kept_for_the_next_process(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    takes(monkeypatch, lambda nodes: 1 + 0.1 * nodes)
     model = make_model(tiny(name, torch.bfloat16, seed=5))
     CostModel.kept(model, 16)
     assert not list(tmp_path.iterdir())  # a small model
@@ -122,6 +152,7 @@ def test_what_was_measured_is_kept_for_the_next_process(
     assert (second.experts is None) == (first.experts is None) == (name == "qwen3")
     monkeypatch.undo()
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    takes(monkeypatch, lambda nodes: 1 + 0.1 * nodes)
     (kept,) = (tmp_path / "costs").iterdir()
     for broken in ("{", "[1]", "[{}, {}, 0]", "[{}, {}, 0, {}]"):
         kept.write_text(broken)

@@ -31,6 +31,8 @@ MANY = 8  # how many sequences side by side are measured
 ROUNDS = 4
 LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
+FEW = 8  # nodes of the pass that shows whether what was kept is right
+STEEPER = 1.25  # so many times what that pass takes now, by one row's, is not
 
 
 class ExpertsRead:
@@ -155,9 +157,10 @@ class CostModel:
     def kept(cls, model: Model, limit: int) -> CostModel:
         """Return what was measured of such passes in an earlier process; else `measure` and keep.
 
-        It is kept in the cache folder by machine, threads, model, number format and version. Small
-        models are measured in no time, and those whose weights are read in every pass by few
-        passes.
+        It is kept in the cache folder by machine, threads, model, number format and version. What a
+        busy machine measured would keep drafts away for good, and so is measured again once a pass
+        of a few nodes takes clearly less. Small models are measured in no time, and those whose
+        weights are read in every pass by few passes.
         """
         if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
             return cls.measure(model, limit)
@@ -172,9 +175,12 @@ class CostModel:
                 {int(rows): float(at) for rows, at in found[i].items()} for i in (0, 1, 3)
             )
             experts = ExpertsRead(read, model.expert_share) if read else None
-            return cls(passes, tokens, float(found[2]), experts)
+            measured = cls(passes, tokens, float(found[2]), experts)
+            if not measured._too_steep(model):
+                return measured
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
-            measured = cls.measure(model, limit)
+            pass
+        measured = cls.measure(model, limit)
         record: list[object] = [measured._seconds, measured._per_token, measured._per_sequence]
         record.append({} if measured.experts is None else measured.experts.measured)
         with suppress(OSError):  # a cache that can't be written: measured again the next time
@@ -183,6 +189,13 @@ class CostModel:
             part.write_text(json.dumps(record), encoding="utf-8")
             os.replace(part, path)
         return measured
+
+    def _too_steep(self, model: Model) -> bool:
+        """Whether a few nodes cost clearly less now, by what a row does, than was measured."""
+        few = max(width for width in self._seconds if width <= FEW)
+        _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
+        now = _time(model, few, 0, 1) / _time(model, 1, 0, 1)
+        return self._seconds[few] / self._seconds[1] > STEEPER * now
 
     # passes
 
