@@ -84,6 +84,15 @@ def same_as_plain(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int
         engine.close()
 
 
+def method_as_plain(model: Model, method: Method, prompt: Sequence[int]) -> None:
+    """Answers of a method that asks a drafter are plain decoding's, at two temperatures."""
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=1, ignore_eos=True)
+        drafted = answer(model, method, params, prompt, budget=8)
+        assert drafted.output.token_ids == answer(model, NoDraft(), params, prompt).output.token_ids
+        assert drafted.statistics.drafter_calls > 0
+
+
 def mean_accepted(
     model: Model, chain: Method, prompts: Sequence[Sequence[int]], budget: int
 ) -> float:

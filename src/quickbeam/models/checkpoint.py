@@ -176,9 +176,7 @@ class Checkpoint:
         if dtype is None:
             own = self.config.__dict__.get("dtype") or self.config.__dict__.get("torch_dtype")
             dtype = getattr(torch, str(own), None)
-            if (
-                dtype is torch.float16 and self._method is not None
-            ):  # what AWQ and GPTQ are saved in
+            if self.quantised and dtype is torch.float16:  # what AWQ and GPTQ are saved in
                 dtype = torch.bfloat16
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotDescribed(f"its numbers are {own}")

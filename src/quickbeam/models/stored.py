@@ -314,13 +314,10 @@ def one_by_one(
         while all(one := [place(f"{at}.{len(found)}.{part}.weight") for part in parts]):
             found.append(tuple(one))
         if found:
-            few = [part for one in found for part in one if isinstance(part, FewBits)]
-            ordered = any(part.order is not None for part in few)
-            if few and (ordered or len(few) < len(found) * len(parts)):
-                kept = "activation order" if ordered else "some weights that are not quantised"
-                raise NotDescribed(f"its experts are quantised with {kept}")
             every = [part for one in found for part in one]
-            kinds = {(*part.shape(files), getattr(part, "format", "")) for part in every}
+            if any(isinstance(part, FewBits) and part.order is not None for part in every):
+                raise NotDescribed("its experts are quantised with activation order")
+            kinds = {(*part.shape(files), getattr(part, "format", "dense")) for part in every}
             if len(kinds) > 1:
                 few_of = " and ".join(str(one) for one in sorted(kinds)[:2])
                 raise NotDescribed(f"its experts' {what} are of several kinds ({few_of})")

@@ -22,7 +22,7 @@ from quickbeam.models.native import build
 
 ALIGNED = 4096  # bytes: the weights begin there, and reads past the page cache at multiples of it
 SPARE = 64 << 20  # bytes that are left free on the disk
-ORDER = 2  # version of the order in which weights follow one another
+ORDER = 3  # version of the order in which weights follow one another, and of how files are read
 # files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
 # sources that define what the bytes mean and how weights are rounded
