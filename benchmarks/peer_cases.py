@@ -28,6 +28,7 @@ SPECULATIONS = {
     "ngram-mod": "--spec-type ngram-mod",
     "ngram-cache": "--spec-type ngram-cache",
     "draft-simple": DRAFTING.format("draft-simple"),
+    "draft-simple + ngram-mod": DRAFTING.format("draft-simple,ngram-mod"),
     "draft-simple + ngram-simple 3:8": f"{DRAFTING.format('draft-simple,ngram-simple')} {SHORT}",
 }
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3}'

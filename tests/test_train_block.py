@@ -40,7 +40,7 @@ from quickbeam.train.clusters import ranking
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.stages import TextStage
-from quickbeam.train.target import FrozenTarget
+from quickbeam.train.target import FrozenTarget, KeptStates
 from quickbeam.train.trainer import Report, Trainer
 from quickbeam.tree import TokenTree
 
@@ -377,6 +377,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: P
     log = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in log]
     assert steps == list(range(1, whole.step + 1))
+    assert not (tmp_path / "cut" / "hidden").exists()
 
 
 def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
@@ -389,6 +390,27 @@ def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
     train, held = split(run.shards)
     texts = [tuple(conversation.tokens.tolist()) for conversation in run.shards]
     assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
+
+
+def test_hidden_states_are_read_once_as_far_as_they_fit(text: Path, tmp_path: Path) -> None:
+    of, shards, reads = target(), Shards(text), list[int]()
+    batch = collate([shards[i] for i in (3, 1, 4)])
+    plain = of.read(batch).hidden
+    read = of.read
+    of.read = lambda given: reads.append(len(given.tokens)) or read(given)  # type: ignore[method-assign,func-returns-value]
+    kept = KeptStates(of, tmp_path / "kept")
+    for _ in range(2):
+        hidden = kept.read(batch, (3, 1, 4)).hidden
+        for i, length in enumerate(batch.lengths.tolist()):
+            assert torch.equal(hidden[i, :length], plain[i, :length])
+    assert reads == [3]
+    again = KeptStates(of, tmp_path / "kept").read(collate([shards[1], shards[3]]), (1, 3))
+    length = shards.length(3)
+    assert reads == [3] and torch.equal(again.hidden[1, :length], plain[0, :length])
+    small = KeptStates(of, tmp_path / "small", plain[0, :length].nbytes)
+    for _ in range(2):
+        assert torch.equal(small.read(batch, (3, 1, 4)).hidden, plain)
+    assert reads == [3, 3, 3] and len(list((tmp_path / "small").iterdir())) == 1
 
 
 def test_what_goes_wrong_is_named(text: Path, tmp_path: Path) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
+
+KEPT_BYTES = 8 << 30  # of hidden states on disk, at most, and at most half of what is free there
 
 
 class Batch(NamedTuple):
@@ -62,6 +70,45 @@ class FrozenTarget:
         self._features.close()
         self.device, self.head = torch.device("cpu"), self.head.cpu()
         self.embedding.cpu()
+
+
+class KeptStates:
+    """Hidden states of numbered conversations, which the target reads once.
+
+    They are kept in the target's number format, a file each, in `folder` of at most `limit` bytes.
+    What does not fit is read again.
+    """
+
+    def __init__(self, target: FrozenTarget, folder: Path, limit: int = KEPT_BYTES) -> None:
+        self._target, self._folder = target, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = sum(path.stat().st_size for path in folder.iterdir())
+        self._left = min(limit, kept + shutil.disk_usage(folder).free // 2) - kept
+
+    def read(self, batch: Batch, numbers: Sequence[int]) -> Batch:
+        """Return the batch of the conversations `numbers` with hidden states."""
+        paths = [self._folder / f"{number}.safetensors" for number in numbers]
+        if all(path.is_file() for path in paths):
+            rows = [load_file(path)["hidden"] for path in paths]
+            return batch._replace(hidden=pad_sequence(rows, batch_first=True)).to(
+                self._target.device
+            )
+        batch = self._target.read(batch)
+        for path, row, length in zip(paths, batch.hidden, batch.lengths.tolist(), strict=True):
+            self._write(path, row[:length])
+        return batch
+
+    def _write(self, path: Path, hidden: torch.Tensor) -> None:
+        if path.is_file() or hidden.nbytes > self._left:
+            return
+        part = path.with_suffix(".part")
+        try:
+            save_file({"hidden": hidden.cpu().contiguous()}, part)
+            os.replace(part, path)
+            self._left -= hidden.nbytes
+        except (OSError, SafetensorError):  # a full disk: what is not kept is read again
+            part.unlink(missing_ok=True)
+            self._left = 0
 
 
 class Embedding(nn.Module):

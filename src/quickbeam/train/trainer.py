@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,8 +32,9 @@ from quickbeam.train.block import (
 )
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
-from quickbeam.train.target import Batch, FrozenTarget, autocast
+from quickbeam.train.target import Batch, FrozenTarget, KeptStates, autocast
 
+HIDDEN = "hidden"  # the folder of hidden states, in that of the training
 CHECK_TOKENS = 5_000  # held-out tokens of a report
 FINAL_TOKENS = 50_000  # and of the final figures
 
@@ -74,8 +76,9 @@ class Trainer:
 
     `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line a report),
     and the drafter itself at every checkpoint. So a training that ended early leaves a drafter that
-    can be used. `every`: seconds between checkpoints, which is the most that is lost when the
-    process is killed. `report_every`: seconds between reports.
+    can be used. Until the end it also has hidden states of the text (`KeptStates`). `every`:
+    seconds between checkpoints, which is the most that is lost when the process is killed.
+    `report_every`: seconds between reports.
 
     The text may grow meanwhile: each round over it takes what is there when it begins.
 
@@ -105,6 +108,7 @@ class Trainer:
         self._held = split(self.shards)[1]
         counts = self.shards.counts(len(target.head))
         self._vocabulary = LossVocabulary(counts, recipe.loss_vocab)
+        self._states = KeptStates(target, folder / HIDDEN)
 
     @property
     def checkpoint(self) -> Path:
@@ -112,6 +116,7 @@ class Trainer:
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
+            shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)  # of another training
             return
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
@@ -161,7 +166,10 @@ class Trainer:
             ) from error
 
     def _batches(self) -> Iterator[Batch]:
-        """Yield batches from where the training stands. Each round has a new random order."""
+        """Yield batches with hidden states, from where the training stands.
+
+        Each round has a new random order.
+        """
         while True:
             chosen = [i for i in split(self.shards)[0] if i < self.conversations]
             generator = torch.Generator().manual_seed(self.recipe.seed + self.round)
@@ -169,7 +177,8 @@ class Trainer:
             order = spread_lengths(lengths, self.recipe.batch, generator)
             for number in range(self.batch, len(order)):
                 self.batch = number + 1
-                yield collate([self.shards[chosen[i]] for i in order[number]])
+                members = [chosen[i] for i in order[number]]
+                yield self._states.read(collate([self.shards[i] for i in members]), members)
             self.shards = Shards(self.text)
             self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
 
@@ -195,6 +204,7 @@ class Trainer:
                 rate, loss = (self.seen - fresh) / (now - began), sum(losses) / len(losses)
                 self._log(report, loss, rate)
                 reported, losses = time.perf_counter(), []
+        shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)
         return self.check(FINAL_TOKENS)
 
     def _step(self, batch: Batch) -> float:
@@ -205,7 +215,7 @@ class Trainer:
         if not blocks.counts.any():
             return 0.0
         chosen, shift = (x.to(device) for x in self._vocabulary.choose(batch.tokens, generator))
-        batch, blocks = self.target.read(batch), Blocks(*(x.to(device) for x in blocks))
+        blocks = Blocks(*(x.to(device) for x in blocks))
         with autocast(device):
             drafted = draft(self.network, batch, blocks)
             loss = loss_of(self.network, drafted, self.target.head, chosen, shift, recipe, done)
