@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
-from quickbeam.engine.sequence import Request, SequenceState
-from quickbeam.engine.trace import StepRecord
+from quickbeam.engine.sequence import Request
 from quickbeam.methods.auto import Auto
-from quickbeam.methods.base import Method, NoDraft
-from quickbeam.models.base import Model
+from quickbeam.methods.base import NoDraft
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 
@@ -24,38 +18,30 @@ from quickbeam.sampling import Sampler
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(97 + i % 26) for i in ids)
 
 
 def request(
-    model: Model,
-    policy: Method,
-    params: SamplingParams,
-    prompt: Sequence[int],
+    model,
+    policy,
+    params,
+    prompt,
     *,
-    budget: int | None = 16,
-    eos: Iterable[int] = (),
-    tokenizer: Any = None,
-    shortlist: Shortlist | None = None,
-    observer: Callable[[StepRecord], None] | None = None,
-    setting: Any = None,
-) -> Request:
+    budget=16,
+    eos=(),
+    tokenizer=None,
+    shortlist=None,
+    observer=None,
+    setting=None,
+):
     """What an engine is asked. `budget`: nodes a tree; None: the measured budget."""
     output = Output(tokenizer or Letters(), params, eos)
     sampler = Sampler(params, prompt, model.vocab_size, ends=output.ends)
     return Request(prompt, params, policy, output, sampler, budget, setting, shortlist, observer)
 
 
-def answer(
-    model: Model,
-    policy: Method,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    *,
-    engine: Engine | None = None,
-    **options: Any,
-) -> SequenceState:
+def answer(model, policy, params, prompt, *, engine=None, **options):
     """One answer, run to its end. Raises what ended it."""
     engine = engine or Engine(model)
     sequence = engine.add(request(model, policy, params, prompt, **options))
@@ -66,7 +52,7 @@ def answer(
     return sequence
 
 
-def same_as_plain(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> None:
+def same_as_plain(model, drafter, prompts):
     """Answers of `auto` over a drafter are plain decoding's, alone and all at a time, at two
     temperatures, with a measured budget and with one that leaves the drafter its room."""
     for temperature, budget in itertools.product((0.0, 0.8), (None, 9)):
@@ -84,7 +70,7 @@ def same_as_plain(model: Model, drafter: Drafter, prompts: Sequence[Sequence[int
         engine.close()
 
 
-def method_as_plain(model: Model, method: Method, prompt: Sequence[int]) -> None:
+def method_as_plain(model, method, prompt):
     """Answers of a method that asks a drafter are plain decoding's, at two temperatures."""
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=16, temperature=temperature, seed=1, ignore_eos=True)
@@ -93,9 +79,7 @@ def method_as_plain(model: Model, method: Method, prompt: Sequence[int]) -> None
         assert drafted.statistics.drafter_calls > 0
 
 
-def mean_accepted(
-    model: Model, chain: Method, prompts: Sequence[Sequence[int]], budget: int
-) -> float:
+def mean_accepted(model, chain, prompts, budget):
     """The mean accepted tokens of greedy answers of 40, each of which is plain decoding's."""
     params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
     for prompt in prompts:

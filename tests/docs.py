@@ -7,7 +7,7 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,11 +34,11 @@ class Block(NamedTuple):
     skipped: bool  # a marker before it says why
 
     @property
-    def served(self) -> bool:
+    def served(self):
         """Whether it asks the server."""
         return any(address in self.body for address in ANSWERED)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
@@ -46,12 +46,12 @@ class Command(NamedTuple):
     block: Block
     words: list[str]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.block} {' '.join(self.words)[:60]}"
 
 
 @cache
-def blocks() -> list[Block]:
+def blocks():
     """Every fenced block of every page."""
     found = []
     for page in PAGES:
@@ -63,7 +63,7 @@ def blocks() -> list[Block]:
 
 
 @cache
-def commands() -> list[Command]:
+def commands():
     """Every line of a bash block."""
     bash = [block for block in blocks() if block.kind == "bash"]
     return [
@@ -73,7 +73,7 @@ def commands() -> list[Command]:
     ]
 
 
-def of_program(words: list[str]) -> list[list[str]]:
+def of_program(words):
     """The calls of quickbeam in a line, without its name: `echo … | quickbeam generate -` is
     one."""
     parts: list[list[str]] = [[]]
@@ -83,7 +83,7 @@ def of_program(words: list[str]) -> list[list[str]]:
 
 
 @cache
-def hooks() -> Any:
+def hooks():
     """docs/hooks.py, which makes parts of the site."""
     spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
     assert spec is not None and spec.loader is not None
@@ -92,7 +92,7 @@ def hooks() -> Any:
     return module
 
 
-def save_drafter(folder: Path, vocab: int, size: int, layers: int) -> None:
+def save_drafter(folder, vocab, size, layers):
     """A random feature drafter with a shortlist, for a target of so many tokens, of this width and
     depth."""
     torch.manual_seed(5)

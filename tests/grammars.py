@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import regex
@@ -11,12 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
-from quickbeam.grammar.masks import Masks
 
 LETTERS = "abcdefghijkl"
 
 
-def letters(count: int, *more: str) -> PreTrainedTokenizerFast:
+def letters(count, *more):
     """Token i is the i-th letter; `<end>` and further special tokens come after them."""
     vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
     backend = Tokenizer(models.BPE(vocab, []))
@@ -30,12 +28,12 @@ def letters(count: int, *more: str) -> PreTrainedTokenizerFast:
 
 
 @cache
-def compiler(count: int, vocab: int) -> Compiler:
+def compiler(count, vocab):
     """For logits of width `vocab`; token `count` is the end."""
     return Compiler(letters(count), vocab, [count])
 
 
-def masks(pattern: str, count: int, text: Sequence[int] = (), vocab: int | None = None) -> Masks:
+def masks(pattern, count, text=(), vocab=None):
     """Of an answer that has said `text`."""
     found = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
     found.extend(text)
@@ -43,7 +41,7 @@ def masks(pattern: str, count: int, text: Sequence[int] = (), vocab: int | None 
 
 
 @cache
-def allowed(pattern: str, text: str, count: int) -> frozenset[int]:
+def allowed(pattern, text, count):
     """Tokens that may follow `text`, by another library's partial matches; `count` stands for the
     end."""
     language = regex.compile(pattern)

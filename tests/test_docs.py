@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from docs import PAGES, ROOT, Block, Command, blocks, commands, of_program, save_drafter
+from docs import PAGES, ROOT, blocks, commands, of_program, save_drafter
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
 from quickbeam.methods import METHODS
@@ -54,7 +53,7 @@ ASKED = [
 
 
 @pytest.fixture(scope="module")
-def little(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def little(toy_folder, tmp_path_factory):
     """A folder in which the tiny model's drafter lies under the name of the default model."""
     folder = tmp_path_factory.mktemp("drafters")
     save_drafter(folder / hub.DEFAULT, 257, 32, 2)
@@ -62,7 +61,7 @@ def little(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["tiny", pytest.param("default", marks=REAL)])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def model(request, monkeypatch):
     """The model behind the default name: a tiny one, or the real one."""
     if request.param == "default":
         return str(request.getfixturevalue("smollm2"))
@@ -72,11 +71,11 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(folder)
 
 
-def is_tiny(model: str) -> bool:
+def is_tiny(model):
     return "toy" in model
 
 
-def smaller(arguments: list[str], tiny: bool) -> list[str]:
+def smaller(arguments, tiny):
     """The same command, of as little work as it can be."""
     arguments = [*arguments]
     if tiny and "--shortlist" in arguments:
@@ -85,7 +84,7 @@ def smaller(arguments: list[str], tiny: bool) -> list[str]:
     return [*arguments, *SMALL.get(name, [])]
 
 
-def test_every_block_is_run_or_says_why_not() -> None:
+def test_every_block_is_run_or_says_why_not():
     kinds = {block.kind for block in blocks()}
     assert kinds <= {"bash", "python", "json", "text", "mermaid", "bibtex"}, kinds
     for command in commands():
@@ -98,13 +97,13 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in blocks() if block.kind == "json"], ids=str)
-def test_json_is_json(block: Block) -> None:
+def test_json_is_json(block):
     for line in block.body.splitlines():
         json.loads(re.sub(r"\{…\}", "{}", line))
 
 
 @pytest.mark.parametrize("command", [one for one in commands() if of_program(one.words)], ids=str)
-def test_commands_and_options_exist(command: Command) -> None:
+def test_commands_and_options_exist(command):
     for arguments in of_program(command.words):
         found: Any = typer.main.get_command(app)
         for word in arguments:
@@ -119,7 +118,7 @@ def test_commands_and_options_exist(command: Command) -> None:
         assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
 
 
-def test_make_targets_and_extras_are_there() -> None:
+def test_make_targets_and_extras_are_there():
     targets = set(
         re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     )
@@ -143,9 +142,7 @@ def test_make_targets_and_extras_are_there() -> None:
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
-def test_command_runs(
-    command: Command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_runs(command, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -159,7 +156,7 @@ def test_command_runs(
         assert result.stdout.strip()
 
 
-def earlier(command: Command, arguments: list[str]) -> Iterator[list[str]]:
+def earlier(command, arguments):
     """Commands of the same block that make the files which this one reads."""
     for other in commands():
         if (
@@ -172,7 +169,7 @@ def earlier(command: Command, arguments: list[str]) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if not block.served], ids=str)
-def test_python_runs(block: Block, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_runs(block, model, capsys):
     code = re.sub(r"(max_tokens|max_new_tokens)=\d+", r"\1=8", block.body)
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", model)
     exec(compile(code, str(block), "exec"), {"__name__": "docs"})
@@ -183,7 +180,7 @@ def test_python_runs(block: Block, model: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("default", marks=REAL)])
-def address(request: pytest.FixtureRequest, toy_folder: str) -> Iterator[str]:
+def address(request, toy_folder):
     real = request.param == "default"
     if real:
         request.getfixturevalue("smollm2")
@@ -196,7 +193,7 @@ def address(request: pytest.FixtureRequest, toy_folder: str) -> Iterator[str]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 @pytest.mark.parametrize("command", ASKED, ids=str)
-def test_a_request_is_answered(command: Command, address: str) -> None:
+def test_a_request_is_answered(command, address):
     words = [word.replace("http://127.0.0.1:8000", address) for word in command.words]
     asked = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert asked.returncode == 0 and asked.stdout
@@ -213,9 +210,7 @@ def test_a_request_is_answered(command: Command, address: str) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.served], ids=str)
-def test_python_asks_the_server(
-    block: Block, address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_asks_the_server(block, address, capsys):
     code = re.sub(
         r"max_tokens=\d+", "max_tokens=8", block.body.replace("http://127.0.0.1:8000", address)
     )
@@ -226,7 +221,7 @@ def test_python_asks_the_server(
 # --- tables that repeat the code ------------------------------------------------------------------
 
 
-def test_the_table_of_methods_is_that_of_the_presets() -> None:
+def test_the_table_of_methods_is_that_of_the_presets():
     text = (
         (ROOT / "docs/guides/methods.md")
         .read_text(encoding="utf-8")
@@ -238,14 +233,14 @@ def test_the_table_of_methods_is_that_of_the_presets() -> None:
     ]
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 
 
-def test_options_of_the_server_have_the_defaults_told() -> None:
+def test_options_of_the_server_have_the_defaults_told():
     command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     defaults = {
         option: parameter.default for parameter in command.params for option in parameter.opts
@@ -255,7 +250,7 @@ def test_options_of_the_server_have_the_defaults_told() -> None:
     assert told and {option: str(defaults[option]) for option in told} == told
 
 
-def test_paths_and_metrics_are_those_of_the_server(toy_folder: str) -> None:
+def test_paths_and_metrics_are_those_of_the_server(toy_folder):
     from quickbeam.serve.app import create_app
 
     with LLM(toy_folder, "ar") as llm:
@@ -267,7 +262,7 @@ def test_paths_and_metrics_are_those_of_the_server(toy_folder: str) -> None:
     assert all(name in exposed for name in re.findall(r"`((?:vllm|quickbeam):\w+)`", SERVING))
 
 
-def test_troubleshooting_quotes_errors_that_the_code_raises() -> None:
+def test_troubleshooting_quotes_errors_that_the_code_raises():
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one

@@ -9,7 +9,6 @@ pytest tests/test_docs_links.py
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,12 +20,12 @@ BLOCK, CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE), re.comp
 LATER = {"docs/images/demo.svg"}  # `quickbeam demo --svg` draws it
 
 
-def text_of(page: Path) -> str:
+def text_of(page):
     """A page without its blocks of code."""
     return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The names of a page's headings, as GitHub and mkdocs make them."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
@@ -36,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for link in LINK.findall(CODE.sub("", text_of(page))):
         if re.match(r"\w+:", link):
             assert link.startswith("https://"), link
@@ -51,14 +50,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_are_there(page: Path) -> None:
+def test_files_that_are_named_are_there(page):
     for name in re.findall(
         r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", page.read_text(encoding="utf-8")
     ):
         assert (ROOT / name).exists(), name
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation():
     text = re.sub(r"!!python/name:\S+", "''", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
     assert sorted(listed) == sorted(
@@ -70,14 +69,14 @@ def test_every_page_is_in_the_navigation() -> None:
 # --- the command line's reference -----------------------------------------------------------------
 
 
-def test_the_reference_has_every_command_and_option() -> None:
+def test_the_reference_has_every_command_and_option():
     import typer.main
 
     from quickbeam.cli.app import app
 
     page = hooks().commands()
 
-    def visit(command: object, name: str) -> int:
+    def visit(command, name):
         section = page.split(f"## {name}\n")[1].split("\n## ")[0]
         for parameter in command.params:
             if parameter.name != "help":
@@ -94,7 +93,7 @@ def test_the_reference_has_every_command_and_option() -> None:
     assert stub.count(hooks().MARK) == 1 and not re.search(r"^## quickbeam", stub, re.MULTILINE)
 
 
-def test_links_to_code_lead_to_lines() -> None:
+def test_links_to_code_lead_to_lines():
     text = (
         "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) "
         "[z](https://example.org/a.py)"

@@ -7,7 +7,6 @@ pytest tests/test_engine.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from answers import answer, request
 from cases import examples
 from models import VOCAB, tiny
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.sequence import SequenceState
-from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import METHODS, make_method
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Draft, Model, Passed
+from quickbeam.models.base import Draft
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
@@ -35,28 +32,20 @@ DRAFTED = [name for name in CERTAIN if name != "ar"]
 class Letters:
     """A tokenizer whose tokens are characters; every seventh is two of them."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(97 + i % 26) * (2 if i % 7 == 0 else 1) for i in ids)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model():
     return make_model(tiny("qwen3", seed=5))
 
 
-def policy_of(method: str):
+def policy_of(method):
     return make_method(method)
 
 
-def run(
-    model: Model,
-    method: str,
-    params: SamplingParams,
-    prompt: list[int],
-    budget: int = 16,
-    eos: tuple[int, ...] = (),
-    **options,
-) -> SequenceState:
+def run(model, method, params, prompt, budget=16, eos=(), **options):
     budget = 1 if method == "ar" else budget
     return answer(
         model,
@@ -70,19 +59,19 @@ def run(
     )
 
 
-def run_all(engine: Engine) -> None:
+def run_all(engine):
     while engine.busy:
         engine.step()
 
 
-def prompt_of(seed: int, length: int = 12) -> list[int]:
+def prompt_of(seed, length=12):
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("method", DRAFTED)
 @examples(25)
 @given(data=st.data())
-def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.DataObject) -> None:
+def test_every_answer_is_plain_decodings(model, method, data):
     """Greedy and sampled, penalised or not, cut by length, eos, stop ids and stop strings: the same
     tokens, text, reason and logprobs."""
     params = SamplingParams(
@@ -117,7 +106,7 @@ def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.Dat
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
-def test_drafts_are_accepted_where_text_repeats(model: Model) -> None:
+def test_drafts_are_accepted_where_text_repeats(model):
     """A model that loops: most of what is drafted must be accepted, and the statistics must add
     up."""
     params = SamplingParams(max_tokens=120, ignore_eos=True)
@@ -129,12 +118,12 @@ def test_drafts_are_accepted_where_text_repeats(model: Model) -> None:
         assert stats.mean_accepted_tokens > 2
 
 
-def test_a_prompt_and_answer_beyond_the_context_are_refused(model: Model) -> None:
+def test_a_prompt_and_answer_beyond_the_context_are_refused(model):
     with pytest.raises(InvalidInput, match="at most 6 tokens"):
         run(model, "logitspec", SamplingParams(max_tokens=7), [1] * 4090)
 
 
-def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
+def test_an_answer_may_fill_the_context_to_its_last_token():
     model = make_model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
     sequence = run(
         model,
@@ -149,20 +138,14 @@ def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
 # --- how answers end before their time ------------------------------------------------------------
 
 
-def changed(
-    model: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Batch, list[Passed]], list[Passed]],
-) -> None:
+def changed(model, monkeypatch, change):
     """Have every pass of the model give something else."""
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch: change(batch, forward(batch)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_are_an_error_that_keeps_what_was_produced(
-    model: Model, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature, monkeypatch):
     """Of that sequence alone: the others go on."""
     params, engine = (
         SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True),
@@ -172,7 +155,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(
     bad, good = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3))
     calls: list[int] = []
 
-    def failing(batch: Batch, passed: list[Passed]) -> list[Passed]:
+    def failing(batch, passed):
         for i, part in enumerate(batch.parts):
             if part.cache is bad.cache and isinstance(part, Draft):
                 calls.append(1)
@@ -191,9 +174,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(
     )
 
 
-def test_what_fails_in_one_sequence_touches_no_other(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     """A pass that one sequence's rows break, a policy and an observer that raise."""
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
     expected = run(model, "logitspec", params, prompt_of(3)).output.token_ids
@@ -204,7 +185,7 @@ def test_what_fails_in_one_sequence_touches_no_other(
                 raise ZeroDivisionError("in the policy")
             return super().grow(context, budget, max_depth)
 
-    def observe(record: StepRecord) -> None:
+    def observe(record):
         raise OSError("in the observer")
 
     policy = engine.add(request(model, Raising(), params, prompt_of(2)))
@@ -213,7 +194,7 @@ def test_what_fails_in_one_sequence_touches_no_other(
     good = engine.add(request(model, policy_of("logitspec"), params, prompt_of(3)))
     forward = model.forward
 
-    def failing(batch: Batch) -> list[Passed]:
+    def failing(batch):
         if any(part.cache is rows.cache and part.cache.length > 14 for part in batch.parts):
             raise RuntimeError("in the pass")
         return forward(batch)
@@ -229,9 +210,7 @@ def test_what_fails_in_one_sequence_touches_no_other(
     assert (good.error, good.output.token_ids) == (None, expected)
 
 
-def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatch):
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=1)
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     runs, waits = (
@@ -240,7 +219,7 @@ def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(
     for _ in range(5):
         engine.step()
 
-    def broken(ready: object) -> None:
+    def broken(ready):
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no room"):

@@ -17,9 +17,7 @@ from answers import answer, request
 from models import tiny
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import QUANTUM, FairQueue
-from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT, Busy, Gate, Phase
@@ -28,18 +26,18 @@ from quickbeam.serve.settings import ServeSettings
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model():
     return make_model(tiny("llama", torch.bfloat16, seed=3))
 
 
-def add(engine: Engine, tenant: str | None, prompt: list[int], tokens: int) -> SequenceState:
+def add(engine, tenant, prompt, tokens):
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     asked = request(engine.model, NoDraft(), params, prompt, budget=1)
     asked.tenant = tenant
     return engine.add(asked)
 
 
-def steps_until_started(engine: Engine, one: SequenceState) -> int:
+def steps_until_started(engine, one):
     steps = 0
     while not one.started:
         engine.step()
@@ -50,7 +48,7 @@ def steps_until_started(engine: Engine, one: SequenceState) -> int:
 class Waits:
     """A sequence as the queue sees it."""
 
-    def __init__(self, arrival: int, tenant: str, cost: int) -> None:
+    def __init__(self, arrival, tenant, cost):
         self.arrival, self.cost, self.request = arrival, cost, SimpleNamespace(tenant=tenant)
 
 
@@ -166,10 +164,10 @@ def test_a_tenant_leaves_a_part_of_the_queue_to_others():
 
 
 def test_tenants_are_keys_or_addresses():
-    async def tenant_of(keys: tuple[str, ...], key: str, address: str):
+    async def tenant_of(keys, key, address):
         seen = []
 
-        async def app(scope, receive, send) -> None:
+        async def app(scope, receive, send):
             seen.append(TENANT.get())
 
         scope = {"type": "http", "path": "/x", "method": "GET", "client": (address, 1)}

@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -17,7 +16,6 @@ from cases import few, spread
 from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.result import Completion
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods import METHODS as EVERY
@@ -47,13 +45,13 @@ LONG = "The quick brown fox jumps over the lazy dog"
 
 
 @pytest.fixture(scope="module")
-def llm(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(toy_folder, tmp_path_factory):
     small = save_small(toy_folder, tmp_path_factory.mktemp("small"))
     # without answers of other tests, which would be drafted in place of forced tokens
     return LLM(toy_folder, dtype="float32", drafter=small, memory_of_answers="0")
 
 
-def fits(name: str, text: str) -> bool:
+def fits(name, text):
     if name == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
         return True
@@ -63,7 +61,7 @@ def fits(name: str, text: str) -> bool:
     )
 
 
-def asked(name: str, **changes: object) -> SamplingParams:
+def asked(name, **changes):
     return replace(SamplingParams(max_tokens=120, grammar=GRAMMARS[name]), **changes)
 
 
@@ -73,7 +71,7 @@ def asked(name: str, **changes: object) -> SamplingParams:
 @pytest.mark.parametrize(
     ("method", "temperature", "name"), spread(METHODS, [0.0, 0.8], list(GRAMMARS))
 )
-def test_drafts_change_no_answer(llm: LLM, method: str, temperature: float, name: str) -> None:
+def test_drafts_change_no_answer(llm, method, temperature, name):
     for seed, budget in ((0, None), (1, 4), (2, 0)):
         params = asked(name, temperature=temperature, seed=seed, max_tokens=60)
         expected = llm.generate("abc abc", params, method="ar")
@@ -85,7 +83,7 @@ def test_drafts_change_no_answer(llm: LLM, method: str, temperature: float, name
 
 
 @pytest.mark.parametrize("method", few(METHODS, ["dyspec", "specinfer"]))
-def test_drawn_answers_fit(llm: LLM, method: str) -> None:
+def test_drawn_answers_fit(llm, method):
     answer = llm.generate(
         "abc", asked("schema", temperature=1.0, seed=1, coupling="residual"), method=method
     )
@@ -93,7 +91,7 @@ def test_drawn_answers_fit(llm: LLM, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
-def test_all_that_shapes_an_answer_goes_with_a_grammar(llm: LLM, method: str) -> None:
+def test_all_that_shapes_an_answer_goes_with_a_grammar(llm, method):
     full = dict(
         temperature=0.8,
         top_k=20,
@@ -118,7 +116,7 @@ def test_all_that_shapes_an_answer_goes_with_a_grammar(llm: LLM, method: str) ->
 
 
 @pytest.mark.parametrize("method", ["pld", "auto"])
-def test_others_beside_it_change_no_answer(llm: LLM, method: str) -> None:
+def test_others_beside_it_change_no_answer(llm, method):
     every = [
         asked(name, temperature=t, seed=s)
         for name, t, s in (("schema", 0.8, 1), ("regex", 0.0, 2), ("lark", 0.9, 3))
@@ -132,13 +130,13 @@ def test_others_beside_it_change_no_answer(llm: LLM, method: str) -> None:
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
 
 
-def answers(llm: LLM, params: SamplingParams, method: str) -> list[Completion]:
+def answers(llm, params, method):
     found = llm.generate(["abc abc"], params, method=method)
     return found if isinstance(found, list) else [found]
 
 
 @pytest.mark.parametrize("method", ["pld", "dyspec"])
-def test_an_answer_outlasts_a_preemption(llm: LLM, method: str) -> None:
+def test_an_answer_outlasts_a_preemption(llm, method):
     long = SamplingParams(
         max_tokens=180, temperature=0.8, grammar=Grammar.regex("[a-f]{75} [a-f]{70,90}!")
     )
@@ -160,9 +158,7 @@ def test_an_answer_outlasts_a_preemption(llm: LLM, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [16, 0])
-def test_forced_tokens_come_many_a_step(
-    llm: LLM, method: str, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_tokens_come_many_a_step(llm, method, budget, monkeypatch):
     costs = Budget(CostModel({1: 1.0, 64: 1.5}))  # whatever the machine does meanwhile
     monkeypatch.setattr(costs, "observe", lambda *_: None)
     monkeypatch.setattr(costs.cost, "observe", lambda *_: None)
@@ -190,9 +186,7 @@ def test_forced_tokens_come_many_a_step(
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
-def test_every_id_that_ends_an_answer_may_end_it(
-    llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_id_that_ends_an_answer_may_end_it(llm, method, monkeypatch):
     (end,) = llm.eos_ids
     a, x = llm.tokenizer.encode("ax")
     bias = {end: -math.inf}
@@ -214,7 +208,7 @@ def test_every_id_that_ends_an_answer_may_end_it(
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec", "specinfer"])
-def test_no_token_left_ends_that_answer_and_no_other(llm: LLM, method: str) -> None:
+def test_no_token_left_ends_that_answer_and_no_other(llm, method):
     stuck = SamplingParams(grammar=Grammar.regex("abc(d|e)"), bad_words=["d", "e"])
     streams = [
         llm.stream("abc", params, method=method)
@@ -250,9 +244,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("grammar", "words"), BAD, ids=str)
-def test_a_bad_grammar_is_told_when_a_request_begins(
-    llm: LLM, grammar: Grammar, words: str
-) -> None:
+def test_a_bad_grammar_is_told_when_a_request_begins(llm, grammar, words):
     for begin in (llm.stream, llm.generate):
         with pytest.raises(InvalidInput, match=re.compile(words, re.DOTALL)):
             begin("abc", SamplingParams(grammar=grammar))
@@ -260,7 +252,7 @@ def test_a_bad_grammar_is_told_when_a_request_begins(
         llm.chat_stream([{"role": "user", "content": "hi"}], SamplingParams(grammar=grammar))
 
 
-def test_what_is_missing_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_told(llm, monkeypatch):
     """A way for the answer to end, an end-of-sequence token, a tokenizer of a known kind, the
     library."""
     size, ends = llm.model.vocab_size, llm.eos_ids
@@ -275,7 +267,7 @@ def test_what_is_missing_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
         Compiler(llm.tokenizer, size, ends).compile(Grammar.regex("a"))
 
 
-def test_what_is_no_grammar() -> None:
+def test_what_is_no_grammar():
     for given in ({"type": {1, 2}}, "{", "nope"):
         with pytest.raises(InvalidInput, match="json_schema: not JSON"):
             Grammar.json_schema(given)
@@ -292,7 +284,7 @@ def test_what_is_no_grammar() -> None:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def test_json_is_written_as_python_writes_it_unless_told(llm: LLM) -> None:
+def test_json_is_written_as_python_writes_it_unless_told(llm):
     for seed in range(3):
         text = llm.generate("abc", asked("schema", temperature=1.0, seed=seed)).text
         assert json.dumps(json.loads(text)) == text
@@ -308,7 +300,7 @@ def test_json_is_written_as_python_writes_it_unless_told(llm: LLM) -> None:
     "method", few([name for name in EVERY if name != "ar"], ["auto", "logitspec"])
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_default_model_gives_one_answer(method: str, temperature: float, default: LLM) -> None:
+def test_the_default_model_gives_one_answer(method, temperature, default):
     messages = [{"role": "user", "content": "Describe a pet as JSON."}]
     params = SamplingParams(
         max_tokens=60, temperature=temperature, seed=4, grammar=Grammar.json_schema(SCHEMA)
@@ -323,5 +315,5 @@ def test_the_default_model_gives_one_answer(method: str, temperature: float, def
 
 
 @pytest.fixture(scope="module")
-def default(smollm2: Path) -> LLM:
+def default(smollm2):
     return LLM(memory_of_answers="0")

@@ -36,7 +36,7 @@ thread.join()
 """
 
 
-def outcomes(toy_folder: str, *grammars: tuple[str, str]) -> list[str]:
+def outcomes(toy_folder, *grammars):
     ended = subprocess.run(
         [sys.executable, "-c", CHILD, toy_folder],
         input=json.dumps(grammars),
@@ -50,7 +50,7 @@ def outcomes(toy_folder: str, *grammars: tuple[str, str]) -> list[str]:
     return found
 
 
-def nested(wrap: Callable[[Any], Any], value: Any, depth: int) -> Any:
+def nested(wrap, value, depth):
     for _ in range(depth):
         value = wrap(value)
     return value
@@ -74,20 +74,20 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def chain(wrap: Callable[[Any], Any], length: int, depth: int = 1) -> str:
+def chain(wrap, length, depth=1):
     """A schema of so many definitions, each with a reference to the next inside `depth` wraps."""
     definitions = {str(i): nested(wrap, {"$ref": f"#/$defs/{i + 1}"}, depth) for i in range(length)}
     last = {str(length): {"type": "integer"}}
     return json.dumps({"$defs": {**definitions, **last}, "$ref": "#/$defs/0"})
 
 
-def circle(wrap: Callable[[Any], Any], length: int) -> str:
+def circle(wrap, length):
     definitions = {str(i): wrap({"$ref": f"#/$defs/{(i + 1) % length}"}) for i in range(length)}
     return json.dumps({"$defs": definitions, "$ref": "#/$defs/0"})
 
 
 @pytest.mark.parametrize("name", few(WRAPS, ["ref"]))
-def test_schemas_however_they_nest_end_no_process(toy_folder: str, name: str) -> None:
+def test_schemas_however_they_nest_end_no_process(toy_folder, name):
     wrap = WRAPS[name]
     text = '{"type": "integer"}'
     outer, inner = json.dumps(wrap({})).split("{}") if name != "ref" else ("", "")
@@ -116,8 +116,8 @@ RULES: dict[str, Callable[[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", few(RULES, ["right"]))
-def test_lark_rules_however_they_chain_end_no_process(toy_folder: str, name: str) -> None:
-    def lark(length: int, last: str = '"a"', prefix: str = "r") -> str:
+def test_lark_rules_however_they_chain_end_no_process(toy_folder, name):
+    def lark(length, last='"a"', prefix="r"):
         names = [f"{prefix}{i}" for i in range(length)]
         rules = [RULES[name](one, other) for one, other in pairwise(names)]
         return "\n".join([f"start: {names[0]}", *rules, f"{names[-1]}: {last}", 'A: "x"\n'])
@@ -131,7 +131,7 @@ def test_lark_rules_however_they_chain_end_no_process(toy_folder: str, name: str
 
 
 @pytest.mark.long
-def test_groups_and_expressions_however_they_nest_end_no_process(toy_folder: str) -> None:
+def test_groups_and_expressions_however_they_nest_end_no_process(toy_folder):
     n = 20_000
     groups = [("(", ")"), ("[", "]"), ("(", ")*"), ("(", ")?"), ("(", "){1,9}"), ("(", ' "b")')]
     texts = ["(" * n + "a" + ")" * n, "(?:" * n + "a" + ")*" * n, "(a|" * n + "b" + ")" * n]
@@ -169,13 +169,13 @@ HUGE = ("json_schema", '{"type": "integer", "multipleOf": 99999999}')  # all mem
         [HUGE],
     ),
 )
-def test_what_takes_minutes_or_all_memory_is_refused(toy_folder: str, kind: str, text: str) -> None:
+def test_what_takes_minutes_or_all_memory_is_refused(toy_folder, kind, text):
     """The limits are of processor time and memory, so a busy machine refuses no more."""
     (found,) = outcomes(toy_folder, (kind, text))
     assert found.startswith("refused") and "make it smaller" in found
 
 
-def test_a_deep_schema_that_fits_compiles(toy_folder: str) -> None:
+def test_a_deep_schema_that_fits_compiles(toy_folder):
     schema = ("json_schema", chain(WRAPS["objects in anyOf"], 1000))
     rules = [f"r{i}: r{i + 1}" for i in range(3000)]
     lark = ("lark", "\n".join(["start: r0", *rules, 'r3000: "a"\n']))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +21,6 @@ from quickbeam.engine.accept import Randomness, accept
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods.auto import Auto
-from quickbeam.methods.base import Grown, Method
 from quickbeam.methods.constrained import constrained
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.models.base import Passed
@@ -39,11 +37,11 @@ FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"
 WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     return [LETTERS.index(letter) for letter in text]
 
 
-def spelt(tokens: Sequence[int]) -> str:
+def spelt(tokens):
     return "".join("." if token >= V - 1 else LETTERS[token] for token in tokens)
 
 
@@ -52,9 +50,7 @@ def spelt(tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("pattern", [FORKS, WORDS])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_place_allows_what_the_language_does_wherever_one_came_from(
-    pattern: str, seed: int
-) -> None:
+def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, seed):
     """Random walks through a growing answer and paths below it; questions in any order change
     nothing."""
     chance, found, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
@@ -92,7 +88,7 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(
             text += path
 
 
-def test_a_path_that_is_banned_spoils_nothing() -> None:
+def test_a_path_that_is_banned_spoils_nothing():
     found = masks("ab(cd)*", V - 1)
     with pytest.raises(DeadEnd, match="no token can come after 2 tokens"):
         found.place(ids("ac"))
@@ -103,7 +99,7 @@ def test_a_path_that_is_banned_spoils_nothing() -> None:
     assert place is not None and place.left == 2
 
 
-def test_a_grammar_that_cannot_be_read_backwards_is_read_anew() -> None:
+def test_a_grammar_that_cannot_be_read_backwards_is_read_anew():
     """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
     grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
     found = compiler(V - 1, V).begin(grammar, [V - 1])
@@ -119,14 +115,14 @@ def test_a_grammar_that_cannot_be_read_backwards_is_read_anew() -> None:
         assert {token for token in range(V) if not place.banned[token]} == expected
 
 
-def test_after_the_end_nothing_is_asked() -> None:
+def test_after_the_end_nothing_is_asked():
     found = masks("a+", V - 1)
     found.extend([0, V - 1])
     assert found.place() is None and found.place([3]) is None
     assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
 
 
-def test_no_shortcut_goes_around_a_mask() -> None:
+def test_no_shortcut_goes_around_a_mask():
     # what `accept` asks before it takes one
     assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits
     with pytest.raises(ValueError, match="grammar"):
@@ -147,13 +143,13 @@ SAMPLING: dict[str, dict[str, object]] = {
 }
 
 
-def probs_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]], torch.Tensor]:
+def probs_of(model, params):
     """The exact distribution, with what is allowed found by brute force before anything else is
     done to the logits."""
     free = replace(params, grammar=None)
 
     @cache
-    def probs(context: tuple[int, ...]) -> torch.Tensor:
+    def probs(context):
         logits = model.target(context).log()
         if V - 1 in context[1:]:
             return logits.exp()
@@ -166,7 +162,7 @@ def probs_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]
     return lambda context: probs(tuple(context))
 
 
-def sampler_of(params: SamplingParams, context: Sequence[int]) -> Sampler:
+def sampler_of(params, context):
     sampler = Sampler(
         params, [0], V, grammar=compiler(V - 1, V).begin(Grammar.regex(FORKS), [V - 1])
     )
@@ -174,9 +170,7 @@ def sampler_of(params: SamplingParams, context: Sequence[int]) -> Sampler:
     return sampler
 
 
-def coupled_answers(
-    model: ToyModel, params: SamplingParams, seeds: int, length: int = 4
-) -> Counter[tuple[int, ...]]:
+def coupled_answers(model, params, seeds, length=4):
     """First tokens of answers by the noise of places, in random trees."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
@@ -208,7 +202,7 @@ def coupled_answers(
 
 
 @pytest.mark.parametrize("name", few(list(SAMPLING), ["plain", "top-k"]))
-def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
+def test_coupled_answers_have_the_exact_distribution(name):
     model = ToyModel(V, seed=3, zeros=0.0)
     params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
     counts = coupled_answers(model, params, 1200)
@@ -216,10 +210,10 @@ def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(["top-k", "top-p"], ["top-k"]))
-def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_after_the_filters_is_found_out(name, monkeypatch):
     """As is done elsewhere: what is banned then has its part in the filters."""
 
-    def late(self: Sampler, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+    def late(self, logits, path=()):
         assert self.grammar is not None
         place = self.grammar.place(path)
         probs = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
@@ -235,7 +229,7 @@ def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.Mo
     assert chi_square(counts, exact_probs(probs_of(model, params), V, 4)) < 1e-4
 
 
-def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 3) -> float:
+def residual_p(name, wrong=False, count=1500, length=3):
     """Of the test that answers of drawn trees have the exact distribution. `wrong`: the
     distribution that a child is said to be drawn from is the drafter's before the mask."""
     model = ToyModel(V, seed=5, noise=3.0, zeros=0.0)
@@ -243,7 +237,7 @@ def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
     policy = DRAFTED[name](drafter)
 
-    def grow(context: list[int], rng: random.Random) -> TokenTree:
+    def grow(context, rng):
         sampler = sampler_of(params, context)
         assert sampler.grammar is not None
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
@@ -254,35 +248,31 @@ def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 
                 tree.probs[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
         return tree
 
-    def probs(context: Sequence[int]) -> torch.Tensor:
+    def probs(context):
         return sampler_of(params, context).probs(model.target(context).log())
 
     counts = sample_sequences(model, grow, verify_residual, count, length, probs=cached(probs))
     return chi_square(counts, exact_probs(probs_of(model, params), V, length))
 
 
-def cached(
-    probs: Callable[[Sequence[int]], torch.Tensor],
-) -> Callable[[Sequence[int]], torch.Tensor]:
+def cached(probs):
     known = cache(probs)
     return lambda context: known(tuple(context))
 
 
 @pytest.mark.parametrize("name", few(list(DRAFTED), ["dyspec", "specinfer"]))
-def test_drawn_trees_keep_the_exact_distribution(name: str) -> None:
+def test_drawn_trees_keep_the_exact_distribution(name):
     assert residual_p(name) > 1e-3
 
 
-def test_a_drafters_distribution_before_the_mask_is_found_out() -> None:
+def test_a_drafters_distribution_before_the_mask_is_found_out():
     assert residual_p("specinfer", wrong=True) < 1e-4
 
 
 # --- what is drafted ------------------------------------------------------------------------------
 
 
-def draft(
-    policy: Method, pattern: str, text: str, budget: int, temperature: float = 0.0, depth: int = 9
-) -> Grown:
+def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
     """What is grown after a prompt of one token and a text."""
     found = masks(pattern, V - 1, ids(text))
     context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found).begin(
@@ -294,13 +284,13 @@ def draft(
     )
 
 
-def known() -> KnownDrafter:
+def known():
     """A drafter that likes the letters in their order, whatever comes before."""
     probs = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.05])
     return KnownDrafter(lambda context: probs)
 
 
-def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left() -> None:
+def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left():
     tree = draft(DySpec(known()), "[bd]", "", 3).tree
     (b, d) = tree.children[0]
     assert (b, d) == (1, 3)
@@ -310,7 +300,7 @@ def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left() -> Non
 @pytest.mark.parametrize("name", [*DRAFTED, "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pattern", [FORKS, WORDS, "ab(c|d)eab+"])
-def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern: str) -> None:
+def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
     chance = random.Random(0)
     policy = Auto(known(), Ngram(), LastLogits()) if name == "auto" else DRAFTED[name](known())
     for _ in range(5):

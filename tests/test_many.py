@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
 
 import psutil
 import pytest
@@ -68,7 +67,7 @@ COMBINATIONS = list(itertools.product(LAYOUTS, WAYS))
 class World:
     """A tiny model with drafters, its policies by name, and what it answers alone."""
 
-    def __init__(self, layout: str, way: str) -> None:
+    def __init__(self, layout, way):
         dtype = torch.float32 if way == "float32" else torch.bfloat16
         source = tiny(layout, dtype, seed=3)
         network = EagleHead(WIDE)
@@ -91,13 +90,13 @@ class World:
             "auto": Auto(self.drafter, Ngram(), LastLogits()),
         }
 
-    def _alone(self, prompt: tuple[int, ...], tokens: int, **sampling) -> list[int]:
+    def _alone(self, prompt, tokens, **sampling):
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
         return answer(
             self.model, NoDraft(), params, prompt, engine=Engine(self.model, share=False), budget=1
         ).output.token_ids
 
-    def engine(self, **options) -> Engine:
+    def engine(self, **options):
         """One whose costs are made up, so that trees don't depend on the machine. Now and then a
         sequence that is not alone takes a step without drafts."""
         budget, turns = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0})), random.Random(0)
@@ -117,7 +116,7 @@ class World:
 def world(monkeypatch):
     made = list[World]()
 
-    def make(layout: str, way: str) -> World:
+    def make(layout, way):
         made.append(_world(layout, way))
         return made[-1]
 
@@ -128,11 +127,11 @@ def world(monkeypatch):
 
 
 @functools.cache
-def _world(layout: str, way: str) -> World:
+def _world(layout, way):
     return World(layout, way)
 
 
-def text(chance: random.Random, beginnings: list[list[int]]) -> list[int]:
+def text(chance, beginnings):
     """A prompt that may begin as others do, and repeats itself a little."""
     ids = list(chance.choice(beginnings)) if chance.random() < 0.7 else []
     phrase = [chance.randrange(3, VOCAB) for _ in range(chance.randint(2, 9))]
@@ -145,7 +144,7 @@ def text(chance: random.Random, beginnings: list[list[int]]) -> list[int]:
     return ids[:200]
 
 
-def play(world: World, seed: int, requests: int = 10) -> Engine:
+def play(world, seed, requests=10):
     """Random requests arrive at random steps, some leave; every answer must be the one given alone,
     and everything is given back."""
     chance = random.Random(seed)
@@ -240,13 +239,13 @@ def test_a_step_that_mixes_sequences_up_is_noticed(world, monkeypatch):
     assert first.output.token_ids != expected
 
 
-def plain(engine: Engine, prompt: Sequence[int], tokens: int = 30) -> SequenceState:
+def plain(engine, prompt, tokens=30):
     """A request of plain decoding, added to the engine."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return engine.add(request(engine.model, NoDraft(), params, prompt, budget=1))
 
 
-def run(engine: Engine, *sequences: SequenceState) -> None:
+def run(engine, *sequences):
     while not all(one.over for one in sequences):
         engine.step()
 

@@ -19,32 +19,32 @@ a4093822 299f31d0 | 243f6a88 85a308d3 13198a2e 03707344 | d16cfe09 94fdcceb 5001
 """
 
 
-def words(text: str) -> list[int]:
+def words(text):
     return [int(word, 16) for word in text.split()]
 
 
 @pytest.mark.parametrize("line", KNOWN.strip().splitlines())
-def test_philox_gives_the_published_words(line: str) -> None:
+def test_philox_gives_the_published_words(line):
     key, counter, expected = line.split("|")
     first, second = words(key)
     found = philox(np.array([words(counter)] * 3, dtype=np.uint64).T, (first, second))
     assert found.T.tolist() == [words(expected)] * 3
 
 
-def test_uniform_numbers_are_never_0_or_1() -> None:
+def test_uniform_numbers_are_never_0_or_1():
     ends = uniform(
         np.array([0, 0xFFFFFFFF], dtype=np.uint64), np.array([0, 0xFFFFFFFF], dtype=np.uint64)
     )
     assert ends.tolist() == [2.0**-53, 1 - 2.0**-53]
 
 
-def gumbels(found: Noise, position: int, count: int | None = None) -> np.ndarray:
+def gumbels(found, position, count=None):
     """The numbers of all tokens."""
     count = found.vocab if count is None else count
     return found.of(np.arange(count), np.full(count, position))
 
 
-def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent() -> None:
+def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent():
     every = np.concatenate([gumbels(Noise(seed, 0, 6400), 5) for seed in range(8)])
     assert stats.kstest(np.exp(-np.exp(-every)), "uniform").pvalue > 1e-3
     chunks = every.reshape(-1, CHUNK)
@@ -56,11 +56,11 @@ def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent() -> None:
     assert stats.kstest(rest * (CHUNK - 1), "expon").pvalue > 1e-3
 
 
-def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch):
     """The test above fails where others than the largest have no number of their own."""
     own = Noise.words
 
-    def shared(self: Noise, first: np.ndarray, positions: np.ndarray, purpose: int) -> np.ndarray:
+    def shared(self, first, positions, purpose):
         return own(self, first // CHUNK if purpose == noise.TOKEN else first, positions, purpose)
 
     monkeypatch.setattr(Noise, "words", shared)
@@ -68,7 +68,7 @@ def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch: pytest.MonkeyP
         test_numbers_are_gumbels_and_those_of_a_chunk_are_independent()
 
 
-def test_places_tokens_seeds_and_choices_have_nothing_in_common() -> None:
+def test_places_tokens_seeds_and_choices_have_nothing_in_common():
     """Of numbers at the same token, and at the next one."""
     base = Noise(7, 0, 20_000)
     first = gumbels(base, 3)
@@ -85,7 +85,7 @@ def test_places_tokens_seeds_and_choices_have_nothing_in_common() -> None:
         )
 
 
-def test_numbers_belong_to_the_place_alone() -> None:
+def test_numbers_belong_to_the_place_alone():
     wide, narrow = Noise(5, 2, 1000), Noise(5 - 2**64, 2, 130)  # 64 bits of the seed count
     narrow.peaks(90)
     assert np.array_equal(gumbels(narrow, 7), gumbels(wide, 7, 130))
@@ -95,7 +95,7 @@ def test_numbers_belong_to_the_place_alone() -> None:
     ]
 
 
-def test_peaks_are_the_largest_of_their_chunks() -> None:
+def test_peaks_are_the_largest_of_their_chunks():
     found = Noise(3, 0, 640)
     for position in (0, 5, 1000):
         peaks, owners = found.peaks(position)
@@ -106,9 +106,7 @@ def test_peaks_are_the_largest_of_their_chunks() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700, 5000])
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
-def test_largest_is_the_largest_of_all(
-    vocab: int, scale: float, loops: noise.Loops = noise.PLAIN
-) -> None:
+def test_largest_is_the_largest_of_all(vocab, scale, loops=noise.PLAIN):
     rng = np.random.default_rng(vocab)
     for position in range(40):
         scores = (rng.normal(size=vocab) * rng.choice([0.0, 0.5, 3.0])).astype(np.float32)
@@ -121,7 +119,7 @@ def test_largest_is_the_largest_of_all(
         )
 
 
-def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch):
     """The test above fails where chunks that might hold it are left out."""
     best_of, called = noise._best_of, 0
 
@@ -137,7 +135,7 @@ def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch: pytest.Monk
 
 
 @every_set
-def test_the_compiled_loops_take_scores_however_they_lie(isa: str) -> None:
+def test_the_compiled_loops_take_scores_however_they_lie(isa):
     """Read-only, every other number, float64: none of them is read where it does not lie."""
     loops, vocab = NativeLoops(load(isa)), 300
     scores = np.random.default_rng(1).standard_normal(2 * vocab).astype(np.float32)
@@ -156,7 +154,7 @@ def test_the_compiled_loops_take_scores_however_they_lie(isa: str) -> None:
 
 
 @every_set
-def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
+def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
     loops, rng = NativeLoops(load(isa)), np.random.default_rng(0)
     for count in (0, 1, 7, 64, 1001):
         counter = rng.integers(0, 2**32, (4, count), dtype=np.uint64)
@@ -202,7 +200,7 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
 
 
 @every_set
-def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa: str) -> None:
+def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa):
     """Its memory comes to hold another place."""
     found, plain = Noise(4, 1, 999, NativeLoops(load(isa))), Noise(4, 1, 999)
     peaks, owners = found.peaks(0)

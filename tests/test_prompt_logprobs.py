@@ -17,11 +17,8 @@ from models import VOCAB, tiny
 from quickbeam import LLM, AsyncLLM, InvalidInput, SamplingParams
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.result import Completion
-from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.models.base import Model
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 
@@ -38,25 +35,25 @@ PROMPTS = [
 
 
 @pytest.fixture(params=WAYS)
-def model(request) -> Model:
+def model(request):
     if request.param == "native" and library.kernels() is None:
         pytest.skip("no native kernels here")
     return make_model(tiny("llama", WAYS[request.param], seed=3), chunk=CHUNK)
 
 
-def scored(model: Model, prompt: list[int], params: SamplingParams = SCORE, **options):
+def scored(model, prompt, params=SCORE, **options):
     options.setdefault("engine", Engine(model, share=False))
     return answer(model, NoDraft(), params, prompt, budget=1, **options)
 
 
-def run(engine: Engine, sequences: list[SequenceState]) -> None:
+def run(engine, sequences):
     while not all(one.over for one in sequences):
         engine.step()
     assert [one.error for one in sequences] == [None] * len(sequences)
 
 
 @pytest.mark.parametrize("layout", ["llama", "gemma2-softcap-window", "gpt2"])
-def test_they_are_transformers_own(layout: str) -> None:
+def test_they_are_transformers_own(layout):
     prompt = PROMPTS[0]
     with torch.inference_mode():
         probs = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -70,7 +67,7 @@ def test_they_are_transformers_own(layout: str) -> None:
         assert list(entry.top.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
-def test_bits_are_the_same_alone_and_in_a_batch(model: Model) -> None:
+def test_bits_are_the_same_alone_and_in_a_batch(model):
     """Beside prompts that are scored, prompts that are not, and answers that run; with what the
     prefix cache holds, and after it was emptied."""
     alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
@@ -101,7 +98,7 @@ def test_bits_are_the_same_alone_and_in_a_batch(model: Model) -> None:
     engine.close()
 
 
-def test_a_cached_prefix_loses_none_and_is_left_for_others(model: Model) -> None:
+def test_a_cached_prefix_loses_none_and_is_left_for_others(model):
     prompt, engine = PROMPTS[0], Engine(model)
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     first = scored(model, prompt, plain, engine=engine)
@@ -117,7 +114,7 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model: Model) -> None
     engine.close()
 
 
-def test_a_preempted_prompt_is_scored_once() -> None:
+def test_a_preempted_prompt_is_scored_once():
     if library.kernels() is None:
         pytest.skip("no native kernels here")
     model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
@@ -127,7 +124,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     engine, back = Engine(model, pages=7), []
     preempt = engine.scheduler.preempt
 
-    def noting(sequence: SequenceState) -> None:
+    def noting(sequence):
         back.append(len(sequence.prompt_logprobs or ()))
         preempt(sequence)
 
@@ -144,7 +141,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     assert model.pool.used == 0
 
 
-def test_an_answer_scores_as_it_was_given() -> None:
+def test_an_answer_scores_as_it_was_given():
     """As a prompt, an answer's tokens have the log-probabilities they were given with; and asking
     for them changes no answer."""
     if library.kernels() is None:
@@ -160,10 +157,10 @@ def test_an_answer_scores_as_it_was_given() -> None:
         assert whole.prompt_logprobs[len(prompt) :] == given.logprobs
 
 
-def test_the_faces_have_them(toy_folder: str) -> None:
+def test_the_faces_have_them(toy_folder):
     text = "the cat sat on the mat"
 
-    async def gathered(llm: LLM) -> list[Completion]:
+    async def gathered(llm):
         async with AsyncLLM(llm=llm) as engine:
             return await asyncio.gather(*(engine.generate(text, SCORE) for _ in range(3)))
 
@@ -178,7 +175,7 @@ def test_the_faces_have_them(toy_folder: str) -> None:
             assert one.prompt_logprobs == found[0].prompt_logprobs
 
 
-def test_what_has_no_meaning_is_refused() -> None:
+def test_what_has_no_meaning_is_refused():
     fields = [{"max_tokens": 0}, {"max_tokens": 0, "logprobs": 1}, {"prompt_logprobs": -1}]
     fields += [{"max_tokens": -1, "prompt_logprobs": 1}, {"prompt_logprobs": 101}]
     fields += [{"max_tokens": 0, "prompt_logprobs": 1, "min_tokens": 1}, {"prompt_logprobs": True}]

@@ -34,7 +34,7 @@ distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=
 ids = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-def probs_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
+def probs_of(logits, **params):
     return Sampler(SamplingParams(**params), [], len(logits)).probs(logits)
 
 
@@ -49,9 +49,7 @@ def probs_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
 )
-def test_filters_agree_with_transformers(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_filters_agree_with_transformers(logits, temperature, top_k, top_p, min_p):
     scores = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -70,7 +68,7 @@ def test_filters_agree_with_transformers(
     torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_filters_by_hand() -> None:
+def test_filters_by_hand():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     for params, kept in [
         ({}, [0.4, 0.3, 0.2, 0.1]),
@@ -94,7 +92,7 @@ def test_filters_by_hand() -> None:
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
-def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, scale: float) -> None:
+def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p, scale):
     probs = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(1))).softmax(0)
     order = probs.double().argsort(descending=True, stable=True)
     size = int(torch.searchsorted(probs[order].double().cumsum(0), top_p)) + 1
@@ -105,7 +103,7 @@ def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, scal
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-38, 1e-10, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtype) -> None:
+def test_tiny_temperatures_do_not_overflow(temperature, dtype):
     logits = torch.tensor([-3.0, 100.0, 101.0, -math.inf, 101.0], dtype=dtype)
     assert probs_of(logits, temperature=temperature).tolist() == [0, 0, 0.5, 0, 0.5]
     # top-k keeps ties with the last
@@ -117,9 +115,7 @@ def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtyp
 @pytest.mark.parametrize(
     "logits", [[0.0, math.nan, 1.0], [math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 1.0]]
 )
-def test_nan_logits_are_an_error_that_says_what_to_try(
-    logits: list[float], temperature: float
-) -> None:
+def test_nan_logits_are_an_error_that_says_what_to_try(logits, temperature):
     with pytest.raises(QuickbeamError, match=r"NaN.*--dtype float32"):
         probs_of(torch.tensor(logits), temperature=temperature)
     with pytest.raises(QuickbeamError, match="NaN"):
@@ -141,15 +137,8 @@ def test_nan_logits_are_an_error_that_says_what_to_try(
     bias=st.dictionaries(st.integers(0, V - 1), st.floats(-5, 5), max_size=4),
 )
 def test_all_adjustments_agree_with_brute_force(
-    logits: torch.Tensor,
-    prompt: list[int],
-    steps: list[list[int]],
-    path: list[int],
-    repetition: float,
-    presence: float,
-    frequency: float,
-    bias: dict[int, float],
-) -> None:
+    logits, prompt, steps, path, repetition, presence, frequency, bias
+):
     params = SamplingParams(
         repetition_penalty=repetition,
         presence_penalty=presence,
@@ -173,7 +162,7 @@ def test_all_adjustments_agree_with_brute_force(
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_probs_sees_the_path() -> None:
+def test_probs_sees_the_path():
     """A node's probs is that of plain decoding with the node's tokens in the output."""
     params = SamplingParams(
         temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5
@@ -190,7 +179,7 @@ def test_probs_sees_the_path() -> None:
         assert not torch.equal(tree.probs(logits, path), tree.probs(logits))
 
 
-def test_bias_bans_and_forces_tokens() -> None:
+def test_bias_bans_and_forces_tokens():
     """Computed in float32, whatever the logits come in."""
     logits = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     banned = Sampler(SamplingParams(temperature=1.0, logit_bias={2: -math.inf}), [], 3)
@@ -201,7 +190,7 @@ def test_bias_bans_and_forces_tokens() -> None:
     assert adjusted.tolist() == pytest.approx([1.001, 2.0, 3.0]) and logits[0] == 1
 
 
-def test_bias_must_fit_the_vocabulary() -> None:
+def test_bias_must_fit_the_vocabulary():
     with pytest.raises(InvalidInput, match=r"token 12: must be ids from 0 to 11"):
         Sampler(SamplingParams(logit_bias={12: 1.0}), [], 12)
     with pytest.raises(InvalidInput, match=r"stop_token_ids names token 12: must be ids from 0"):
@@ -222,9 +211,7 @@ def test_bias_must_fit_the_vocabulary() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     strided=st.booleans(),
 )
-def test_ties_are_broken_alike_for_one_row_and_for_many(
-    seed: int, rows: int, vocab: int, levels: int, dtype: torch.dtype, strided: bool
-) -> None:
+def test_ties_are_broken_alike_for_one_row_and_for_many(seed, rows, vocab, levels, dtype, strided):
     logits = torch.randint(
         levels, (rows, 2 * vocab), generator=torch.Generator().manual_seed(seed)
     ).to(dtype)
@@ -238,7 +225,7 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert sampler.probs(row).argmax() == best and sampler.probs(row).sum() == 1
 
 
-def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
+def test_a_nucleus_ends_where_its_mass_is_reached_exactly():
     probs = torch.tensor([0.25, 0.5, 0.125, 0.125])
     assert nucleus(probs, 0.5).tolist() == [0, 0.5, 0, 0]
     assert nucleus(probs, 0.75).tolist() == [0.25, 0.5, 0, 0]
@@ -246,10 +233,10 @@ def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
     assert nucleus(probs / 2, 0.75).tolist() == (probs / 2).tolist()
 
 
-def test_the_grammar_bans_last_and_knows_output_and_path() -> None:
+def test_the_grammar_bans_last_and_knows_output_and_path():
     read: list[list[int]] = []
 
-    def ban(scores: torch.Tensor, path: list[int]) -> torch.Tensor:
+    def ban(scores, path):
         assert path == [3, 4] and scores[7] == 2.5  # with the bias
         return scores.index_fill(0, torch.tensor([7]), -math.inf)
 
@@ -263,14 +250,14 @@ def test_the_grammar_bans_last_and_knows_output_and_path() -> None:
     assert read == [[3, 4], [5]]
 
 
-def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
+def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu():
     """The way of accelerators, on a stand-in for their tensors."""
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]])
     away: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), max=logits.max)
     assert most_probable(away) == [1, 0]
 
 
-def test_draw_has_the_probs_it_is_given() -> None:
+def test_draw_has_the_probs_it_is_given():
     # not normalised
     probs = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])
     generator = torch.Generator().manual_seed(0)
@@ -282,9 +269,7 @@ def test_draw_has_the_probs_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_draw_never_gives_an_impossible_token(
-    number: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draw_never_gives_an_impossible_token(number, monkeypatch):
     monkeypatch.setattr("quickbeam.sampling.uniform", lambda generator: number)
     for seed in range(50):
         probs = torch.rand(1000, generator=torch.Generator().manual_seed(seed))
@@ -292,7 +277,7 @@ def test_draw_never_gives_an_impossible_token(
         assert draw(probs, torch.Generator()) == (100 if number == 0 else 899)
 
 
-def test_logprobs_are_of_the_raw_probs() -> None:
+def test_logprobs_are_of_the_raw_probs():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().bfloat16() + 5
     logprob, top = logprobs(logits, 0, 2)
     assert logprob == pytest.approx(math.log(0.1), abs=0.05)
@@ -325,13 +310,13 @@ WRONG: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_values_that_cannot_be_used_are_named(name: str) -> None:
+def test_values_that_cannot_be_used_are_named(name):
     for value in WRONG[name]:
         with pytest.raises(InvalidInput, match=f"^{name}=.*must be"):
             SamplingParams(**{name: value})
 
 
-def test_values_at_the_edge_are_accepted() -> None:
+def test_values_at_the_edge_are_accepted():
     rest = (np.int64(3), 1, 1, 0.1, -2, -2, {3: -math.inf}, "x", [0], True, 100, 2**64 - 1)
     assert SamplingParams(1, np.float32(0.5), *rest).stop == ("x",)
     params = SamplingParams(max_tokens=7, n=128, min_tokens=7, bad_words="no")
@@ -347,9 +332,7 @@ def test_values_at_the_edge_are_accepted() -> None:
         {"temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.5},
     ],
 )
-def test_an_emitted_token_is_what_the_places_noise_draws_from_the_probs(
-    params: dict[str, float],
-) -> None:
+def test_an_emitted_token_is_what_the_places_noise_draws_from_the_probs(params):
     """The probs is that behind the path, whether it is filtered or not."""
     noise, path = Noise(7, 0, V), [3, 4, 5]
     sampler = Sampler(SamplingParams(**params), [0], V)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
 from functools import cache
 
 import pytest
@@ -31,7 +30,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 @cache
-def byte_level(merge_all: bool = False) -> PreTrainedTokenizerFast:
+def byte_level(merge_all=False):
     """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a
     character."""
     tokenizer = Tokenizer(models.BPE())
@@ -50,7 +49,7 @@ def byte_level(merge_all: bool = False) -> PreTrainedTokenizerFast:
 
 
 @cache
-def sentencepiece() -> PreTrainedTokenizerFast:
+def sentencepiece():
     """As Llama 2's: a leading space that decoding strips, and single bytes for what the vocabulary
     lacks (emoji, here)."""
     trained = Tokenizer(models.BPE())
@@ -103,11 +102,11 @@ texts = st.lists(
 ).map("".join)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def encode(tokenizer, text):
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+def decode(tokenizer, ids):
     """What `ids` say. Where they end within a character: the text up to there, then what the
     decoder makes of the rest.
 
@@ -131,7 +130,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
 @examples(300)
 @given(kind=kinds, parts=st.lists(st.tuples(texts, st.sampled_from([None, *SPECIAL])), max_size=3))
 @example(kind="sentencepiece", parts=[("", "<user>"), ("  a", "<eos>"), (" b", None)])
-def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str | None]]) -> None:
+def test_pieces_make_up_the_decoded_text(kind, parts):
     tokenizer = TOKENIZERS[kind]()
     ids = []
     for text, special in parts:
@@ -151,7 +150,7 @@ def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str |
 
 @examples(150)
 @given(text=texts, data=st.data())
-def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
+def test_any_segmentation_into_tokens(text, data):
     """Models need not choose the tokens that the tokenizer would: here any tokens that spell the
     same bytes."""
     tokenizer = byte_level(True)
@@ -169,7 +168,7 @@ def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
     assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
 
 
-def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
+def test_an_incomplete_character_is_shown_at_the_end_only():
     tokenizer = byte_level()
     vocab = tokenizer.get_vocab()
     ids = [vocab["a"], vocab["ð"], vocab["Ł"]]  # two of the four bytes of an emoji
@@ -182,15 +181,15 @@ def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
 class Counting:
     """A tokenizer that remembers how many tokens it was asked to decode each time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer, self.sizes = tokenizer, [0]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids, skip_special_tokens=False):
         self.sizes.append(len(ids))
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
+def special(tokenizer, count):
     """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer
     has no token for."""
     left_out = [*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 5]
@@ -199,7 +198,7 @@ def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("before", ["", "the dog", " ", "🎉", "the 🎉 dog "])
-def test_tokens_that_show_nothing_do_not_pile_up(kind: str, before: str) -> None:
+def test_tokens_that_show_nothing_do_not_pile_up(kind, before):
     tokenizer = Counting(TOKENIZERS[kind]())
     ids = [
         *encode(tokenizer.tokenizer, before),
@@ -217,14 +216,14 @@ class Stripping:
     """A tokenizer of characters that strips its texts, as those of transformers do that run
     sentencepiece in Python; 0 is left out."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if i).strip()
 
 
 @examples(200)
 @given(text=st.text(alphabet="ab \0", max_size=40))
 @example(text="\0 \0a \0 \0 \0b")
-def test_spaces_of_a_tokenizer_that_strips_are_kept(text: str) -> None:
+def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
     """Spaces show nothing at the end of a text, unlike what is left out they do later."""
     detokenizer = Detokenizer(Stripping())
     shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
@@ -234,15 +233,7 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text: str) -> None:
 # --- Output ---------------------------------------------------------------------------------------
 
 
-def brute_force(
-    tokenizer: PreTrainedTokenizerFast,
-    ids: Sequence[int],
-    stop: Sequence[str],
-    ends: Iterable[int],
-    max_tokens: int,
-    min_tokens: int = 0,
-    include: bool = False,
-) -> tuple[list[int], str, str | None]:
+def brute_force(tokenizer, ids, stop, ends, max_tokens, min_tokens=0, include=False):
     """Token ids, text and reason, by decoding everything at each token."""
     text = ""
     for n, token in enumerate(ids, 1):
@@ -265,9 +256,7 @@ def brute_force(
 
 @examples(300)
 @given(kind=kinds, text=texts, data=st.data())
-def test_the_answer_ends_where_brute_force_ends_it(
-    kind: str, text: str, data: st.DataObject
-) -> None:
+def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
     tokenizer = TOKENIZERS[kind]()
     ids = encode(tokenizer, text)
     text = decode(tokenizer, ids)
@@ -325,7 +314,7 @@ def test_the_answer_ends_where_brute_force_ends_it(
 
 
 @pytest.mark.parametrize("stop", [("b", "ab"), ("ab", "b")])
-def test_of_stop_strings_that_end_together_the_earliest_counts(stop: tuple[str, ...]) -> None:
+def test_of_stop_strings_that_end_together_the_earliest_counts(stop):
     tokenizer = byte_level()
     output = Output(tokenizer, SamplingParams(stop=stop))
     assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
@@ -336,17 +325,17 @@ class Read(deque):
     """Tokens that have no text yet, of an output that is read whenever one arrives: as another
     thread may."""
 
-    def __init__(self, output: Output, stop: str) -> None:
+    def __init__(self, output, stop):
         super().__init__()
         self.output, self.stop = output, stop
 
-    def append(self, token: int) -> None:
+    def append(self, token):
         super().append(token)
         assert not self.stop or self.stop not in self.output.text
 
 
 @pytest.mark.parametrize("stop", ["dog", ""])
-def test_an_answer_that_others_read_ends_where_it_does_unread(stop: str) -> None:
+def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
     """Reading decodes, but it never takes the end of the answer from the engine."""
     tokenizer, found = byte_level(), []
     for read in (False, True):

@@ -12,7 +12,7 @@ from quickbeam.tree import TokenTree
 
 
 @st.composite
-def trees(draw: st.DrawFn, token: int = 5) -> TokenTree:
+def trees(draw, token=5):
     """A tree of up to 24 nodes; each proposal that would duplicate a sibling is left out."""
     tree = TokenTree(draw(st.integers(0, token)))
     for _ in range(draw(st.integers(0, 23))):
@@ -23,21 +23,21 @@ def trees(draw: st.DrawFn, token: int = 5) -> TokenTree:
     return tree
 
 
-def chain(*tokens: int) -> TokenTree:
+def chain(*tokens):
     tree = TokenTree(tokens[0])
     for node, token in enumerate(tokens[1:]):
         tree.add(node, token, "test")
     return tree
 
 
-def ancestors(tree: TokenTree, node: int) -> list[int]:
+def ancestors(tree, node):
     """`node` and what is above it, upwards."""
     return [node] if tree.parent[node] < 0 else [node, *ancestors(tree, tree.parent[node])]
 
 
 @examples(100, derandomize=True)
 @given(trees())
-def test_visible_marks_ancestors_and_self(tree: TokenTree) -> None:
+def test_visible_marks_ancestors_and_self(tree):
     expected = torch.tensor(
         [
             [column in ancestors(tree, row) for column in range(len(tree))]
@@ -48,21 +48,21 @@ def test_visible_marks_ancestors_and_self(tree: TokenTree) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_visible_of_a_chain_is_causal(length: int) -> None:
+def test_visible_of_a_chain_is_causal(length):
     visible = chain(*range(length)).visible()
     assert visible.dtype is torch.bool and torch.equal(
         visible, torch.ones(length, length).tril().bool()
     )
 
 
-def test_the_root_is_nobodys_proposal() -> None:
+def test_the_root_is_nobodys_proposal():
     tree = chain(3, 4)
     assert tree.source == ["root", "test"] and tree.parent == [-1, 0]
 
 
 @examples(100, derandomize=True)
 @given(trees())
-def test_path_and_depth(tree: TokenTree) -> None:
+def test_path_and_depth(tree):
     for node in range(len(tree)):
         path = tree.path(node)
         assert path == ancestors(tree, node)[::-1]
@@ -73,7 +73,7 @@ def test_path_and_depth(tree: TokenTree) -> None:
 
 @examples(100, derandomize=True)
 @given(trees())
-def test_children_are_unique_found_and_in_order_of_proposal(tree: TokenTree) -> None:
+def test_children_are_unique_found_and_in_order_of_proposal(tree):
     for node in range(len(tree)):
         below = [child for child in range(len(tree)) if tree.parent[child] == node]
         assert list(tree.children[node].values()) == below
@@ -84,7 +84,7 @@ def test_children_are_unique_found_and_in_order_of_proposal(tree: TokenTree) -> 
 
 @examples(100, derandomize=True)
 @given(trees())
-def test_duplicate_siblings_are_refused_and_change_nothing(tree: TokenTree) -> None:
+def test_duplicate_siblings_are_refused_and_change_nothing(tree):
     before = (list(tree.token), list(tree.parent))
     for node in range(1, len(tree)):
         with pytest.raises(ValueError, match="already has a child"):
@@ -92,7 +92,7 @@ def test_duplicate_siblings_are_refused_and_change_nothing(tree: TokenTree) -> N
     assert (tree.token, tree.parent) == before
 
 
-def test_same_token_under_different_parents() -> None:
+def test_same_token_under_different_parents():
     tree = chain(7, 7, 7)
     assert tree.add(0, 8, "test") == 3
     assert tree.add(3, 7, "test") == 4
@@ -100,12 +100,12 @@ def test_same_token_under_different_parents() -> None:
 
 
 @pytest.mark.parametrize("parent", [-1, 1, 5])
-def test_parent_that_is_not_there(parent: int) -> None:
+def test_parent_that_is_not_there(parent):
     with pytest.raises(ValueError, match="not a node of this tree of 1"):
         TokenTree(0).add(parent, 1, "test")
 
 
-def test_what_a_node_carries() -> None:
+def test_what_a_node_carries():
     tree = TokenTree(3)
     probs = torch.tensor([0.25, 0.75])
     node = tree.add(0, 1, "drafter", value=0.75, probs=probs)
@@ -125,7 +125,7 @@ def test_what_a_node_carries() -> None:
     )
 
 
-def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
+def test_a_probability_is_the_values_quotient_unless_it_is_told():
     tree = TokenTree(3)
     half = tree.add(0, 1, "drafter", value=0.5)
     tree.add(half, 1, "drafter", value=0.1)
@@ -136,7 +136,7 @@ def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
 
 @examples(100, derandomize=True)
 @given(trees(), st.integers(1, 30))
-def test_the_first_nodes_are_a_tree_of_their_own(tree: TokenTree, count: int) -> None:
+def test_the_first_nodes_are_a_tree_of_their_own(tree, count):
     for node in range(1, len(tree)):
         tree.value[node], tree.probability[node], tree.probs[node] = (
             1 / node,
