@@ -24,7 +24,6 @@ from model_shapes import CONFIGS
 from passes import MEGABYTES
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain
-from quickbeam.models.compiled_layer import expert_bytes
 from quickbeam.models.families import stack_of
 from quickbeam.models.native_model import NativeModel
 from random_gguf import write
@@ -87,7 +86,7 @@ def prompt_of(model: NativeModel, tokens: int) -> Callable[[], None]:
 
 def bytes_of_a_token(model: NativeModel) -> float:
     """Return how many bytes of weights the last pass read."""
-    one, every = expert_bytes(model._compiled.layers)
+    one, every = model._compiled.expert_bytes
     return model.weight_bytes - every + one * model.experts_read
 
 

@@ -6,6 +6,7 @@ pytest tests/test_native_experts.py
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,11 +19,14 @@ from cases import few
 from interpreter import Interpreter
 from kernels import SETS, best_set, every_set, load, number, plain_rows
 from models import SIZES, VOCAB, tiny
-from quickbeam.models.experts import CompiledExperts
+from quickbeam.models.angles import AngleTable
+from quickbeam.models.compiler import Compiler, Numbers
+from quickbeam.models.experts import add_experts
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
 from quickbeam.models.opening import make_model
-from quickbeam.models.stack import Experts, FeedForward, Linear, Routing, Tensor
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, Stack, Tensor
 from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.target import Target
 from test_exact import one_at_a_time, rows_that_differ
@@ -101,20 +105,21 @@ def by_kernels(isa: str, of: Experts, name: str) -> Pass:
     kernels, numbers, wide = load(isa), parameters(), name == "float32"
     pack = Packer(kernels, name)
 
-    def place(linear: Linear, gated: bool) -> object:
+    @functools.cache
+    def place(linear: Linear) -> object:
         weights = [rows_of(part, numbers[part.name]) for part in linear.weights]
         bias = [rows_of(part, numbers[part.name]) for part in linear.biases]
-        return pack.pack(weights, torch.cat(bias) if bias else None, gated)
+        return pack.pack(weights, torch.cat(bias) if bias else None, len(weights) == 2)
 
-    compiled = CompiledExperts(of, place, numbers.__getitem__, kernels, wide)
-    program = Program(kernels)
+    program, dtype = Program(kernels), torch.float32 if wide else torch.bfloat16
     source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
-    buffers = {
-        "scores": program.buffer(compiled.scores, True),
-        "routes": program.buffer(compiled.routes, True),
-        "inner": program.buffer(compiled.inner, wide),
-    }
-    compiled.add(program, buffers, source, target)
+    stack, read = (
+        Stack("", "", (), Norm((), 0.0), of.scoring),
+        Numbers(numbers.__getitem__, kernels, wide),
+    )
+    pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
+    compiler = Compiler(program, stack, place, read, pages, angles, INPUTS)
+    add_experts(compiler, of, source, target)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = torch.full((len(x), INPUTS), torch.nan)
@@ -122,7 +127,7 @@ def by_kernels(isa: str, of: Experts, name: str) -> Pass:
         program.run(plain_rows(len(x)), {"x": x, "y": y})
         return y
 
-    run.compiled = compiled  # type: ignore[attr-defined]  # keeps what the program reads
+    run.compiler = compiler  # type: ignore[attr-defined]  # keeps what the program reads
     return run
 
 
@@ -214,7 +219,8 @@ def test_how_many_experts_a_pass_read_is_counted(isa: str) -> None:
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
-        assert run.compiled.read == len(expert.unique())  # type: ignore[attr-defined]
+        (read,) = run.compiler.experts  # type: ignore[attr-defined]
+        assert read.struct.read == len(expert.unique())
 
 
 @best_set

@@ -133,7 +133,7 @@ def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(
     got = torch.cat(list(weights.pieces()))
     whole = [
         Packer(kernels, place.packer.name).pack(weights._stored(place.linear.weights), None, gated)
-        for place in weights._places
+        for place in weights._places.values()
         for gated in [place.gated]
     ]
     assert torch.equal(got, torch.cat([one.data.view(torch.uint8).flatten() for one in whole]))

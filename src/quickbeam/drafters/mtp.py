@@ -25,7 +25,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig, expected
 from quickbeam.models.compiled import kv_shapes
-from quickbeam.models.compiled_norm import CompiledNorm
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.linear import NativeLinear
@@ -169,9 +168,8 @@ class CompiledMtp(CompiledDrafter):
     def __init__(
         self, parameters: MtpParameters, stack: Stack, join: Join, pages: PagePool, name: str
     ) -> None:
+        self._join = join
         super().__init__(parameters, stack, pages, name)
-        self._first, norms = join.hidden_first, (join.token, join.hidden)
-        self._token_norm, self._hidden_norm = (CompiledNorm(one, parameters) for one in norms)
 
     def _embed(self, program: Program, target: Buffer) -> None:
         width, wide, weight = target.width, self._float32, self.embedding.weight
@@ -179,8 +177,9 @@ class CompiledMtp(CompiledDrafter):
         states, token = program.given("states", width, wide), program.buffer(width, True)
         both = program.buffer(2 * width, wide)
         program.embed(weight.detach(), token)
-        self._token_norm.add(program, token, both, column=width if self._first else 0)
-        self._hidden_norm.add(program, states, both, column=0 if self._first else width)
+        join, norm = self._join, self._compiler.norm
+        norm(join.token, token, both, column=width if join.hidden_first else 0)
+        norm(join.hidden, states, both, column=0 if join.hidden_first else width)
         program.linear(self._head, both, target)
 
 

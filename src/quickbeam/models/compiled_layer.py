@@ -1,219 +1,169 @@
-"""The parts of a `CompiledStack`'s layer: packed weights, and other numbers in float32."""
+"""The operations of a stack's layer: what mixes tokens, and a feed-forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from quickbeam.models.beside import CompiledBeside, CompiledPerLayerInput
-from quickbeam.models.compiled_norm import CompiledNorm
-from quickbeam.models.experts import CompiledExperts
-from quickbeam.models.native import operations
+from quickbeam.models.beside import add_beside, add_per_layer_input
+from quickbeam.models.compiler import Compiler
+from quickbeam.models.experts import add_experts
+from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import AnyPacked
-from quickbeam.models.recurrent import compile_recurrent
-from quickbeam.models.stack import (
-    Attention,
-    Experts,
-    FeedForward,
-    Latent,
-    Layer,
-    Linear,
-    Norm,
-)
+from quickbeam.models.native.program import Buffer
+from quickbeam.models.recurrent import add_recurrent
+from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
 
-class CompiledFeedForward:
-    """A feed-forward's packed weights. `inner`: how many numbers a row has inside."""
+def add_layer(c: Compiler, layer: Layer, i: int) -> None:
+    """Add layer `i`, which reads the residual stream and adds to it."""
+    _mix(c, layer, i)
+    _feed(c, layer)
+    if layer.per_layer is not None:
+        add_per_layer_input(c, layer.per_layer, i)
+    if layer.scalar is not None:
+        c.program.copy(c.x, c.x, scale=float(c.numbers(layer.scalar)))
 
-    scores = routes = 0
 
-    def __init__(self, of: FeedForward, place: Callable[[Linear, bool], Any]) -> None:
-        self.of, self.up, self.down = of, place(of.up, of.gated), place(of.down, False)
-        self.inner: int = self.down.inputs
+def _mix(c: Compiler, layer: Layer, i: int) -> None:
+    """Add what mixes tokens, and what reads the residual stream before it is added."""
+    attention, recurrent, after = layer.attention, layer.recurrent, layer.attention_after
+    if attention is None and recurrent is None:
+        return
+    c.norm(layer.attention_before, c.x, c.normed)
+    if layer.parallel and layer.feed_forward_before is not None:
+        c.norm(layer.feed_forward_before, c.x, c.beside)
+    if attention is not None:
+        attended = _attend(c, attention, i)
+        c.add(attention.out, attended, after, layer.residual * attention.factor)
+    if recurrent is not None:
+        recurred = add_recurrent(c, recurrent)
+        c.add(recurrent.out, recurred, after, layer.residual * recurrent.factor)
 
 
-class CompiledLatent:
-    """Queries, keys and values of a latent attention, behind its first product."""
+def _attend(c: Compiler, of: Attention, i: int) -> Buffer:
+    """Add a layer's attention up to its last product, and return what that reads."""
+    i = i if of.source is None else of.source
+    shape, offset = c.pages.shapes[i], c.pages.offsets[i]
+    qkv = c.buffer("qkv", c.packed(of.qkv).outputs, True)
+    query = c.buffer("query", of.heads * of.head_dim)
+    attended = c.buffer("attended", of.heads * of.value_dim)
+    c.product(of.qkv, c.normed, qkv)
+    if of.latent is not None:
+        _latent(c, of, of.latent, qkv, query, shape, offset)
+    else:
+        _heads(c, of, qkv, query, shape, offset)
+    scores = of.scaling, of.window, of.softcap
+    sinks = None if of.sinks is None else c.numbers(of.sinks)
+    c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks)
+    if of.gated:
+        dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
+        how: dict[str, Any] = {"gates_of": at, "activation": "sigmoid", "one": of.one_gate}
+        operations.gate(c.program, attended, qkv, attended, of.heads, dim, **how)
+    return attended
 
-    def __init__(
-        self,
-        of: Attention,
-        latent: Latent,
-        place: Callable[[Linear, bool], Any],
-        parameter: Callable[[str], torch.Tensor],
-    ) -> None:
-        self._of, self._rank = of, latent.rank
-        parts = [(CompiledNorm(n, parameter), place(up, False)) for n, up in latent.parts]
-        self._query, (self._norm, self._up) = parts[0] if latent.query else None, parts[-1]
 
-    def add(
-        self,
-        program: Program,
-        buffers: dict[str, Buffer],
-        shape: KVShape,
-        offset: int,
-        angles: int,
-    ) -> None:
-        """Add them to a program. What the product gives is in the buffer `qkv`."""
-        of, small, query = self._of, buffers["qkv"], self._query
-        before = of.heads * of.head_dim if query is None else query[1].inputs
-        queries = small
-        if query is not None:
-            queries = self._product(program, buffers, *query, 0, "queries")
-        rest = self._product(program, buffers, self._norm, self._up, before, "rest")
-        assert of.rotary is not None
-        operations.latent(
-            program,
-            queries,
-            rest,
-            small,
-            buffers["query"],
-            of.heads,
-            shape,
-            offset,
-            turned=of.turned,
-            column=before + self._rank,
-            angles=angles,
-            interleaved=of.rotary.interleaved,
-        )
+def _heads(
+    c: Compiler, of: Attention, qkv: Buffer, query: Buffer, shape: KVShape, offset: int
+) -> None:
+    """Add norms and angles of queries and keys."""
+    norms = of.norms
+    if norms is not None and of.norm_all:
+        first = 0
+        for norm, heads in zip(norms, (of.heads, of.kv_heads), strict=True):
+            width = heads * of.head_dim
+            c.norm(norm, qkv, qkv, width=width, of=first, column=first)
+            first += width
+        norms = None
+    c.program.heads(
+        qkv,
+        query,
+        of.heads,
+        shape,
+        offset,
+        None if norms is None else [_weight(c, norm, of.head_dim) for norm in norms],
+        0.0 if norms is None else norms[0].epsilon,
+        centred=norms is not None and norms[0].centred,
+        norm_last=of.norm_last,
+        rotary=0 if of.rotary is None else of.turned,
+        angles=0 if of.rotary is None else c.angles.columns[of.rotary],
+        interleaved=of.rotary is not None and of.rotary.interleaved,
+        query_scale=None if of.query_scale is None else c.angles.end,
+        value_norm=of.value_norm,
+        values_are_keys=of.values_are_keys,
+        borrowed=of.source is not None,
+    )
 
-    @staticmethod
-    def _product(
-        program: Program,
-        buffers: dict[str, Buffer],
-        norm: CompiledNorm,
-        up: AnyPacked,
-        of: int,
-        name: str,
-    ) -> Buffer:
-        """Add a norm of columns `of` on and the product behind it. Returns its results."""
-        wide = buffers["query"].float32
-        for key, width, float32 in ((f"{name} before", up.inputs, wide), (name, up.outputs, True)):
-            if key not in buffers or buffers[key].width < width:
-                buffers[key] = program.buffer(width, float32)
-        normed, made = buffers[f"{name} before"], buffers[name]
-        norm.add(program, buffers["qkv"], normed, width=up.inputs, of=of)
-        program.linear(up, normed, made)
+
+def _weight(c: Compiler, norm: Norm, width: int) -> torch.Tensor:
+    weight = c.numbers.norm(norm)
+    return torch.ones(width) if weight is None else weight
+
+
+def _latent(
+    c: Compiler,
+    of: Attention,
+    latent: Latent,
+    small: Buffer,
+    query: Buffer,
+    shape: KVShape,
+    offset: int,
+) -> None:
+    """Add queries, keys and values of a latent attention; `small` is what its product gave."""
+
+    def product(norm: Norm, up: Linear, first: int, name: str) -> Buffer:
+        """Add a norm of columns `first` on and the product behind it. Returns its results."""
+        inputs, outputs = c.packed(up).inputs, c.packed(up).outputs
+        normed, made = c.buffer(f"{name} before", inputs), c.buffer(name, outputs, True)
+        c.norm(norm, small, normed, width=inputs, of=first)
+        c.product(up, normed, made)
         return made
 
-
-class CompiledLayer:
-    """One layer's packed weights, and its other numbers in float32.
-
-    `place` packs a `Linear`; `experts` makes a feed-forward of experts.
-    """
-
-    def __init__(
-        self,
-        layer: Layer,
-        place: Callable[[Linear, bool], Any],
-        parameter: Callable[[str], torch.Tensor],
-        experts: Callable[[Experts], CompiledExperts],
-    ) -> None:
-        self.layer, mixer, fed = layer, layer.attention, layer.feed_forward
-        self.latent: CompiledLatent | None = None
-        if mixer is not None:  # in the order in which a pass reads them
-            self.qkv = place(mixer.qkv, False)
-            if mixer.latent is not None:
-                self.latent = CompiledLatent(mixer, mixer.latent, place, parameter)
-            self.out = place(mixer.out, False)
-        self.recurrent = (
-            None
-            if layer.recurrent is None
-            else compile_recurrent(layer.recurrent, place, parameter)
-        )
-        self.fed: CompiledFeedForward | CompiledExperts | None = None
-        if isinstance(fed, FeedForward):
-            self.fed = CompiledFeedForward(fed, place)
-        elif fed is not None:
-            self.fed = experts(fed)
-
-        def norm(of: Norm | None) -> CompiledNorm | None:
-            return None if of is None else CompiledNorm(of, parameter)
-
-        self.beside: CompiledBeside | None = None
-        if layer.beside is not None:
-            assert experts is not None
-            self.beside = CompiledBeside(layer.beside, experts(layer.beside.experts), parameter)
-        self.per_layer: CompiledPerLayerInput | None = None
-        if layer.per_layer is not None:
-            after = CompiledNorm(layer.per_layer.after, parameter)
-            self.per_layer = CompiledPerLayerInput(layer.per_layer, place, after)
-        self.scalar = None if layer.scalar is None else float(parameter(layer.scalar))
-        self.attention_before, self.attention_after = (
-            norm(layer.attention_before),
-            norm(layer.attention_after),
-        )
-        self.fed_before, self.fed_after = (
-            norm(layer.feed_forward_before),
-            norm(layer.feed_forward_after),
-        )
-        norms = None if mixer is None else mixer.norms
-        self.norms = None if norms is None else [CompiledNorm(n, parameter) for n in norms]
-        sinks = None if mixer is None else mixer.sinks
-        self.sinks = None if sinks is None else parameter(sinks).detach().float()
-
-    @property
-    def experts(self) -> CompiledExperts | None:
-        """The layer's experts, if it has any."""
-        if self.beside is not None:
-            return self.beside.experts
-        return self.fed if isinstance(self.fed, CompiledExperts) else None
-
-    def heads(
-        self,
-        program: Program,
-        buffers: dict[str, Buffer],
-        of: Attention,
-        shape: KVShape,
-        offset: int,
-        angles: int,
-        query_scale: int | None,
-    ) -> None:
-        """Add norms and angles of queries and keys. `query_scale`: as of `Program.heads`."""
-        qkv = buffers["qkv"]
-        if self.norms is not None and of.norm_all:
-            first = 0
-            for norm, heads in zip(self.norms, (of.heads, of.kv_heads), strict=True):
-                width = heads * of.head_dim
-                norm.add(program, qkv, qkv, width=width, of=first, column=first)
-                first += width
-        by_head = None if of.norm_all else self.norms
-        program.heads(
-            qkv,
-            buffers["query"],
-            of.heads,
-            shape,
-            offset,
-            None if by_head is None else [_ones(norm.weight, of.head_dim) for norm in by_head],
-            0.0 if by_head is None else by_head[0].epsilon,
-            centred=by_head is not None and by_head[0].centred,
-            norm_last=of.norm_last,
-            rotary=0 if of.rotary is None else of.turned,
-            angles=angles,
-            interleaved=of.rotary is not None and of.rotary.interleaved,
-            query_scale=query_scale,
-            value_norm=of.value_norm,
-            values_are_keys=of.values_are_keys,
-            borrowed=of.source is not None,
-        )
+    assert of.rotary is not None
+    before, queries = of.heads * of.head_dim, small
+    if latent.query is not None:
+        before = c.packed(latent.query[1]).inputs
+        queries = product(*latent.query, 0, "queries")
+    operations.latent(
+        c.program,
+        queries,
+        product(latent.norm, latent.up, before, "rest"),
+        small,
+        query,
+        of.heads,
+        shape,
+        offset,
+        turned=of.turned,
+        column=before + latent.rank,
+        angles=c.angles.columns[of.rotary],
+        interleaved=of.rotary.interleaved,
+    )
 
 
-def experts_read(layers: Sequence[CompiledLayer]) -> float:
-    """Return how many experts a layer read in the last pass, on average; 0 if none has any."""
-    read = [layer.experts.read for layer in layers if layer.experts is not None]
-    return sum(read) / len(read) if read else 0.0
-
-
-def expert_bytes(layers: Sequence[CompiledLayer]) -> tuple[int, int]:
-    """Return the bytes of one expert of each layer together, and of all that are chosen from."""
-    of = [layer.experts for layer in layers if layer.experts is not None]
-    return sum(one.bytes for one in of), sum(one.bytes * one.count for one in of)
-
-
-def _ones(weight: torch.Tensor | None, width: int) -> torch.Tensor:
-    return torch.ones(width) if weight is None else weight
+def _feed(c: Compiler, layer: Layer) -> None:
+    """Add a layer's feed-forward."""
+    of, after, factor = layer.feed_forward, layer.feed_forward_after, layer.residual
+    source = c.normed
+    if of is None:
+        return
+    if not layer.parallel:
+        c.norm(layer.feed_forward_before, c.x, c.normed)
+    elif layer.feed_forward_before is not None:
+        source = c.beside
+    if isinstance(of, Experts):
+        add_experts(c, of, source, c.made)
+        if after is None:
+            c.program.copy(c.made, c.x, add=True, scale=factor)
+        else:
+            c.norm(after, c.made, c.x, add=factor)
+        return
+    inner = c.buffer("inner", c.packed(of.down).inputs)
+    epilogue = library.GATED if of.gated else library.ACTIVATE
+    how = {"activation": of.activation, "scaling": of.gate_scale}
+    c.product(of.up, source, inner, epilogue, **how)
+    if layer.beside is None or after is None:
+        c.add(of.down, inner, after, factor * of.factor)
+        return
+    c.product(of.down, inner, c.made)
+    c.norm(after, add_beside(c, layer.beside), c.x, add=factor)

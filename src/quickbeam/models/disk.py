@@ -208,21 +208,18 @@ class WeightsOnDisk(Streamed):
         self._room = room - self._buffers * self._piece
         self._program: Program | None = None
         self._held: list[torch.Tensor] = []
-        self._every: list[Group] = []
         self._groups: list[Group] = []  # those that are read in every pass
         self._ring: Ring | None = None
         self._done = self._rows = 0  # operations that a pass has run, and its rows
 
-    def attach(self, program: Program) -> None:
+    def _attach(self, program: Program) -> None:
         """Have a program's operations read the weights from here."""
         self.close()
         self._ring, self._held, begin = None, [], self._packed.memory.data_ptr()
-        for group in self._every:  # of an earlier program, whose experts are those of this one
-            self._point(group, begin)
         groups = Groups(program.kernels, begin, self._packed.size, self._piece)
         for op in program.ops:
             groups.add(op)
-        program.ops[:], self._program, self._every = groups.ops, program, groups.groups
+        program.ops[:], self._program = groups.ops, program
         held = list(_spread(groups.groups, self._room, self._piece))
         for group in held:
             extent = group.extent
@@ -235,14 +232,19 @@ class WeightsOnDisk(Streamed):
             self._ring = Ring(self._file, extents, self._buffers, self._wanted)
 
     def run(
-        self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]
+        self,
+        program: Program,
+        rows: Rows,
+        given: dict[str, torch.Tensor],
+        angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Run a pass. Raises `QuickbeamError`, which names the file, if it can't be read.
+        """Run a pass of `program`, whose operations it changes. The others are as of `Program.run`.
 
-        The arguments are those of `Program.run`.
+        Raises `QuickbeamError`, which names the file, if it can't be read.
         """
-        assert self._program is not None
-        call = self._program.prepare(rows, given, angles)
+        if self._program is not program:
+            self._attach(program)
+        call = program.prepare(rows, given, angles)
         self._done, self._rows = 0, rows.rows
 
         def run_to(last: int) -> None:
@@ -257,15 +259,12 @@ class WeightsOnDisk(Streamed):
                 run_to(group.parts[-1].op + 1)
                 self._ring.release()
             self._ring.end()
-        run_to(len(self._program.ops))
+        run_to(len(program.ops))
 
     def _place(self, group: Group, memory: torch.Tensor) -> None:
         """Tell the operations of a group where the bytes of its extent are."""
-        self._point(group, memory.data_ptr() - (group.extent.first - ALIGNED))
-
-    def _point(self, group: Group, begin: int) -> None:
-        """The same, where the first byte of all weights would be at the address `begin`."""
         assert self._program is not None
+        begin = memory.data_ptr() - (group.extent.first - ALIGNED)
         for part in group.parts:
             if part.expert < 0:
                 self._program.set(part.op, weight=begin + part.first)

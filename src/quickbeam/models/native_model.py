@@ -25,7 +25,6 @@ from quickbeam.models.base import (
     split,
 )
 from quickbeam.models.compiled import CompiledStack, kv_shapes
-from quickbeam.models.compiled_layer import expert_bytes, experts_read
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
@@ -91,7 +90,7 @@ class NativeModel(Model):
                 self.streamed = self._compiled.disk
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
-        one, every = expert_bytes(self._compiled.layers)
+        one, every = self._compiled.expert_bytes
         self.expert_share = one / (self.weight_bytes - every) if one else 0.0
 
     @inference
@@ -105,7 +104,7 @@ class NativeModel(Model):
                 part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
         run = self._compiled
         logits = run(listed.rows(), max(listed.positions))
-        self.experts_read = experts_read(run.layers)
+        self.experts_read = run.experts_read
         return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
 
     @property

@@ -32,9 +32,9 @@ class Place(NamedTuple):
 class PackedWeights:
     """The weights of a stack in the format `name`, and what the layers get of them.
 
-    Called for each weight in the order of `linears`, it returns the packed weight. `memory`: all of
-    them, uint8, to be set before. `filled`: it holds them already; else they are packed into it.
-    `size`: its bytes. `stored`: the formats that weights keep as they come in blocks.
+    Called for a weight, it returns it packed. `memory`: all of them, uint8, to be set before.
+    `filled`: it holds them already; else each is packed into it when it is first asked for. `size`:
+    its bytes. `stored`: the formats that weights keep as they come in blocks.
     """
 
     memory: torch.Tensor
@@ -43,19 +43,23 @@ class PackedWeights:
         self._parameters, self._stack, self.filled = parameters, stack, False
         self.kernels = kernels
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
-        self._places, self.size, self.stored = list[Place](), 0, set[str]()
+        self._places, self.size, self.stored = dict[int, Place](), 0, set[str]()
+        self._made = dict[int, Any]()  # by `id` of the `Linear`, as places are
         for linear, gated in linears(stack):
             packer = self._packers[linear is stack.head]
             end = self.size + self._bytes(linear, gated, packer)
-            self._places.append(Place(linear, gated, packer, self.size, end))
+            self._places[id(linear)] = Place(linear, gated, packer, self.size, end)
             self.size = end
             blocks = [one for one in self._shapes(linear) if isinstance(one, BlockRows)]
             self.stored |= {one.name for one in blocks}
-        self._left = iter(self._places)
 
-    def __call__(self, linear: Linear, gated: bool) -> Any:
-        place = next(self._left)
-        assert place.linear is linear
+    def __call__(self, linear: Linear) -> Any:
+        if id(linear) not in self._made:
+            self._made[id(linear)] = self._pack(self._places[id(linear)])
+        return self._made[id(linear)]
+
+    def _pack(self, place: Place) -> Any:
+        linear, gated = place.linear, place.gated
         room, like, begin = self.memory[place.first : place.last], self._shapes(linear), 0
         bias = self._bias(linear)
         if self.filled or not place.packer.together(like):
@@ -75,11 +79,11 @@ class PackedWeights:
     @property
     def head_place(self) -> Place:
         """Where the head is."""
-        return self._places[-1]
+        return self._places[id(self._stack.head)]
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all packed bytes in parts, without ever holding more than one of them."""
-        for linear, gated, packer, _, _ in self._places:
+        for linear, gated, packer, _, _ in self._places.values():
             if packer.together(self._shapes(linear)):
                 for weights in self._chunks(linear, gated):
                     yield packer.pack(weights, None, gated).data.view(torch.uint8)
@@ -90,7 +94,7 @@ class PackedWeights:
     @property
     def unit(self) -> int:
         """The bytes of the largest part that can't be divided: two blocks, or an expert."""
-        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._places]
+        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._places.values()]
         several = [
             self._bytes(one.up, one.gated, self._packers[0])
             + self._bytes(one.down, False, self._packers[0])
@@ -102,7 +106,7 @@ class PackedWeights:
     @property
     def small(self) -> int:
         """Bytes of all that always stays in memory: norms, biases, routers, positions."""
-        large = {one.name for place in self._places for one in place.linear.weights}
+        large = {one.name for place in self._places.values() for one in place.linear.weights}
         tables = {self._stack.embedding, getattr(self._stack.per_layer, "table", "")}
         few = names(self._stack) - large - tables  # of which a pass reads single rows
         sizes = [torch.Size(self._parameters.shape(name)).numel() for name in few]

@@ -1,7 +1,7 @@
 """An architecture as data.
 
 A `Stack` says what a causal language model computes: where its tensors are, and in which order they
-are used. `families` make it from a model's configuration, `native/compiled.py` makes a program of
+are used. `families` make it from a model's configuration, `compiled.py` makes a program of
 kernels from it, and `tests/interpreter.py` runs it in plain PyTorch.
 
 Names are those of the parameters of transformers' causal language model.

@@ -57,15 +57,25 @@ class Program:
         self._table: Any = None
         self._widths: list[tuple[int, torch.dtype] | None] = []
         self._owned: list[torch.Tensor | None] = []
-        self._names: dict[str, int] = {}
+        self._names, self._shared = dict[str, int](), dict[str, int]()  # given, and named ones
         self._capacity = 0
         self._keep: list[Any] = []  # what operations hold addresses of
 
-    def buffer(self, width: int, float32: bool = False) -> Buffer:
-        """Make a buffer of rows that operations pass on to later ones."""
-        self._widths.append((width, torch.float32 if float32 else torch.bfloat16))
-        self._owned.append(None)
-        return Buffer(len(self._owned) - 1, width, float32)
+    def buffer(self, width: int, float32: bool = False, name: str = "") -> Buffer:
+        """Make a buffer of rows that operations pass on to later ones.
+
+        Buffers of the same `name`, which are of one format, lie in the same memory.
+        """
+        index, dtype = self._shared.get(name), torch.float32 if float32 else torch.bfloat16
+        if index is None:
+            self._widths.append((width, dtype))
+            self._owned.append(None)
+            index = len(self._owned) - 1
+            if name:
+                self._shared[name] = index
+        elif (held := self._widths[index]) is not None:
+            self._widths[index] = max(width, held[0]), dtype
+        return Buffer(index, width, float32)
 
     def given(self, name: str, width: int, float32: bool = False) -> Buffer:
         """Make a buffer whose rows each call brings along under this name."""

@@ -1,0 +1,133 @@
+"""What a stack's operations are added with: a program, its buffers, weights and other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.models.angles import AngleTable
+from quickbeam.models.native import library, operations
+from quickbeam.models.native.library import Kernels, Recurrence
+from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Linear, Norm, Stack
+from quickbeam.models.stack_tensors import norm_weight, rows_of
+
+Parameter = Callable[[str], torch.Tensor]
+
+
+class Numbers:
+    """A model's numbers beside the large weights. Each is read once, and kept.
+
+    `parameter(name)`: the whole of one. `wide`: rows are float32.
+    """
+
+    def __init__(self, parameter: Parameter, kernels: Kernels, wide: bool) -> None:
+        self._parameter, self._read = parameter, dict[Any, Any]()
+        self._packer = Packer(kernels, FLOAT32 if wide else BFLOAT16)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter in float32, flat."""
+        if name not in self._read:
+            found = self._parameter(name).detach()
+            self._read[name] = found.to(torch.float32, copy=True).flatten().contiguous()
+        return self._read[name]  # type: ignore[no-any-return]
+
+    def norm(self, of: Norm) -> torch.Tensor | None:
+        """Return a norm's weight in float32, flat; None for ones."""
+        if of not in self._read:
+            self._read[of] = norm_weight(of, self._parameter)
+        return self._read[of]  # type: ignore[no-any-return]
+
+    def exact(self, of: Linear) -> AnyPacked:
+        """Return a packed weight that keeps every bit."""
+        if of not in self._read:
+            weights, biases = (
+                [rows_of(one, self._parameter(one.name)) for one in parts]
+                for parts in (of.weights, of.biases)
+            )
+            bias = torch.cat(biases) if biases else None
+            self._read[of] = self._packer.pack([torch.cat(weights)], bias)
+        return self._read[of]  # type: ignore[no-any-return]
+
+
+class RoutedExperts(NamedTuple):
+    """A layer's experts as the kernels have them, of `bytes` each, and `total` those that are
+    chosen from."""
+
+    struct: library.Experts
+    bytes: int
+    total: int
+
+
+class Compiler:
+    """Adds operations to `program`. `packed(linear)` gives a large weight in the kernels' layout.
+
+    Buffers: `x` is the residual stream, `normed` what a layer reads, `beside` what a feed-forward
+    beside attention or a router reads, `made` what a norm reads before it is added. `experts`: of
+    all layers that have some. `recurrences`: of all recurrent layers. `kept`: what these hold
+    addresses of.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stack: Stack,
+        packed: Callable[[Linear], Any],
+        numbers: Numbers,
+        pages: PagePool,
+        angles: AngleTable,
+        width: int,
+    ) -> None:
+        self.program, self.stack, self.packed, self.numbers = program, stack, packed, numbers
+        self.pages, self.angles, self.width = pages, angles, width
+        self.wide = pages.dtype is torch.float32
+        self.x, self.made = self.buffer("x", width, True), self.buffer("made", width, True)
+        self.normed, self.beside = self.buffer("normed", width), self.buffer("beside", width)
+        self.experts, self.recurrences = list[RoutedExperts](), list[Recurrence]()
+        self.kept = list[Any]()
+        self._state = self._input = 0  # numbers of a state and of a node's inputs, so far
+
+    def buffer(self, name: str, width: int, float32: bool | None = None) -> Buffer:
+        """Return the buffer of this name, in the format of rows if `float32` is None."""
+        return self.program.buffer(width, self.wide if float32 is None else float32, name)
+
+    def norm(self, norm: Norm | None, source: Buffer, target: Buffer, **more: Any) -> None:
+        """Add a norm, or a copy where there is none. `more`: as of `Program.norm`."""
+        if norm is None:
+            self.program.copy(source, target)
+            return
+        bias = None if norm.bias is None else self.numbers(norm.bias)
+        how = {"bias": bias, "centred": norm.centred, **more}
+        self.program.norm(source, target, self.numbers.norm(norm), norm.epsilon, **how)
+
+    def product(self, of: Linear, source: Buffer, target: Buffer, *how: int, **more: Any) -> None:
+        """Add a product. `how`, `more`: the epilogue and what else `operations.product` takes."""
+        operations.product(self.program, self.packed(of), source, target, *how, **more)
+
+    def add(self, of: Linear, source: Buffer, after: Norm | None, factor: float) -> None:
+        """Add a product times `factor`, behind a norm if there is one, to the residual stream."""
+        if after is None:
+            self.product(of, source, self.x, library.ADD, scaling=factor)
+        else:
+            self.product(of, source, self.made)
+            self.norm(after, self.made, self.x, add=factor)
+
+    def recurrence(self, state: int, inputs: int, **fields: Any) -> Recurrence:
+        """Return a recurrence with so many numbers of a state, and inputs of one node.
+
+        `fields`: its others. In place of a tensor its address is taken.
+        """
+        assert self.pages.state_shape is not None
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                self.kept.append(value)
+                fields[name] = value.data_ptr()
+        place = {"state": self._state, "input": self._input}
+        self._state, self._input = self._state + state, self._input + inputs
+        made = Recurrence(**place, inputs=self.pages.state_shape.inputs, **fields)
+        self.recurrences.append(made)
+        return made
