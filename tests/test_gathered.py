@@ -6,32 +6,63 @@ pytest tests/test_gathered.py
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
 from answers import answer, request
+from features import WIDE, head_of
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
+HERE = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    ),
+    pytest.param(name, marks=pytest.mark.skipif(not here, reason=f"no {name} here"))
+    for name, here in HERE.items()
 ]
 
 
 def gathered(name: str, device: str = "cpu", **options) -> Model:
     return make_model(tiny(name, seed=4).to(device), native=False, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_source_drafts_on_every_device(device, temperature):
+    """In float32, whose near-ties a tiny model doesn't meet."""
+    model = gathered("llama", device)
+    network = EagleHead(WIDE, model.embedding, model.head)
+    network.load_state_dict(head_of(WIDE, tiny("llama", seed=4)).state_dict())
+    eagle, small = eagle_drafter(network, model, native=False), tiny("llama", seed=4).to(device)
+    drafter = LMDrafter(small, VOCAB, native=False)
+    methods = [LogitSpec(Ngram(), LastLogits()), DySpec(drafter), DySpec(eagle)]
+    methods += [Auto(one, Ngram(), LastLogits()) for one in (drafter, eagle)]
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=2, ignore_eos=True)
+    prompt = [5, 6, 7, 8] * 5
+    plain = answer(model, NoDraft(), params, prompt).output.token_ids
+    drawn = dataclasses.replace(params, coupling="residual")
+    for method in methods:
+        drafted = answer(model, method, params, prompt)
+        assert drafted.output.token_ids == plain
+        assert sum(of.drafted for of in drafted.statistics.sources.values()) > 0
+        if temperature:  # has its own randomness
+            assert len(answer(model, method, drawn, prompt).output.token_ids) == 24
 
 
 @pytest.mark.parametrize("device", DEVICES)

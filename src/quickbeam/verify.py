@@ -120,7 +120,7 @@ def _proposal(
     """
     if probs is not None:
         struck = torch.tensor(earlier, dtype=torch.long, device=like.device)
-        q = _normalised(probs.to(like).index_fill(0, struck, 0.0))
+        q = _normalised(probs.to(like.device).to(like.dtype).index_fill(0, struck, 0.0))
         if q[token] > 0:
             return q
     return torch.zeros_like(like).index_fill_(0, torch.tensor([token], device=like.device), 1.0)

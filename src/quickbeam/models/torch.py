@@ -82,6 +82,8 @@ class TorchModel(Model):
         if len(wanted) < first:
             rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         logits = forward(self._model, self._tap, tokens, step, rows)
+        if self.device.type == "mps":  # it has no float64, in which tokens are chosen
+            logits = logits.cpu()
         hidden = self._features.take()[0] if self._features is not None else None
         return split(batch.parts, logits, hidden, None)
 
