@@ -8,8 +8,8 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.spec import Grammar
 
 LETTERS = "abcdefghijkl"
 

@@ -76,7 +76,7 @@ def job(llm, text="hello", params=LONG, **more):
 
 async def begun(runner, *jobs):
     """Streams of jobs, as one request."""
-    with runner.enter(10, len(jobs)) as ticket:
+    with runner.gate.enter(10, len(jobs)) as ticket:
         return await runner.begin(jobs, ticket)
 
 

@@ -21,7 +21,7 @@ from quickbeam.cli.app import app
 from quickbeam.cli.common import statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
-from quickbeam.grammar import Grammar
+from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
 

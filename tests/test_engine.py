@@ -29,34 +29,14 @@ CERTAIN = [name for name, preset in METHODS.items() if "drafter" not in preset.s
 DRAFTED = [name for name in CERTAIN if name != "ar"]
 
 
-class Letters:
-    """A tokenizer whose tokens are characters; every seventh is two of them."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(97 + i % 26) * (2 if i % 7 == 0 else 1) for i in ids)
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_model(tiny("qwen3", seed=5))
 
 
-def policy_of(method):
-    return make_method(method)
-
-
-def run(model, method, params, prompt, budget=16, eos=(), **options):
+def run(model, method, params, prompt, budget=16, eos=()):
     budget = 1 if method == "ar" else budget
-    return answer(
-        model,
-        policy_of(method),
-        params,
-        prompt,
-        budget=budget,
-        eos=eos,
-        tokenizer=Letters(),
-        **options,
-    )
+    return answer(model, make_method(method), params, prompt, budget=budget, eos=eos)
 
 
 def run_all(engine):
@@ -191,7 +171,7 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     policy = engine.add(request(model, Raising(), params, prompt_of(2)))
     observer = engine.add(request(model, NoDraft(), params, prompt_of(2), observer=observe))
     rows = engine.add(request(model, NoDraft(), params, prompt_of(2)))
-    good = engine.add(request(model, policy_of("logitspec"), params, prompt_of(3)))
+    good = engine.add(request(model, make_method("logitspec"), params, prompt_of(3)))
     forward = model.forward
 
     def failing(batch):

@@ -18,8 +18,8 @@ from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.accept import Randomness, accept
-from quickbeam.grammar import Grammar
 from quickbeam.grammar.masks import DeadEnd
+from quickbeam.grammar.spec import Grammar
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.constrained import constrained
 from quickbeam.methods.dyspec import DySpec

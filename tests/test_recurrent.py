@@ -336,7 +336,7 @@ def test_snapshots_are_counted_bounded_and_freed(
     prefixes, pool = engine.prefixes, model.pool
     assert prefixes is not None and len(prefixes._snapshots) == 3
     assert pool.used == 4 * 3 + 3 * pool.state_pages
-    assert prefixes.idle() == pool.used
+    assert prefixes.idle_pages() == pool.used
     again = answer(model, NoDraft(), params, IDS[3 : 3 + 3 * PAGE + 5], engine=engine)
     assert again.statistics.cached_tokens == 3 * PAGE
     prefixes.clear()

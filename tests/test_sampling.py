@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import (
 
 from cases import examples
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.grammar import Grammar
+from quickbeam.grammar.spec import Grammar
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, draw, logprobs, most_probable, nucleus
@@ -160,23 +159,6 @@ def test_all_adjustments_agree_with_brute_force(
             logit = logit / repetition if logit > 0 else logit * repetition
         expected.append(logit - frequency * output.count(token) - presence * (token in output))
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_probs_sees_the_path():
-    """A node's probs is that of plain decoding with the node's tokens in the output."""
-    params = SamplingParams(
-        temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5
-    )
-    rng = random.Random(0)
-    for seed in range(20):
-        logits = torch.randn(V, generator=torch.Generator().manual_seed(seed))
-        prompt, output, path = ([rng.randrange(V) for _ in range(4)] for _ in range(3))
-        tree, plain = Sampler(params, prompt, V), Sampler(params, prompt, V)
-        tree.extend(output)
-        plain.extend(output + path)
-        assert torch.equal(tree.probs(logits, path), plain.probs(logits))
-        assert tree.best(logits, path) == plain.best(logits)
-        assert not torch.equal(tree.probs(logits, path), tree.probs(logits))
 
 
 def test_bias_bans_and_forces_tokens():

@@ -171,7 +171,7 @@ def alone(plain, client):
     body = client.body
     given = {name: body[name] for name in PARAMETERS if name in body}
     if "response_format" in body:
-        from quickbeam.grammar import Grammar
+        from quickbeam.grammar.spec import Grammar
 
         given["grammar"] = Grammar.json_schema(SCHEMA)
     params = SamplingParams(**given)

@@ -37,7 +37,6 @@ def item(part):
 
 
 OLD_CALL = {"role": "assistant", "content": "", "function_call": {"name": "f"}}
-# fields, and the one that the error names
 OF_CHATS = [  # fields, and the one that the error names
     ({"foo": 1}, "foo"),
     ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
@@ -181,18 +180,8 @@ def test_a_text_that_no_tokens_could_fit_is_not_tokenised(runner):
 
 
 # what would take too long
-SLOW = [
-    "n",
-    "best_of",
-    "regex",
-    "lark",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_grammar",
-    "text",
-]
-SLOW += ["messages", "response_format"]
+SLOW = ("n", "best_of", "regex", "lark", "structured_outputs", "guided_json", "guided_regex")
+SLOW += ("guided_grammar", "text", "messages", "response_format")
 PART = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "image_url", "input_text"])}, optional={"text": junk()}
 )

@@ -180,7 +180,9 @@ class Sampler:
             scores, scale = self.probs(logits, path).log_(), 1.0
         else:
             scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
-        return _likeliest(scores.detach().cpu(), noise, position, scale)
+        token = noise.largest(scores.detach().cpu(), position, scale)
+        _require_finite(token >= 0)
+        return token
 
     def emitter(self, logits: torch.Tensor, noise: Noise) -> Chooser:
         """Return a function that gives `emitted` for a row of raw logits `[n, vocab]` on the CPU.
@@ -259,12 +261,6 @@ class Sampler:
         if params.min_p > 0:
             probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
         return probs / probs.sum() if params.top_p < 1 or params.min_p > 0 else probs
-
-
-def _likeliest(scores: torch.Tensor, noise: Noise, position: int, scale: float) -> int:
-    token = noise.largest(scores, position, scale)
-    _require_finite(token >= 0)
-    return token
 
 
 def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quickbeam import hub
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput
-from quickbeam.grammar import Grammar
+from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
 from quickbeam.options import VOCABS, Budget, check_vocab
 

@@ -90,17 +90,13 @@ class Engine:
         drafter, or the memory.
         """
         self.model.check_prompt(request.prompt)
-        limit, prompt, most = (
-            self.model.context_length,
-            len(request.prompt),
-            request.params.max_tokens,
-        )
+        prompt, most = len(request.prompt), request.params.max_tokens
+        limit = self.model.context_length
         if limit is not None and prompt + most > limit:
             raise InvalidInput(
                 f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of "
-                f"{limit}: "
-                f"shorten the prompt, or lower max_tokens (at most {max(0, limit - prompt)} tokens "
-                "fit)"
+                f"{limit}: shorten the prompt, or lower max_tokens (at most "
+                f"{max(0, limit - prompt)} tokens fit)"
             )
         sequence = SequenceState(request, self._loops)
         if (drafter := sequence.drafter) is not None:
@@ -156,10 +152,8 @@ class Engine:
         pool = self.model.pool
         if not pool.limit:
             return 0.0
-        return (
-            max(0, pool.used - (self.prefixes.idle() if self.prefixes is not None else 0))
-            / pool.limit
-        )
+        idle = self.prefixes.idle_pages() if self.prefixes is not None else 0
+        return max(0, pool.used - idle) / pool.limit
 
     @property
     def nodes(self) -> float:

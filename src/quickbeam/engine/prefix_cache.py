@@ -153,33 +153,20 @@ class PrefixCache:
             del self._snapshots[chunk]
             chunk.snapshot = None
 
-    def idle_pages(self, enough: int, kept: Sequence[Chunk] = ()) -> int:
+    def idle_pages(self, kept: Sequence[Chunk] = ()) -> int:
         """Return how many pages could be freed by dropping chunks other than `kept`.
-
-        It counts up to `enough`.
-        """
-        pages, without = 0, set(kept)
-        for chunk in self._order:
-            if pages >= enough:
-                break
-            if chunk not in without:
-                pages += self._idle_pages(chunk.held, chunk.snapshot)
-        return pages
-
-    def _idle_pages(self, held: Sequence[Page], snapshot: Page | None) -> int:
-        """Return how many pages dropping a chunk frees."""
-        if not self._pool.idle(held):
-            return 0
-        free = snapshot is not None and self._pool.idle([snapshot])
-        return -(-self.size // self._pool.page) + free * self._pool.state_pages
-
-    def idle(self) -> int:
-        """Return about how many pages could be freed by dropping chunks.
 
         May be called from any thread. Chunks that are dropped meanwhile don't count.
         """
-        held = [(chunk.held, chunk.snapshot) for chunk in list(self._order)]
-        return sum(self._idle_pages(one, snapshot) for one, snapshot in held if one is not None)
+        pages, without = 0, set(kept)
+        for chunk in list(self._order):
+            held, snapshot = chunk.held, chunk.snapshot
+            if chunk in without or held is None or not self._pool.idle(held):
+                continue
+            pages += -(-self.size // self._pool.page)
+            if snapshot is not None and self._pool.idle([snapshot]):
+                pages += self._pool.state_pages
+        return pages
 
     def evict(self) -> bool:
         """Drop the least recently used chunk that nothing else holds. Returns whether there was

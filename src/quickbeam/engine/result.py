@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 
 from quickbeam.drafters.base import HeadUse
 
+# what a record in JSON holds of an answer, and of its statistics
+FIELDS = ("text", "token_ids", "finish_reason", "model", "method", "seed")
+FIGURES = (
+    *("new_tokens", "steps", "mean_accepted_tokens", "seconds", "prefill_seconds", "cached_tokens"),
+    *("draft_seconds", "drafter_seconds", "drafter_calls", "verify_seconds", "tokens_per_second"),
+    "exact",
+)
+
 
 @dataclass
 class SourceCount:
@@ -98,27 +106,9 @@ class Completion:
     def to_json(self) -> dict[str, object]:
         """Return the record that `generate --json` prints."""
         s = self.statistics
-        record: dict[str, object] = {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "model": self.model,
-            "method": self.method,
-            "seed": self.seed,
-            "new_tokens": s.new_tokens,
-            "steps": s.steps,
-            "mean_accepted_tokens": s.mean_accepted_tokens,
-            "seconds": s.seconds,
-            "prefill_seconds": s.prefill_seconds,
-            "cached_tokens": s.cached_tokens,
-            "draft_seconds": s.draft_seconds,
-            "drafter_seconds": s.drafter_seconds,
-            "drafter_calls": s.drafter_calls,
-            "verify_seconds": s.verify_seconds,
-            "tokens_per_second": s.tokens_per_second,
-            "exact": s.exact,
-            "sources": {name: vars(count) for name, count in s.sources.items()},
-        }
+        record: dict[str, object] = {name: getattr(self, name) for name in FIELDS}
+        record |= {name: getattr(s, name) for name in FIGURES}
+        record["sources"] = {name: vars(count) for name, count in s.sources.items()}
         if s.head is not None:
             record["head_seconds"] = s.head.seconds
             record["shortlist_size"] = s.head.tokens / s.head.calls if s.head.calls else 0.0

@@ -191,7 +191,7 @@ class Scheduler:
         idle = 0
         if self.prefixes is not None:
             # shared chunks that it is going to hold can't be dropped for it
-            idle = self.prefixes.idle_pages(needed + promised, found)
+            idle = self.prefixes.idle_pages(found)
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:

@@ -17,31 +17,16 @@ from quickbeam.tree import TokenTree
 
 FORMAT, VERSION = "quickbeam trace", 1
 NUMBER = (int, float)
+# what records hold: by name the type of a field, the fields of an object, or the entries of a list
 TOKEN: dict[str, Any] = {"token": int, "text": str}
-NODE: dict[str, Any] = {
-    **TOKEN,
-    "parent": int,
-    "depth": int,
-    "source": str,
-    "value": NUMBER,
-    "accepted": bool,
-}
+NODE = {**TOKEN, "parent": int, "depth": int, "source": str, "value": NUMBER, "accepted": bool}
 STEP: dict[str, Any] = {
-    "nodes": list,
-    "next": dict,
-    "emitted": int,
-    "draft_seconds": NUMBER,
-    "verify_seconds": NUMBER,
-    "seconds": NUMBER,
+    **{"nodes": [NODE], "next": TOKEN, "emitted": int},
+    **dict.fromkeys(("draft_seconds", "verify_seconds", "seconds"), NUMBER),
 }
 ANSWER: dict[str, Any] = {
-    "text": str,
-    "finish_reason": str,
-    "model": str,
-    "method": str,
-    "new_tokens": int,
-    "mean_accepted_tokens": NUMBER,
-    "tokens_per_second": NUMBER,
+    **dict.fromkeys(("text", "finish_reason", "model", "method"), str),
+    **{"new_tokens": int, "mean_accepted_tokens": NUMBER, "tokens_per_second": NUMBER},
 }
 
 
@@ -143,39 +128,34 @@ def read_trace(path: Path) -> dict[str, Any]:
             f"{path}: a trace of version {trace.get('version')!r}; this quickbeam "
             f"reads version {VERSION}: record it again"
         )
-    _check(trace, {"answer": dict, "steps": list}, f"{path}")
-    _check(trace["answer"], ANSWER, f"{path}: answer")
-    for number, step in enumerate(trace["steps"], 1):
-        where = f"{path}: step {number}"
-        _check(step, STEP, where)
-        _check(step["next"], TOKEN, f"{where}, next")
+    _check(trace, {"answer": ANSWER, "steps": [STEP]}, f"{path}: trace")
+    for number, step in enumerate(trace["steps"]):
+        where = f"{path}: trace.steps[{number}].nodes"
         if not step["nodes"]:
-            raise InvalidInput(f"{where}: has no nodes; a tree has its root at least")
+            raise InvalidInput(f"{where}: none; a tree has its root at least")
         for i, node in enumerate(step["nodes"]):
-            _check(node, NODE, f"{where}, node {i}")
             if not (0 <= node["parent"] < i or (i == 0 and node["parent"] == -1)):
                 raise InvalidInput(
-                    f"{where}, node {i}: parent {node['parent']}; must be an "
-                    "earlier node (-1 for the root, node 0)"
+                    f"{where}[{i}].parent: {node['parent']}; must be an earlier node (-1 for the "
+                    "root, node 0)"
                 )
     return trace
 
 
-def _check(record: Any, fields: dict[str, Any], where: str) -> None:
-    """Raise `InvalidInput` unless `record` is an object with these fields of these types.
-
-    Numbers must be finite.
-    """
-    if not isinstance(record, dict):
-        raise InvalidInput(f"{where}: {str(record)[:40]!r}; must be an object")
-    for name, kind in fields.items():
-        if name not in record:
-            raise InvalidInput(f"{where}: has no {name!r}; it needs {', '.join(fields)}")
-        value = record[name]
-        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+def _check(value: Any, kind: Any, where: str) -> None:
+    """Raise `InvalidInput` unless a value is of a kind, one like `STEP`. Numbers must be finite."""
+    if isinstance(kind, dict) and isinstance(value, dict):
+        for name, own in kind.items():
+            if name not in value:
+                raise InvalidInput(f"{where}: has no {name!r}; it needs {', '.join(kind)}")
+            _check(value[name], own, f"{where}.{name}")
+    elif isinstance(kind, list) and isinstance(value, list):
+        for number, one in enumerate(value):
+            _check(one, kind[0], f"{where}[{number}]")
+    else:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        good = isinstance(kind, type | tuple) and isinstance(value, kind)
+        good = good and (kind is bool or not isinstance(value, bool))
         if not good or (isinstance(value, int | float) and not abs(value) < 1e300):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            raise InvalidInput(
-                f"{where}: {name}={str(value)[:40]!r}; must be "
-                f"{' or '.join(k.__name__ for k in kinds)}"
-            )
+            names = [one.__name__ if isinstance(one, type) else type(one).__name__ for one in kinds]
+            raise InvalidInput(f"{where}: {str(value)[:40]!r}; must be {' or '.join(names)}")

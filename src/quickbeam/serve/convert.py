@@ -19,6 +19,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
+from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Conversation, Message, TokenizeText, Tool, ToolMessage, text_of
@@ -84,7 +85,8 @@ async def _begun(runner: Runner, request: Request, given: Prompts) -> Answers:
             "speculation.method",
         )
     params = sampling(request, given, runner.defaults)
-    with runner.enter(given.size, given.number * params.n, given.tokens) as ticket:
+    tokens = -(-given.size // BYTES_A_TOKEN) if given.tokens is None else given.tokens
+    with runner.gate.enter(tokens, given.number * params.n, TENANT.get()) as ticket:
         prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, given)
         if params.grammar is not None:
             await runner.compile_grammar(params.grammar)
@@ -154,7 +156,7 @@ def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) ->
         max_tokens=2**31 if length is None else length,
         logprobs=request.scores,
         prompt_logprobs=request.prompt_scores,
-        grammar=prompts.grammar or _grammar(request),
+        grammar=prompts.grammar or next((one.make(one.value) for one in request.grammars), None),
         **given,
     )
 
@@ -198,18 +200,6 @@ def too_long(most: int, why: str, param: str) -> Refused:
 @lru_cache(maxsize=4)
 def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
-
-
-def _grammar(request: Request) -> Grammar | None:
-    if not request.grammars:
-        return None
-    _, kind, value = request.grammars[0]
-    if kind == "json_object":
-        return Grammar.json_object()
-    if kind == "choice":
-        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
-        return Grammar.lark(f"start: {texts}")
-    return Grammar(kind, value) if kind != "json_schema" else Grammar.json_schema(value)
 
 
 def encode_conversation(

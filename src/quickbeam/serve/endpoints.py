@@ -16,6 +16,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from quickbeam.errors import QuickbeamError
 from quickbeam.serve import chat, completions, errors, responses
+from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.answers import Reply, done_events
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
@@ -125,6 +126,8 @@ def guarded(handler: Handler) -> Handler:
         except Gone:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
+            if isinstance(error, TurnedAway):
+                http.app.state.runner.metrics.refused(error)
             return errors.response(error)
 
     return handle

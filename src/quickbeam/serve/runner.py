@@ -23,16 +23,7 @@ from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import (
-    BYTES_A_TOKEN,
-    LONGEST_WAIT,
-    TENANT,
-    Gate,
-    Phase,
-    Ticket,
-    TurnedAway,
-    Unavailable,
-)
+from quickbeam.serve.admission import LONGEST_WAIT, Gate, Phase, Ticket, Unavailable
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
@@ -85,36 +76,17 @@ class Runner:
             self.gate.phase = Phase.ready
 
     @property
-    def llm(self) -> LLM:
-        """The model, for a request: if none is loaded, it is counted as refused, and `Unavailable`
-        raised."""
-        try:
-            return self.loaded.llm
-        except Unavailable as error:
-            self.metrics.refused(error)
-            raise
-
-    @property
     def loaded(self) -> AsyncLLM:
-        """The model. Raises `Unavailable` if none is loaded yet, without counting that."""
+        """The model's interface. Raises `Unavailable` if none is loaded yet."""
         if self._aio is None:
             self.gate.check()
         assert self._aio is not None
         return self._aio
 
-    def enter(self, text_size: int, choices: int = 1, tokens: int | None = None) -> Ticket:
-        """Return a request's place in the queue, before anything is computed for the request.
-
-        The ticket is a context manager. `text_size` is the size of the prompts in bytes or
-        characters, `tokens` their number of tokens where that is known. Raises `InvalidInput` for
-        more answers than can ever be let in, `Busy` and `Unavailable`.
-        """
-        estimate = -(-text_size // BYTES_A_TOKEN) if tokens is None else tokens
-        try:
-            return self.gate.enter(estimate, choices, TENANT.get())
-        except TurnedAway as error:
-            self.metrics.refused(error)
-            raise
+    @property
+    def llm(self) -> LLM:
+        """The model. Raises `Unavailable` if none is loaded yet."""
+        return self.loaded.llm
 
     async def compile_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, after those that were asked for before. Raises `InvalidInput`."""
@@ -150,9 +122,8 @@ class Runner:
                 stream.close()
             if isinstance(error, TimeoutError):
                 why = f"the request has waited for {settings.queue_timeout:g} seconds without its"
-                late = Unavailable(f"{why} turn: come back later", self.gate.retry_after())
-                self.metrics.refused(late)
-                raise late from None
+                wait = self.gate.retry_after()
+                raise Unavailable(f"{why} turn: come back later", wait) from None
             raise
         return streams
 
@@ -165,9 +136,7 @@ class Runner:
             stream = await self.loaded.stream(job.prompt, job.params, **how, **watch)
         except Closed as error:
             why = self.unhealthy_reason or error
-            gone = Unavailable(f"the server can't answer: {why}", LONGEST_WAIT)
-            self.metrics.refused(gone)
-            raise gone from error
+            raise Unavailable(f"the server can't answer: {why}", LONGEST_WAIT) from error
 
         def over(answer: Stream) -> None:
             ticket.end()

@@ -12,6 +12,7 @@ megabytes may hold a million of them.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -20,6 +21,7 @@ from typing_extensions import Self
 
 from quickbeam.engine.budget import MAX_NODES_SLOW
 from quickbeam.errors import TEXT_ALONE
+from quickbeam.grammar.spec import Grammar
 
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -147,13 +149,26 @@ class Speculation(Body):
 
 
 Choice = Some[Annotated[str, Field(min_length=1)]]
-# kinds of grammars by vLLM's names
-VLLM_KINDS = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "lark",
+
+
+def any_object(_: object) -> Grammar:
+    return Grammar.json_object()
+
+
+def one_of(texts: list[str]) -> Grammar:
+    """Return the grammar of an answer that is one of these texts."""
+    return Grammar.lark(
+        f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in texts)}"
+    )
+
+
+# grammars by vLLM's names
+VLLM_KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "json_object": any_object,
+    "regex": Grammar.regex,
+    "choice": one_of,
+    "grammar": Grammar.lark,
 }
 
 
@@ -168,13 +183,10 @@ class StructuredOutputs(Body):
 
 
 class AskedGrammar(NamedTuple):
-    """A grammar, by the field that gives it.
-
-    `kind` is `choice`, one of several texts, or a method of `Grammar`, which takes the `value`.
-    """
+    """A grammar, by the field that gives it: what `make` makes of its `value`."""
 
     param: str
-    kind: str
+    make: Callable[[Any], Grammar]
     value: Any
 
 
@@ -238,11 +250,12 @@ class Request(Root):
     def grammars(self) -> list[AskedGrammar]:
         """What the answer has to follow; after validation, at most one."""
         vllm = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        given = [AskedGrammar(name, name, getattr(self, name)) for name in ("regex", "lark")]
-        for name, kind in VLLM_KINDS.items():
+        given = [AskedGrammar("regex", Grammar.regex, self.regex)]
+        given.append(AskedGrammar("lark", Grammar.lark, self.lark))
+        for name, make in VLLM_KINDS.items():
             guided = f"guided_{name}"
-            given.append(AskedGrammar(guided, kind, getattr(self, guided, None)))
-            given.append(AskedGrammar(f"structured_outputs.{name}", kind, vllm.get(name) or None))
+            given.append(AskedGrammar(guided, make, getattr(self, guided, None)))
+            given.append(AskedGrammar(f"structured_outputs.{name}", make, vllm.get(name) or None))
         return [one for one in given if one.value is not None]
 
     @property
@@ -285,8 +298,8 @@ def format_grammars(
     """Return the grammar of a response format; none if any text will do."""
     form = asked.json_schema if isinstance(asked, JsonSchema) else asked
     if isinstance(form, Schema):
-        return [AskedGrammar(param, "json_schema", form.schema_)]
-    return [AskedGrammar(param, "json_object", True)] if form and form.type != "text" else []
+        return [AskedGrammar(param, Grammar.json_schema, form.schema_)]
+    return [AskedGrammar(param, any_object, True)] if form and form.type != "text" else []
 
 
 ResponseFormat = Annotated[PlainFormat | JsonSchema, Field(discriminator="type")]
