@@ -15,7 +15,6 @@ from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.models.weight_file import WeightFile
-from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class LMDrafter(Drafter):
                 model.resize_token_embeddings(vocab_size, mean_resizing=False)
             self.model = make_model(model, native=native, weights=weights, kept=kept)
         self.pool, self.context_length = self.model.pool, self.model.context_length
-        self.weight_bytes = weight_bytes(self.model.config, weights)
+        self.weight_bytes = self.model.token_bytes
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:

@@ -21,7 +21,6 @@ from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained, situation
 from quickbeam.models.base import Model
 from quickbeam.models.kv import SequenceCache
-from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -126,9 +125,9 @@ class Drafting:
         settings = frozenset(one.request.setting for one in measured)
         drafters = [one.drafter for one in measured if one.drafter is not None]
         for drafter in drafters:
-            if drafter.weight_bytes is not None:
-                target = weight_bytes(self.model.config, self.model.weights)
-                self.budget.cost.expect_calls(drafter, drafter.weight_bytes / target)
+            if drafter.weight_bytes and self.model.token_bytes:
+                share = drafter.weight_bytes / self.model.token_bytes
+                self.budget.cost.expect_calls(drafter, share)
         modes = list({mode: None for one in measured for mode in _modes(one)})
         first = drafters[0] if drafters else None
         alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)

@@ -66,6 +66,9 @@ class TorchModel(Model):
             self.chunk, self.streamed, self._reason = chunk, pinned, reason
             self._features: Features | None = None
             refuse_other_logits(self, expected, model)
+        table, head = (getattr(one, "weight", None) for one in (self.embedding, self.head))
+        read = [one for one in model.parameters() if one is not table or one is head]
+        self.weight_bytes = self.token_bytes = sum(one.nbytes for one in read)
         if pinned is not None:
             self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
 
