@@ -13,6 +13,7 @@ from torch import nn
 
 from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.folder import TargetParts
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
 LLAMA: dict[str, Any] = dict(
@@ -120,6 +121,7 @@ def shared(size: int = D) -> tuple[nn.Embedding, nn.Linear]:
 def read(
     folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None, **target: int
 ) -> EagleHead:
-    sizes = {"target_layers": LAYERS, "target_size": D, "vocab_size": VOCAB, **target}
-    first, second = shared(sizes["target_size"])
-    return load_eagle(folder, **sizes, embedding=embedding or first, head=head or second)
+    sizes = {"layers": LAYERS, "size": D, "vocab": VOCAB, **target}
+    first, second = shared(sizes["size"])
+    parts = TargetParts(**sizes, embedding=embedding or first, head=head or second)
+    return load_eagle(folder, parts)

@@ -29,6 +29,7 @@ from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
+from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
@@ -494,11 +495,10 @@ def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
 # Folders
 
 
-def read(folder: Path, **target: int) -> BlockNetwork:
+def read(folder: Path) -> BlockNetwork:
     toy = tiny("llama", seed=3)
-    sizes = {"target_layers": 3, "target_size": D, "vocab_size": VOCAB, **target}
     modules = toy.get_input_embeddings(), toy.get_output_embeddings()
-    return load_block(folder, **sizes, embedding=modules[0], head=modules[1])
+    return load_block(folder, TargetParts(3, D, VOCAB, *modules))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -530,7 +530,7 @@ def test_the_layout_of_dflash_is_read(toys: dict[str, Toy], tmp_path: Path) -> N
         ({"markov_head_type": "rnn"}, "markov_head_type: 'rnn'; known: vanilla"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-        ({"mask_token_id": None}, "mask_token_id|no number"),
+        ({"mask_token_id": None}, "mask_token_id: None; want a whole number"),
         ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}"),
         ({"target_layer_ids": [0, 9]}, "the model has 1 to 3"),
         ({"hidden_size": 64}, "64 wide, the target 32"),

@@ -295,9 +295,9 @@ def test_our_own(tmp_path: Path) -> None:
         torch.equal(value, network.state_dict()[name]) for name, value in again.state_dict().items()
     )
     with pytest.raises(InvalidInput, match="reads hidden states 32 wide, the target's are 64"):
-        read(tmp_path / "drafter", target_size=64)
+        read(tmp_path / "drafter", size=64)
     with pytest.raises(InvalidInput, match="the model has 1 to 5"):
-        read(tmp_path / "drafter", target_layers=5)
+        read(tmp_path / "drafter", layers=5)
 
 
 def test_sglang_names_the_layer_of_a_state(tmp_path: Path) -> None:

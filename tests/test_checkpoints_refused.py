@@ -58,14 +58,14 @@ def refuse(
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: False"),
         ({"layer_types": ["sliding_attention"]}, "layer_types: sliding_attention"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu'; known: silu"),
+        ({"hidden_act": "quick_gelu"}, "unknown activation 'quick_gelu'; known: silu"),
         (
             {"rope_scaling": {"rope_type": "mystery", "factor": 2.0}},
-            "no Llama layer and rotary angles.*mystery",
+            "no rotary angles.*mystery",
         ),
         (
             {"num_attention_heads": "four"},
-            "no Llama layer and rotary angles.*num_attention_heads|expected int",
+            "num_attention_heads: .four.; want a whole number",
         ),
         (
             {"intermediate_size": 64},
@@ -129,14 +129,14 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         LLAMA,
         eagle1(),
         "reads hidden states 32 wide, the target's are 64",
-        target_size=64,
+        size=64,
     )
     refuse(
         tmp_path / "b",
         LLAMA | {"draft_vocab_size": DRAFT},
         eagle3(),
         "32 wide, the target 64, and it lacks its own",
-        target_size=64,
+        size=64,
     )
     state = eagle3() | {"embed_tokens.weight": torch.zeros(VOCAB, D)}
     refuse(
@@ -144,12 +144,10 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         LLAMA | {"draft_vocab_size": DRAFT},
         state,
         "reads hidden states 32 wide, the target's are 64",
-        target_size=64,
+        size=64,
     )
     config = LLAMA | {"vocab_size": 10, "draft_vocab_size": DRAFT}
-    refuse(
-        tmp_path / "d", config, eagle3(), "draft_vocab_size is 20, the target has 12", vocab_size=12
-    )
+    refuse(tmp_path / "d", config, eagle3(), "draft_vocab_size is 20, the target has 12", vocab=12)
 
 
 def test_a_broken_folder_is_refused(tmp_path: Path) -> None:

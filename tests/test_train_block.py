@@ -21,6 +21,7 @@ from quickbeam.cli.app import app
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
+from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.opening import make_model
@@ -309,14 +310,8 @@ def test_a_toy_target_is_learnt(tmp_path: Path) -> None:
     assert min(held.overlap) > 0.8 and held.mat_drawn > 4, held
     assert min(held.agreement) > 0.5 and held.mat > 2.7, held  # where two tokens tie, less
     of = run.target
-    loaded = load_block(
-        tmp_path / "out",
-        target_layers=2,
-        target_size=D,
-        vocab_size=VOCAB,
-        embedding=of.embedding,
-        head=torch.nn.Identity(),
-    )
+    parts = TargetParts(2, D, VOCAB, of.embedding, torch.nn.Identity())
+    loaded = load_block(tmp_path / "out", parts)
     assert loaded.config == CONFIG
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, run.network.state_dict()[name].bfloat16())

@@ -58,9 +58,8 @@ def test_other_activations_are_refused(tmp_path, name):
     sizes |= dict(target_size=8, vocab_size=9)
     with pytest.raises(InvalidInput, match=f"unknown activation '{name}'; known: silu, "):
         EagleHead(EagleConfig(**sizes, layers=(1, 2, 3), activation=name))
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes})
-    )
+    record = {"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes}
+    write(tmp_path, record, {"fc.weight": torch.zeros(1)})
     with pytest.raises(InvalidInput, match=f"unknown activation '{name}'"):
         read(tmp_path)
 

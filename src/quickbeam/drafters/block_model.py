@@ -28,10 +28,14 @@ from torch import nn
 
 from quickbeam.drafters.eagle_model import Norm
 from quickbeam.drafters.folder import (
+    SIZES,
+    TargetParts,
     assemble,
+    layer_fields,
     named_errors,
     read_config,
     read_tensors,
+    whole_numbers,
     write_folder,
 )
 from quickbeam.errors import InvalidInput
@@ -44,16 +48,11 @@ head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_
 
 # tensors that are not read: copies of the target's own
 IGNORED = ("embed_tokens.", "lm_head.")
-SIZES = {  # by field of `BlockConfig`: its name in config.json
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
+NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those of `SIZES`
     "depth": "num_hidden_layers",
     "block_size": "block_size",
     "mask_token": "mask_token_id",
 }
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,12 @@ class BlockConfig:
                 f"{fields.get('confidence_head_with_markov')!r}, which does not fit its markov_rank"
             )
         try:
-            sizes = {name: int(fields[key]) for name, key in SIZES.items()}
             taps = tuple(int(i) + 1 for i in fields["target_layer_ids"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(f"its config lacks, or has no number for, {error}") from error
+            raise InvalidInput(f"its config's target_layer_ids can't be read ({error})") from error
         return BlockConfig(
-            **sizes,
-            head_dim=fields.get("head_dim") or sizes["hidden_size"] // sizes["heads"],
+            **layer_fields(fields),
+            **whole_numbers(fields, NUMBERS),
             taps=taps,
             target_size=target_size,
             vocab_size=vocab_size,
@@ -135,8 +133,6 @@ class BlockConfig:
             causal=bool(fields.get("causal_head")),
             markov_rank=int(rank),
             confidence=confidence,
-            eps=fields.get("rms_norm_eps", 1e-6),
-            rope={name: fields[name] for name in ROPE if fields.get(name) is not None},
         )
 
     def rotary(self) -> RotaryEmbedding:
@@ -147,7 +143,7 @@ class BlockConfig:
         """Return the fields that `of` reads."""
         return {
             "architectures": ["Qwen3DSparkModel"],
-            **{key: getattr(self, name) for name, key in SIZES.items()},
+            **{key: getattr(self, name) for name, key in (SIZES | NUMBERS).items()},
             "head_dim": self.head_dim,
             "target_layer_ids": [tap - 1 for tap in self.taps],
             "sample_from_anchor": self.from_anchor,
@@ -347,37 +343,29 @@ def is_block(folder: Path) -> bool:
     return "block_size" in record and ("dflash_config" in record or "target_layer_ids" in record)
 
 
-def load_block(
-    folder: Path,
-    *,
-    target_layers: int,
-    target_size: int,
-    vocab_size: int,
-    embedding: nn.Module,
-    head: nn.Module,
-) -> BlockNetwork:
+def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
     """Load the block drafter in `folder`, in the layout of DFlash or DSpark, for a target.
 
-    The arguments are those of `load_eagle`. Raises `InvalidInput` for another target's drafter, and
-    where a tensor is missing, has another shape, or has no place in the network.
+    Raises `InvalidInput` for another target's drafter, and where a tensor is missing, has another
+    shape, or has no place in the network.
     """
     with named_errors(folder):
-        config = BlockConfig.of(read_config(folder), target_size, vocab_size)
-        check_layers(config.taps, target_layers)
-        if config.hidden_size != target_size:
+        config = BlockConfig.of(read_config(folder), target.size, target.vocab)
+        check_layers(config.taps, target.layers)
+        if config.hidden_size != target.size:
             raise InvalidInput(
-                f"it is {config.hidden_size} wide, the target {target_size}: it was made for "
+                f"it is {config.hidden_size} wide, the target {target.size}: it was made for "
                 "another model"
             )
-        if not 0 <= config.mask_token < vocab_size:
+        if not 0 <= config.mask_token < target.vocab:
             raise InvalidInput(
-                f"its mask_token_id is {config.mask_token}, the target has {vocab_size} tokens: it "
-                "was made for another model"
+                f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "
+                "it was made for another model"
             )
         if config.drafted < 1 or config.depth < 1:
             raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
         with torch.device("meta"):
-            network = BlockNetwork(config, embedding, head)
+            network = BlockNetwork(config, target.embedding, target.head)
         network._rotary = (config.rotary(),)
         state = assemble(network, read_tensors(folder), ignored=IGNORED)
     network.load_state_dict(state, assign=True)

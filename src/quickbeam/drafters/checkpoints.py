@@ -10,15 +10,16 @@ that has no place in it is an error.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.drafters.folder import (
     Parts,
+    TargetParts,
     assemble,
+    layer_fields,
     named_errors,
     read_config,
     read_tensors,
@@ -27,23 +28,10 @@ from quickbeam.drafters.folder import (
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
     "eagle and eagle3, quickbeam's own"
 )
-LAYER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "hidden_act",
-)
-OTHER = ("vocab_size", "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
 # A drafter whose config has another value for one of these fields is refused.
 PLAIN = {
     "layernorms": False,
@@ -61,19 +49,10 @@ IGNORED = {
     "verifier_norm.weight",
     "verifier_lm_head.weight",
     "tokens",
-    "rotary.",
     "layers.0.self_attn.rotary_emb.inv_freq",
     "midlayer.self_attn.rotary_emb.inv_freq",
     "transformer.self_attn.rotary_emb.inv_freq",
 }
-
-
-class TargetShape(NamedTuple):
-    """What a drafter has to fit: the target's number of layers, width, and tokens."""
-
-    layers: int
-    size: int
-    vocab: int
 
 
 def is_eagle(folder: Path) -> bool:
@@ -92,53 +71,54 @@ def is_eagle(folder: Path) -> bool:
         return False
 
 
-def load_eagle(
-    folder: Path,
-    *,
-    target_layers: int,
-    target_size: int,
-    vocab_size: int,
-    embedding: nn.Module,
-    head: nn.Module,
-) -> EagleHead:
+def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     """Load the drafter in `folder` for a target.
-
-    The target has `target_layers` layers, hidden states `target_size` wide and `vocab_size` tokens.
-    `embedding` (`[...]` ids to `[..., target_size]`) and `head` are the target's modules.
 
     The drafter keeps an embedding of its own only if the stored one differs from the target's
     module: in width, or in the values of a sample of rows by more than bfloat16's rounding. It
     differs if it was trained, or if the target scales its own. A drafter without a stored head uses
-    the target's. Published weights keep the dtype they are stored in. They stay memory-mapped until
-    they are cast or moved.
+    the target's. Weights keep the dtype they are stored in. They stay memory-mapped until they are
+    cast or moved.
 
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
     target, or holds a variant that `EagleHead` can't represent.
     """
-    record, target = read_config(folder), TargetShape(target_layers, target_size, vocab_size)
+    record = read_config(folder)
+    parts: Parts = {}
+    ignored = set[str]()
     with named_errors(folder):
-        if record.get("model_type") == MODEL_TYPE:
-            network = EagleHead.load(folder, embedding, head)
-            _check_target(network.config, network.state_dict().get("tokens"), target)
-            return network
         state = read_tensors(folder)
-        prefix, fc = _layout(record, state)
-        fields = {**record, **(record.get("transformer_layer_config") or {})}
-        config = _config(fields, state, prefix, target, embedding)
+        if record.get("model_type") == MODEL_TYPE:
+            config = _own_config(record)
+        else:
+            prefix, fc = _layout(record, state)
+            fields = {**record, **(record.get("transformer_layer_config") or {})}
+            config = _config(fields, state, prefix, target)
+            parts, ignored = _parts(config, prefix, fc), IGNORED
+            if config.own_embedding:
+                ignored = ignored - {"embed_tokens.weight"}
+            if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
+                ignored = ignored | {"lm_head.weight"}
         with torch.device("meta"):
-            network = EagleHead(config, embedding, head)
-        ignored = IGNORED - ({"embed_tokens.weight"} if config.own_embedding else set())
-        if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
-            ignored = ignored | {"lm_head.weight"}
-        weights = assemble(network, state, _parts(config, prefix, fc), ignored)
-        if config.draft_vocab_size is not None:
+            network = EagleHead(config, target.embedding, target.head)
+        weights = assemble(network, state, parts, ignored)
+        if config.draft_vocab_size is not None and "tokens" not in weights:
             weights["tokens"] = _tokens(
-                state, config.draft_vocab_size, fields.get("vocab_size"), vocab_size
+                state, config.draft_vocab_size, fields.get("vocab_size"), target.vocab
             )
         _check_target(config, weights.get("tokens"), target)
     network.rotary = config.rotary()
-    network.load_state_dict(weights, strict=False, assign=True)
+    network.load_state_dict(weights, assign=True)
     return network.requires_grad_(False)
+
+
+def _own_config(record: dict[str, Any]) -> EagleConfig:
+    """Return the configuration that `EagleHead.save` wrote. Raises `InvalidInput` for another."""
+    known = {name: value for name, value in record.items() if name != "model_type"}
+    try:
+        return EagleConfig(**known | {"layers": tuple(record["layers"])})
+    except (KeyError, TypeError) as error:
+        raise InvalidInput(f"its config.json is not of quickbeam's layout ({error})") from error
 
 
 def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str, str]:
@@ -161,14 +141,8 @@ def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str
     return prefixes[0], fc[0]
 
 
-def _llama(fields: dict[str, Any]) -> LlamaConfig:
-    """Return the drafter's layer as transformers describes it.
-
-    Raises `InvalidInput` for what the layer of an `EagleHead` can't do.
-    """
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
+def _refuse(fields: dict[str, Any]) -> None:
+    """Raise `InvalidInput` for what an `EagleHead` can't do."""
     flags = {**(fields.get("eagle_config") or {}), **fields}
     refused = [
         f"{name}: {flags[name]!r}" for name in PLAIN if flags.get(name) not in (None, PLAIN[name])
@@ -179,77 +153,49 @@ def _llama(fields: dict[str, Any]) -> LlamaConfig:
         raise InvalidInput(
             f"its config says {refused[0]}, which quickbeam's drafters can't do; use one without it"
         )
-    try:
-        layer = LlamaConfig(
-            **{name: fields[name] for name in LAYER + OTHER if fields.get(name) is not None}
-        )
-        LlamaRotaryEmbedding(layer)
-    except Exception as error:  # which exceptions are raised differs by release of transformers
-        reason = (str(error).strip().splitlines() or [""])[-1].strip()
-        raise InvalidInput(
-            "its config describes no Llama layer and rotary angles: "
-            f"{type(error).__name__}: {reason}"
-        ) from error
     if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
         raise InvalidInput(
             "its config doesn't say norm_before_residual: write true or false into "
             "config.json, as it was trained"
         )
-    if layer.hidden_act not in ACTIVATIONS:
-        raise InvalidInput(
-            f"its config says hidden_act: {layer.hidden_act!r}; known: {', '.join(ACTIVATIONS)}"
-        )
-    return layer
 
 
 def _config(
-    fields: dict[str, Any],
-    state: dict[str, torch.Tensor],
-    prefix: str,
-    target: TargetShape,
-    embedding: nn.Module,
+    fields: dict[str, Any], state: dict[str, torch.Tensor], prefix: str, target: TargetParts
 ) -> EagleConfig:
     """Return what the configuration and the stored tensors say of the network."""
-    layer, flags = _llama(fields), {**(fields.get("eagle_config") or {}), **fields}
+    _refuse(fields)
+    layer, flags = layer_fields(fields), {**(fields.get("eagle_config") or {}), **fields}
+    size, vocab = layer["hidden_size"], fields.get("vocab_size") or target.vocab
     wide = f"{prefix}.hidden_norm.weight" in state
-    stored, shared = state.get("embed_tokens.weight"), layer.hidden_size == target.size
-    own = stored is not None and (not shared or _differs(stored, embedding, target.vocab))
+    stored, shared = state.get("embed_tokens.weight"), size == target.size
+    own = stored is not None and (not shared or _differs(stored, target))
     if wide and not shared and stored is None:
         raise InvalidInput(
-            f"it is {layer.hidden_size} wide, the target {target.size}, and it "
-            "lacks its own embedding, embed_tokens.weight"
+            f"it is {size} wide, the target {target.size}, and it lacks its own embedding, "
+            "embed_tokens.weight"
         )
-    if layer.vocab_size > target.vocab:
+    if vocab > target.vocab:
         raise InvalidInput(
-            f"its vocab_size is {layer.vocab_size}, the target has {target.vocab} "
-            "tokens: it was made for another model"
+            f"its vocab_size is {vocab}, the target has {target.vocab} tokens: it was made for "
+            "another model"
         )
     lm_head = state.get("lm_head.weight") if wide else None
-    rows = layer.vocab_size if lm_head is None else len(lm_head)
-    draft_vocab = fields.get("draft_vocab_size") or rows
-    if wide and lm_head is None and (draft_vocab != layer.vocab_size or not shared):
+    draft_vocab = fields.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
+    if wide and lm_head is None and (draft_vocab != vocab or not shared):
         raise InvalidInput(
             "it lacks lm_head.weight, and the target's head can't stand in: the "
             "drafter's vocabulary or width is another"
         )
     read = flags.get("target_hidden_size") if wide else None
     return EagleConfig(
-        hidden_size=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        heads=layer.num_attention_heads,
-        kv_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
+        **layer,
         layers=_layers(fields, target.layers) if wide else (target.layers + 1,),
-        target_size=read or layer.hidden_size,
+        target_size=read or size,
         vocab_size=len(stored) if own and stored is not None else target.vocab,
         draft_vocab_size=None if lm_head is None else draft_vocab,
         join="attention" if wide else "input",
-        eps=layer.rms_norm_eps,
-        activation=layer.hidden_act,
-        rope={
-            "rope_parameters": layer.rope_parameters,
-            "max_position_embeddings": layer.max_position_embeddings,
-        },
+        activation=fields.get("hidden_act") or "silu",
         feature_norms=wide and bool(flags.get("fc_norm") or "fc_norm.0.weight" in state),
         fused_norm=wide and bool(flags.get("norm_before_fc") or "input_norm.weight" in state),
         norm_before_residual=wide and bool(flags.get("norm_before_residual")),
@@ -279,15 +225,15 @@ def _layers(fields: dict[str, Any], count: int) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _differs(stored: torch.Tensor, embedding: nn.Module, vocab_size: int) -> bool:
+def _differs(stored: torch.Tensor, target: TargetParts) -> bool:
     """Whether a drafter's stored embedding differs from the target's.
 
     Compares the width and a sample of `ROWS` rows, up to bfloat16's rounding.
     """
-    ids = torch.linspace(0, min(len(stored), vocab_size) - 1, ROWS).long()
-    parameter = next(embedding.parameters(), ids)
+    ids = torch.linspace(0, min(len(stored), target.vocab) - 1, ROWS).long()
+    parameter = next(target.embedding.parameters(), ids)
     with torch.inference_mode():
-        theirs = embedding(ids.to(parameter.device)).float().cpu()
+        theirs = target.embedding(ids.to(parameter.device)).float().cpu()
     return theirs.shape[-1] != stored.shape[-1] or not torch.allclose(
         stored[ids].float(), theirs, rtol=2**-7, atol=1e-5
     )
@@ -345,7 +291,7 @@ def _tokens(
     return torch.arange(count) + offset.long()
 
 
-def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetShape) -> None:
+def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetParts) -> None:
     """Raise `InvalidInput` for a drafter that was made for another target."""
     widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
     if other := [width for width in widths if width != target.size]:

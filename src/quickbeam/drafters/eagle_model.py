@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
+from quickbeam.drafters.folder import write_folder
 from quickbeam.errors import InvalidInput
 from quickbeam.models.angles import RotaryEmbedding
 
@@ -259,29 +259,5 @@ class EagleHead(nn.Module):
 
         Floating-point tensors are stored as `dtype`.
         """
-        state = {k: v for k, v in self.state_dict().items() if not k.startswith("rotary.")}
-        write_folder(folder, {"model_type": MODEL_TYPE, **asdict(self.config)}, state, dtype)
-
-    @staticmethod
-    def load(
-        folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None
-    ) -> EagleHead:
-        """Load what `save` wrote. Raises `InvalidInput` if the folder holds something else."""
-        try:
-            record = read_config(folder)
-            if record.pop("model_type", None) != MODEL_TYPE:
-                raise InvalidInput(f"its model_type is not {MODEL_TYPE}")
-            record["layers"] = tuple(record["layers"])
-            network, stored = (
-                EagleHead(EagleConfig(**record), embedding, head),
-                read_tensors(folder),
-            )
-            own = {k: v for k, v in network.state_dict().items() if not k.startswith("rotary.")}
-            for name, tensor in own.items():
-                check_shape(stored, name, tensor.shape)
-        except (InvalidInput, KeyError, TypeError) as error:
-            raise InvalidInput(
-                f"{folder} is not a drafter that `quickbeam train` wrote: {error}"
-            ) from error
-        network.load_state_dict({name: stored[name] for name in own}, strict=False)
-        return network
+        record = {"model_type": MODEL_TYPE, **asdict(self.config)}
+        write_folder(folder, record, self.state_dict(), dtype)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.errors import InvalidInput
+from quickbeam.models.angles import RotaryEmbedding
+from quickbeam.models.base import Model
 
 WEIGHTS = (
     "model.safetensors.index.json",
@@ -35,6 +37,61 @@ UNREADABLE = (
     pickle.UnpicklingError,
     AttributeError,
 )
+SIZES = {  # by field of `EagleConfig` and `BlockConfig`: its name in published configurations
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+
+
+class TargetParts(NamedTuple):
+    """What a drafter has to fit: a target of `layers` layers, `size` wide, with `vocab` tokens.
+
+    `embedding` (`[...]` ids to `[..., size]`) and `head` are the target's modules.
+    """
+
+    layers: int
+    size: int
+    vocab: int
+    embedding: nn.Module
+    head: nn.Module
+
+    @staticmethod
+    def of(model: Model) -> TargetParts:
+        config = model.config
+        sizes = config.num_hidden_layers, config.hidden_size, model.vocab_size
+        return TargetParts(*sizes, model.embedding, model.head)
+
+
+def whole_numbers(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that have these `names` in a configuration.
+
+    Raises `InvalidInput` for one that is missing or is no whole number.
+    """
+    for name in names.values():
+        if not isinstance(fields.get(name), int):
+            raise InvalidInput(f"its config says {name}: {fields.get(name)!r}; want a whole number")
+    return {field: fields[name] for field, name in names.items()}
+
+
+def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says of a Llama-like layer, by field of the drafter's own.
+
+    Raises `InvalidInput` for fields that are missing, and for unknown rotary angles.
+    """
+    fields = {"num_key_value_heads": fields.get("num_attention_heads"), "head_dim": None, **fields}
+    sizes = whole_numbers(fields, SIZES)
+    if fields["head_dim"] is None:
+        fields["head_dim"] = sizes["hidden_size"] // max(1, sizes["heads"])
+    sizes |= whole_numbers(fields, {"head_dim": "head_dim"})
+    rope = {name: fields[name] for name in ROPE if fields.get(name) is not None}
+    try:
+        RotaryEmbedding(rope, sizes["head_dim"])
+    except (InvalidInput, TypeError, ValueError, ArithmeticError) as error:
+        raise InvalidInput(f"its config describes no rotary angles: {error}") from error
+    return sizes | {"eps": fields.get("rms_norm_eps") or 1e-6, "rope": rope}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -130,7 +187,7 @@ def assemble(
         module, _, kind = name.rpartition(".")
         names = list[str]()
         for source, rows in parts.get(module, [(module, None)]):
-            names.append(f"{source}.{kind}")
+            names.append(f"{source}.{kind}" if source else kind)
             check_shape(stored, names[-1], (rows or tensor.shape[0], *tensor.shape[1:]))
         made[name] = (
             torch.cat([stored[one] for one in names]) if len(names) > 1 else stored[names[0]]

@@ -18,6 +18,7 @@ from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
 from quickbeam.drafters.draft_model import LMDrafter, first_difference
 from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.drafters.translation import TranslatedDrafter, Translation
 from quickbeam.errors import InvalidInput
@@ -94,17 +95,11 @@ def _refuse_weights(name: str, weights: str | None) -> None:
 
 def _feature_drafter(folder: Path, target: Model) -> Drafter:
     """Load a drafter that reads the target's hidden states."""
-    fitting: dict[str, Any] = {
-        "target_layers": target.config.num_hidden_layers,
-        "target_size": target.config.hidden_size,
-        "vocab_size": target.vocab_size,
-        "embedding": target.embedding,
-        "head": target.head,
-    }
+    parts = TargetParts.of(target)
     drafter: Drafter = (
-        BlockDrafter(load_block(folder, **fitting), target)
+        BlockDrafter(load_block(folder, parts), target)
         if is_block(folder)
-        else eagle_drafter(load_eagle(folder, **fitting), target)
+        else eagle_drafter(load_eagle(folder, parts), target)
     )
     drafter.folder = folder
     return drafter

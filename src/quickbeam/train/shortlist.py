@@ -18,12 +18,12 @@ import torch
 
 from quickbeam import hub
 from quickbeam.drafters.block_model import is_block
-from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.checkpoints import load_eagle
+from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import check_layers
 from quickbeam.models.formats import pick_device
 from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
@@ -48,37 +48,35 @@ class DrafterFolder:
     """What the training of a shortlist reads.
 
     That is the text in `out`, its drafter, and the target. `model`: None is the embedded default.
-    Raises `InvalidInput` if the folder lacks one of them or if they don't fit one another, before
-    the model is loaded if possible.
+    Raises `InvalidInput` if the folder lacks one of them or if they don't fit one another.
     """
 
     def __init__(self, model: str | None, out: Path) -> None:
-        self.model, self.out = model, out
+        self.out = out
         self.shards = Shards(out / "text")
         if is_block(out):
             raise InvalidInput(
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
                 "(EAGLE), and its list of frequent tokens was written when it was trained"
             )
-        config = EagleHead.load(out).config
+        read, _ = load_target(model, pick_device(None))
+        count, head = read.config.get_text_config().num_hidden_layers, read.get_output_embeddings()
+        vocab, size = head.weight.shape
+        parts = TargetParts(count, size, vocab, read.get_input_embeddings(), head)
+        network = load_eagle(out, parts).float()
+        config = network.config
         if config.own_head:
             raise InvalidInput(
                 f"{out}: this drafter has a vocabulary of its own, of "
                 f"{config.draft_vocab_size:,} tokens: a fixed shortlist"
             )
-        model_read, _ = load_target(model, pick_device(None))
-        count = model_read.config.get_text_config().num_hidden_layers
-        check_layers(config.layers, count)
-        self.target = FrozenTarget(model_read, (*config.layers, count + 1))
-        if (config.vocab_size, config.target_size) != tuple(self.target.head.shape):
+        if config.vocab_size != vocab:
             raise InvalidInput(
-                f"{self.out} drafts for a model with {config.vocab_size:,} tokens and hidden "
-                f"states of {config.target_size}, {self.model or hub.DEFAULT} has "
-                f"{self.target.head.shape[0]:,} and {self.target.head.shape[1]}: give the --model "
-                "that it was trained for"
+                f"{out} drafts for a model with {config.vocab_size:,} tokens, "
+                f"{model or hub.DEFAULT} has {vocab:,}: give the --model that it was trained for"
             )
-        network = EagleHead.load(out, self.target.embedding)
-        self.network = network.to(self.target.device).eval().requires_grad_(False)
+        self.target = FrozenTarget(read, (*config.layers, count + 1))
+        self.network = network.to(self.target.device).eval()
 
     @property
     def head(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from quickbeam import hub
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
+from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
@@ -210,14 +211,8 @@ class BlockStage:
     def _begun(self, config: BlockConfig, layers: int) -> BlockNetwork:
         start = self.plan.start
         assert start is not None
-        network = load_block(
-            start,
-            target_layers=layers,
-            target_size=config.target_size,
-            vocab_size=config.vocab_size,
-            embedding=self.target.embedding,
-            head=torch.nn.Identity(),
-        )
+        shape, modules = (layers, config.target_size, config.vocab_size), self.target.embedding
+        network = load_block(start, TargetParts(*shape, modules, torch.nn.Identity()))
         own, expected = asdict(network.config), asdict(config)
         if others := [
             f"{name} {own[name]!r} instead of {expected[name]!r}"
