@@ -54,7 +54,6 @@ class AssistantDrafter(Drafter):
     (`Model.watch`).
     """
 
-    name = "drafter"
     needs_hidden = True
 
     def __init__(self, passes: Passes, head: Head, model: Model, layer: int) -> None:
@@ -77,7 +76,7 @@ class AssistantDrafter(Drafter):
         sizes = [len(request.nodes) for request in requests]
         features = feature.split_with_sizes(sizes)
         for request, rows in zip(requests, out.split_with_sizes(sizes), strict=True):
-            state = self._state(request)
+            state = request.state
             if request.nodes[0] == 0:
                 state.tree, state.out = request.tree, {}
             state.out.update(zip(request.nodes, rows[:, None], strict=True))
@@ -87,13 +86,9 @@ class AssistantDrafter(Drafter):
             for request, (logits, tokens) in zip(requests, self.head(features), strict=True)
         ]
 
-    def _state(self, request: DraftRequest) -> AssistantState:
-        state: AssistantState = request.context.states[self.name]
-        return state
-
     def _part(self, request: DraftRequest) -> Part:
         """Return the rows of the requested nodes."""
-        state, tree, nodes = self._state(request), request.tree, request.nodes
+        state, tree, nodes = request.state, request.tree, request.nodes
         cache, before = request.context.cache, len(request.context.ids) - 1
         if cache is None or state.hidden is None or cache.length != before:
             read = 0 if cache is None else cache.length

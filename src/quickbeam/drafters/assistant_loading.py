@@ -20,7 +20,7 @@ from quickbeam.drafters.assistant_passes import (
     borrowing,
 )
 from quickbeam.drafters.folder import check_shape, named_errors, read_tensors
-from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.native import DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.drafters.shortlist.ordered import OrderedHead
@@ -62,30 +62,6 @@ def is_assistant(folder: Path) -> bool:
         return False
 
 
-class Tensors:
-    """An assistant's parameters (`Parameters`). `stored`: all, by name."""
-
-    def __init__(self, stored: Mapping[str, torch.Tensor], config: Any, dtype: torch.dtype) -> None:
-        self.stored, self.config, self.dtype = stored, config, dtype
-
-    def __call__(self, name: str) -> torch.Tensor:
-        return self.rows(name)
-
-    mapped = __call__
-
-    def shape(self, name: str) -> list[int]:
-        return list(self.stored[name].shape)
-
-    def like(self, name: str) -> torch.Tensor:
-        return torch.empty(self.shape(name), device="meta")
-
-    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        return self.stored[name][first:last].to(self.dtype)
-
-    def release(self, layers: str, layer: int | None) -> None:
-        """Do nothing: what was read is nowhere kept."""
-
-
 def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`.
 
@@ -101,7 +77,7 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
             for name, tensor in read_tensors(folder).items()
         }
         _check_shapes(stored, whole, config, stack, ready)
-        parameters = Tensors(stored, config, model.dtype)
+        parameters = DrafterParameters(config, model.dtype, stored)
         passes: Passes
         if isinstance(model.pool, PagePool):
             wide = model.dtype is torch.float32
@@ -195,12 +171,12 @@ def _check_shapes(
         check_shape(stored, name, shapes.get(name, own))
 
 
-def _head(parameters: Tensors, whole: Any, model: Model) -> Head:
+def _head(parameters: DrafterParameters, whole: Any, model: Model) -> Head:
     """Return the assistant's own head, which is its embedding."""
     table = parameters(TABLE).to(model.device)
     if whole.use_ordered_embeddings:
         size = len(table) // whole.num_centroids
-        layout = Layout(parameters.stored[ORDER].long(), 0, size, len(table))
+        layout = Layout(parameters.given[ORDER].long(), 0, size, len(table))
         centroids = parameters(CENTROIDS).to(model.device)
         return OrderedHead(table, layout, centroids, whole.centroid_intermediate_top_k)
     product: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=table)

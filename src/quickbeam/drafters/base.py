@@ -160,6 +160,11 @@ class DraftRequest(NamedTuple):
     nodes: Sequence[int]
     gain: float = float("inf")
 
+    @property
+    def state(self) -> Any:
+        """What the drafter keeps of the sequence."""
+        return self.context.states[Drafter.name]
+
 
 class Source(ABC):
     """Proposes candidate tokens. It holds no state of a sequence: `begin` returns that state."""
@@ -294,6 +299,7 @@ class Drafter(Source):
     A smaller language model is one, a feature drafter is another.
     """
 
+    name = "drafter"
     needs_hidden = False  # whether its states take the target's hidden states
     pool: Pool | None = None  # where its states keep what they read; None: they keep nothing
     context_length: int | None = None  # how many tokens it can read; None: no limit

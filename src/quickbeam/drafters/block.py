@@ -80,7 +80,7 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
-        found = usable_kernels(model, network.embedding, NativeBlocks.sizes(network))
+        found = usable_kernels(model, network)
         self.passes: NativeBlocks | TorchBlocks = (
             NativeBlocks(self.network, found, weights)
             if native and found is not None
@@ -108,8 +108,8 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
             for one in firsts:
-                self.state_of(one).offer(one.context.logits)
-            self._run([self.state_of(one) for one in firsts], [one.tree for one in firsts])
+                one.state.offer(one.context.logits)
+            self._run([one.state for one in firsts], [one.tree for one in firsts])
         return [self._probs(request) for request in requests]
 
     def _read(self, states: Sequence[BlockState]) -> None:
@@ -150,7 +150,7 @@ class BlockDrafter(FeatureDrafter[BlockState]):
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         """Return the distributions after the requested nodes."""
-        state, tree, nodes = self.state_of(request), request.tree, request.nodes
+        state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
         previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)

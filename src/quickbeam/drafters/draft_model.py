@@ -101,7 +101,6 @@ class LMDrafter(Drafter):
     `make_model` does; `native`, `weights` and `kept` are the same as there, and it raises the same.
     """
 
-    name = "drafter"
     skips = True
     pool: Pool
 
@@ -148,7 +147,7 @@ class LMDrafter(Drafter):
         """
         batch = Batch()
         for request in requests:
-            state = self._state(request)
+            state = request.state
             if request.nodes[0] == 0:
                 state.shadow, state.place = self._catch_up(state)
                 state.tree, state.done = request.tree, 0
@@ -166,7 +165,7 @@ class LMDrafter(Drafter):
             batch.parts.append(Draft(state.cache, state.shadow, state.done))
         distributions = []
         for request, passed in zip(requests, self.model.forward(batch), strict=True):
-            state = self._state(request)
+            state = request.state
             assert state.shadow is not None
             state.done = len(state.shadow)
             distributions.append(
@@ -177,10 +176,6 @@ class LMDrafter(Drafter):
                 )
             )
         return distributions
-
-    def _state(self, request: DraftRequest) -> LMState:
-        state: LMState = request.context.states[self.name]
-        return state
 
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
         """Commit the accepted nodes of the last shadow, and start a new one.

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.drafters.base import (
-    DrafterState,
-    DraftProbs,
-    DraftRequest,
-    probs_of,
-)
+from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
@@ -133,18 +128,16 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
-            state = self.state_of(request)
+            state = request.state
             state.offer(request.context.logits)
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
                 )
-        self._read(
-            [self.state_of(one) for one in firsts if self.state_of(one).waiting], early=False
-        )
+        self._read([one.state for one in firsts if one.state.waiting], early=False)
         for request in firsts:
-            state = self.state_of(request)
+            state = request.state
             state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
@@ -176,7 +169,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
         """Return the work for one row for each requested node."""
-        state, tree, nodes = self.state_of(request), request.tree, request.nodes
+        state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
         del state.paths[len(state.place) - 1 :]  # those of a call that failed
@@ -226,7 +219,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last."""
-        states, features = [self.state_of(request) for request in requests], list[torch.Tensor]()
+        states, features = [request.state for request in requests], list[torch.Tensor]()
         routed = list[torch.Tensor | None]()
         for state, request in zip(states, requests, strict=True):
             features.append(state.feature[[state.place[node] for node in request.nodes]])
@@ -251,7 +244,7 @@ def eagle_drafter(
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
     network.rotary = config.rotary().to(model.device)  # the angles stay float32
-    found = usable_kernels(model, network.embedding, NativeEagle.sizes(network))
+    found = usable_kernels(model, network)
     passes: Passes
     if native and found is not None and config.activation == "silu":
         passes = NativeEagle(network, found, weights)

@@ -7,25 +7,25 @@ rows up to itself, a node's row sees all of these and its path.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.native import Angles, NativeHead, NativeLayer, NativePacker, add_norm
+from quickbeam.drafters.feature import TorchPasses
+from quickbeam.drafters.native import NativeLayer, NativePasses, add_norm
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Model
-from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
-from quickbeam.models.kv import Layer, Pool, SequenceCache
+from quickbeam.models.gathered import Behind, GatheredStep, RowStore
+from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.pages import PagedStore
 
 
 class Rows(NamedTuple):
@@ -78,21 +78,14 @@ class Passes(Protocol):
         """Run the layer once, and the `router` where one is given."""
 
 
-class TorchEagle:
+class TorchEagle(TorchPasses):
     """An `EagleHead` on any device: the reference."""
 
     def __init__(self, network: EagleHead, model: Model) -> None:
-        self.network, config = network, network.config
-        shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = RowPool([shape], model.dtype, model.device)
-        self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
+        super().__init__(network, 1, model)
 
     def router(self, shortlist: Shortlist) -> Router | None:
         return shortlist.router
-
-    @property
-    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return self.network.head
 
     def run(self, rows: Sequence[Rows], router: Any) -> Passed:
         network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
@@ -103,12 +96,12 @@ class TorchEagle:
         embedded = network.embed(torch.tensor(tokens, device=hidden.device))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return step.attend(query, self._layer)
+            self.write(step, 0, key, value)
+            return self.attend(step, 0, query)
 
         if not any(one.wanted for one in rows):
             _, _, key, value = network.project(hidden, embedded, step.positions)
-            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
+            self.write(step, 0, key, value)
             return NOTHING
         routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
         if router is not None:
@@ -151,40 +144,23 @@ def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
     return listed
 
 
-class NativeEagle:
-    """An `EagleHead` in the native kernels, with the pages of its keys and values.
-
-    It packs the network's weights (`NativePacker`, which `name` is for).
-    """
+class NativeEagle(NativePasses):
+    """An `EagleHead` in the native kernels. It packs the network's weights."""
 
     def __init__(self, network: EagleHead, kernels: Kernels, name: str | None = None) -> None:
-        self.network, config, self._kernels = network, network.config, kernels
-        shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool, self._pack = PagePool([shape], kernels), NativePacker(kernels, name)
+        super().__init__(network, 1, kernels, name)
 
         def pack(linear: torch.nn.Linear, gated: bool = False) -> Any:
             parts = linear.weight.chunk(2) if gated else [linear.weight]
-            return self._pack(*parts, bias=linear.bias, gated=gated)
+            return self.pack(*parts, bias=linear.bias, gated=gated)
 
-        self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
+        self._fc, self._lift = pack(network.fc), pack(network.lift) if network.config.lift else None
         weights = pack(network.qkv), pack(network.out), pack(network.gate_up, True)
-        self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, shape)
-        self._angles = Angles(network.rotary)
+        self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, self.shape)
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
-
-    @staticmethod
-    def sizes(network: EagleHead) -> tuple[int, ...]:
-        """Return the widths that have to be even."""
-        config = network.config
-        return config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
 
     def router(self, shortlist: Shortlist) -> NativeRouter | None:
         return shortlist.native_router
-
-    @cached_property
-    def logits(self) -> NativeHead:
-        """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self._pack.head(self.network.head), self._kernels)
 
     def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
         listed, committed = list_rows(rows), rows[0].paths is None
@@ -199,12 +175,11 @@ class NativeEagle:
         routed = None
         if router is not None:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
-        table = self._angles.up_to(max(listed.positions))
-        self._programs[key].run(listed.rows(), given, table)
+        self.run_program(self._programs[key], listed, given)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:
-        network, config, program = self.network, self.network.config, Program(self._kernels)
+        network, config, program = self.network, self.network.config, Program(self.kernels)
         d = config.hidden_size
         residual, normed = self._join(program, committed, router)
         query = self._layer.project(program, normed)

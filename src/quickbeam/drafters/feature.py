@@ -9,10 +9,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
+from quickbeam.drafters.base import Drafter, DrafterState, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.base import Model
+from quickbeam.models.gathered import GatheredStep, RowPool
+from quickbeam.models.kv import Layer, Pool, SequenceCache
+from quickbeam.models.native.operands import KVShape
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
@@ -140,7 +143,6 @@ class FeatureState(DrafterState):
 class FeatureDrafter(Drafter, Generic[State]):
     """What such drafters share. `kind`: the class of their states."""
 
-    name = "drafter"
     needs_hidden = True
     pool: Pool
     kind: type[State]
@@ -150,10 +152,28 @@ class FeatureDrafter(Drafter, Generic[State]):
         listed = None if shortlist is None else shortlist.begin(ids)
         return self.kind(self.pool.new(), ids, listed)
 
-    def state_of(self, request: DraftRequest) -> State:
-        """Return what is kept of the request's sequence."""
-        state: State = request.context.states[self.name]
-        return state
+
+class TorchPasses:
+    """What passes by PyTorch's operators share: the reference. `layers`: of the `network`."""
+
+    def __init__(self, network: Any, layers: int, model: Model) -> None:
+        self.network, size = network, network.config.head_dim
+        shapes = [KVShape(network.config.kv_heads, size, size)] * layers
+        self.pool = RowPool(shapes, model.dtype, model.device)
+        self._layers = [Layer(i, size**-0.5, None, None, None) for i in range(layers)]
+
+    @property
+    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
+        return self.network.head  # type: ignore[no-any-return]
+
+    def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep the rows' keys and values of layer i, `[n, kv_heads, head_dim]` each."""
+        step.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
+
+    def attend(self, step: GatheredStep, i: int, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention of queries `[n, heads, head_dim]` in layer i."""
+        return step.attend(query, self._layers[i])
 
 
 def in_parts(

@@ -19,7 +19,12 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
 from quickbeam.drafters.folder import named_errors
-from quickbeam.drafters.native import CompiledDrafter, NativeHead, NativePacker
+from quickbeam.drafters.native import (
+    CompiledDrafter,
+    DrafterParameters,
+    NativeHead,
+    NativePacker,
+)
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
@@ -91,82 +96,49 @@ def joined(stack: Stack, layout: MtpLayout) -> tuple[Stack, Join]:
     return replace(stack, norm=norm(layout.norm), head=fc), join
 
 
-class MtpParameters:
-    """A head's parameters by the names of its stack (`Parameters`).
+def mtp_parameters(
+    files: TensorFiles,
+    named: dict[str, str],
+    layout: MtpLayout,
+    stack: Stack,
+    join: Join,
+    config: Any,
+    embedding: torch.Tensor,
+) -> DrafterParameters:
+    """Return a head's parameters by the names of its stack.
 
     `named`: the stored name of each of its parameters. `embedding`: the model's. Raises
     `InvalidInput` for a parameter that is missing, or has another shape.
     """
+    layer, width, stored = f"{layout.layer}.", embedding.shape[1], dict[str, Stored]()
+    named = named | {
+        f"{stack.inside}.0.{name.removeprefix(layer)}": one
+        for name, one in named.items()
+        if name.startswith(layer)
+    }
 
-    def __init__(
-        self,
-        files: TensorFiles,
-        named: dict[str, str],
-        layout: MtpLayout,
-        stack: Stack,
-        join: Join,
-        config: Any,
-        embedding: torch.Tensor,
-    ) -> None:
-        self.config, self.dtype = config, embedding.dtype
-        self._files, self._embedding = files, (stack.embedding, embedding)
-        layer = f"{layout.layer}."
-        named = named | {
-            f"{stack.inside}.0.{name.removeprefix(layer)}": one
-            for name, one in named.items()
-            if name.startswith(layer)
-        }
-        self._stored = dict[str, Stored]()
-        width = embedding.shape[1]
+    def place(name: str) -> Whole | FewBits | None:
+        return placed(name, named, files, method_of(config))
 
-        def place(name: str) -> Whole | FewBits | None:
-            return placed(name, named, files, method_of(config))
-
-        joining = {name: [width] for norm in (join.token, join.hidden) for name in norm.weights}
-        joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
-        shapes = expected(stack, config) | joining
-        for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
-            found = place(name) or one_by_one(name, place, files)
-            if found is None:
-                raise InvalidInput(f"its MTP head lacks {name}: download it again")
-            shape, self._stored[name] = found.shape(files), found
-            if shape != shapes.get(name, shape):
-                raise InvalidInput(
-                    f"{name} of its MTP head has shape {shape}, expected {shapes[name]}"
-                )
-
-    def __call__(self, name: str) -> torch.Tensor:
-        return self.rows(name)
-
-    mapped = __call__
-
-    def shape(self, name: str) -> list[int]:
-        if name == self._embedding[0]:
-            return list(self._embedding[1].shape)
-        return self._stored[name].shape(self._files)
-
-    def like(self, name: str) -> torch.Tensor:
-        return torch.empty(self.shape(name), device="meta")
-
-    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        if name == self._embedding[0]:
-            return self._embedding[1][first:last]
-        end = self.shape(name)[0] if last is None else last
-        return self._stored[name].rows(self._files, first, end).to(self.dtype)
-
-    def release(self, layers: str, layer: int | None) -> None:
-        """Do nothing: what was read is nowhere kept."""
-
-    @property
-    def finite(self) -> bool:
-        return all(bool(self(name).isfinite().all()) for name in self._stored)
+    joining = {name: [width] for norm in (join.token, join.hidden) for name in norm.weights}
+    joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
+    shapes = expected(stack, config) | joining
+    for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
+        found = place(name) or one_by_one(name, place, files)
+        if found is None:
+            raise InvalidInput(f"its MTP head lacks {name}: download it again")
+        shape, stored[name] = found.shape(files), found
+        if shape != shapes.get(name, shape):
+            raise InvalidInput(f"{name} of its MTP head has shape {shape}, expected {shapes[name]}")
+    given = {stack.embedding: embedding}
+    return DrafterParameters(config, embedding.dtype, given, stored, files)
 
 
 class CompiledMtp(CompiledDrafter):
     """A head's layer, which reads a `Join` of `states` `[rows, d]` and tokens."""
 
     def __init__(
-        self, parameters: MtpParameters, stack: Stack, join: Join, pages: PagePool, name: str
+        self, parameters: DrafterParameters, stack: Stack, join: Join, pages: PagePool, name: str
     ) -> None:
         self._join = join
         super().__init__(parameters, stack, pages, name)
@@ -195,7 +167,7 @@ class MtpPasses:
 
     def __init__(
         self,
-        parameters: MtpParameters,
+        parameters: DrafterParameters,
         stack: Stack,
         join: Join,
         model: Model,
@@ -260,6 +232,6 @@ def load_mtp(
             )
         (stack, join), embedding = joined(stack, layout), model.embedding.weight
         assert isinstance(embedding, torch.Tensor)
-        parameters = MtpParameters(files, named, layout, stack, join, one, embedding.detach())
+        parameters = mtp_parameters(files, named, layout, stack, join, one, embedding.detach())
     passes = MtpPasses(parameters, stack, join, model, normed, weights)
     return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)

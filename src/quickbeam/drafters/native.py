@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,17 +17,22 @@ from quickbeam.models.compiled import CompiledStack
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import KVShape, Packed, Rows, plain_rows
+from quickbeam.models.native.operands import KVShape, Packed, RowList, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer, QuantisedPacked
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stored import Stored
+from quickbeam.models.tensor_files import TensorFiles
 
 
-def usable_kernels(model: Model, embedding: nn.Module, sizes: Sequence[int]) -> Kernels | None:
-    """Return the native kernels if they can run a drafter of these widths beside `model`.
+def usable_kernels(model: Model, network: Any) -> Kernels | None:
+    """Return the native kernels if they can run an EAGLE or block `network` beside `model`.
 
-    Embeddings of other classes than PyTorch's may scale their rows.
+    Widths have to be even. Embeddings of other classes than PyTorch's may scale their rows.
     """
-    plain = type(embedding) is nn.Embedding and all(size % 2 == 0 for size in sizes)
+    config = network.config
+    sizes = config.hidden_size, config.intermediate_size, config.head_dim, config.target_size
+    plain = type(network.embedding) is nn.Embedding and all(size % 2 == 0 for size in sizes)
     fits = plain and model.device.type == "cpu" and model.dtype is torch.bfloat16
     return kernels() if fits else None
 
@@ -56,6 +63,54 @@ class NativePacker:
         return self(head.packed.rows(), bias=head.packed.bias)
 
 
+class DrafterParameters:
+    """A drafter's own parameters by the names of its stack (`Parameters`).
+
+    `given`: those that are in memory. `stored`: where the others are in `files`. `dtype`: what all
+    are given in.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        given: Mapping[str, torch.Tensor],
+        stored: Mapping[str, Stored] = MappingProxyType({}),
+        files: TensorFiles | None = None,
+    ) -> None:
+        self.config, self.dtype, self.given = config, dtype, given
+        self._stored, self._files = stored, files
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self.rows(name)
+
+    mapped = __call__
+
+    def shape(self, name: str) -> list[int]:
+        if name in self.given:
+            return list(self.given[name].shape)
+        assert self._files is not None
+        return self._stored[name].shape(self._files)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shape(name), device="meta")
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+        if name in self.given:
+            return self.given[name][first:last].to(self.dtype)
+        assert self._files is not None
+        end = self.shape(name)[0] if last is None else last
+        return self._stored[name].rows(self._files, first, end).to(self.dtype)
+
+    def release(self, layers: str, layer: int | None) -> None:
+        """Do nothing: what was read is nowhere kept."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers that are stored are finite."""
+        return all(bool(self(name).isfinite().all()) for name in self._stored)
+
+
 class NativeHead:
     """A head in the native kernels: `[n, d]` to `[n, vocab]` float32."""
 
@@ -72,6 +127,33 @@ class NativeHead:
         feature = feature.to(self._dtype).contiguous()
         self._program.run(rows, {"feature": feature, "logits": logits})
         return logits
+
+
+class NativePasses:
+    """What native passes of EAGLE's and block drafters share: packer, pages, angles and the head.
+
+    `layers`: how many the network has. `name`: as of `NativePacker`.
+    """
+
+    def __init__(self, network: Any, layers: int, kernels: Kernels, name: str | None) -> None:
+        self.network, self.kernels, self.pack = network, kernels, NativePacker(kernels, name)
+        config = network.config
+        self.shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.pool = PagePool([self.shape] * layers, kernels)
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))  # cosines and sines, by position
+
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self.pack.head(self.network.head), self.kernels)
+
+    def run_program(self, program: Program, rows: RowList, given: dict[str, torch.Tensor]) -> None:
+        """Run a program over rows, with the angles of their positions."""
+        if (last := max(rows.positions)) >= len(self._angles[0]):
+            both = self.network.rotary(torch.empty(1), torch.arange((last // STEP + 1) * STEP))
+            cosine, sine = (part[:, : part.shape[1] // 2].contiguous() for part in both)
+            self._angles = cosine, sine
+        program.run(rows.rows(), given, self._angles)
 
 
 class CompiledDrafter(CompiledStack):
@@ -142,20 +224,3 @@ class NativeLayer:
 def add_norm(program: Program, source: Buffer, target: Buffer, norm: Any, **more: Any) -> None:
     """Add a module's RMS norm to a program. `more`: as of `Program.norm`."""
     program.norm(source, target, norm.weight, norm.eps, **more)
-
-
-class Angles:
-    """Cosines and sines of a rotary module by position, as far as they were needed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._table = (torch.empty(0, 1), torch.empty(0, 1))
-
-    def up_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both, `[positions, half]` each, at least up to `position`."""
-        if position >= len(self._table[0]):
-            positions = torch.arange((position // STEP + 1) * STEP)
-            both = self._module(torch.empty(1), positions)
-            cosine, sine = (part[:, : part.shape[1] // 2].contiguous() for part in both)
-            self._table = cosine, sine
-        return self._table

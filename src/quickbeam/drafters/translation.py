@@ -120,7 +120,7 @@ class TranslatedState(DrafterState):
             above = self.place.get(tree.parent[node])
             own = self._translation.partner.get(tree.token[node])
             if node not in self.place and above is not None and own is not None:
-                self.place[node] = self.tree.add(above, own, "drafter")
+                self.place[node] = self.tree.add(above, own, Drafter.name)
             if node in self.place:
                 yield row, self.place[node]
 
@@ -131,7 +131,6 @@ class TranslatedDrafter(Drafter):
     A prompt is read as the model's own tokenizer divides it, an answer token by token.
     """
 
-    name = "drafter"
     skips = True
 
     def __init__(self, drafter: LMDrafter, translation: Translation) -> None:
@@ -162,7 +161,7 @@ class TranslatedDrafter(Drafter):
         """
         inner, rows = list[DraftRequest](), list[list[int]]()
         for request in requests:
-            state: TranslatedState = request.context.states[self.name]
+            state: TranslatedState = request.state
             deep = self._fits(state, max(request.tree.depth))
             known = [*state.follow(request.tree, request.nodes)] if deep else []
             rows.append([row for row, _ in known])
