@@ -32,7 +32,6 @@ from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
@@ -317,10 +316,6 @@ def test_a_shortlist_is_scored_once_a_tree(dtype: torch.dtype) -> None:
 
 
 def test_a_router_is_refused(toys: dict[str, Toy]) -> None:
-    layout, router = Layout(torch.arange(VOCAB), 9, 9, VOCAB), Router(RouterConfig(D, D, 4, 10))
-    routed = Shortlist(torch.zeros(VOCAB, D), layout, router=router, chosen=2)
-    with pytest.raises(InvalidInput, match="takes no router"):
-        toys["dspark"].drafter.begin([1], routed)
     with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
         make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
 

@@ -232,7 +232,7 @@ def test_a_save_that_fails_leaves_the_last_one(
         path.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr("quickbeam.drafters.shortlist.artefact.save_file", full_disk)
+    monkeypatch.setattr("quickbeam.drafters.folder.save_file", full_disk)
     other = Artefact(Layout.by_frequency(artefact.ranking, 3, VOCAB), artefact.ranking)
     with pytest.raises(OSError, match="no space"):
         other.save(tmp_path)

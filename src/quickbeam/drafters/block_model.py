@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.eagle_model import Norm
+from quickbeam.drafters.eagle_model import Beside, Norm, rotated
 from quickbeam.drafters.folder import (
     SIZES,
     TargetParts,
@@ -202,16 +202,13 @@ class Layer(nn.Module):
         return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
 
 
-class BlockNetwork(nn.Module):
-    """The network of a block drafter, on the target's `embedding` and `head`.
-
-    These two are not among its parameters and are not saved. `d` is `hidden_size`.
-    """
+class BlockNetwork(Beside):
+    """The network of a block drafter. `d` is `hidden_size`."""
 
     def __init__(
         self, config: BlockConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(embedding, head)
         self.config, d = config, config.hidden_size
         self.fc = nn.Linear(len(config.taps) * config.target_size, d, bias=False)
         self.hidden_norm, self.norm = Norm(d, config.eps), Norm(d, config.eps)
@@ -223,8 +220,6 @@ class BlockNetwork(nn.Module):
         if config.confidence:
             proj = nn.Linear(d + config.markov_rank, 1)
             self.confidence_head = nn.ModuleDict({"proj": proj})
-        # in a dictionary, so that they don't become parameters of this module
-        self._shared = {"embedding": embedding, "head": head}
         self._rotary = (config.rotary(),)  # in a tuple: angles stay float32
 
     @property
@@ -232,22 +227,11 @@ class BlockNetwork(nn.Module):
         """The module of the rotary angles."""
         return self._rotary[0]
 
-    @property
-    def embedding(self) -> nn.Module:
-        """The target's embedding."""
-        return self._module("embedding")
-
-    @property
-    def head(self) -> nn.Module:
-        """The target's head."""
-        return self._module("head")
-
     def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the rotary angles of `positions` `[n]` to `[n, heads, head_dim]`."""
         rotary = self.rotary.to(x.device)
         cos, sin = (angle[0, :, None] for angle in rotary(x, positions[None]))
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin  # type: ignore[no-any-return]
+        return rotated(x, cos, sin)
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the vectors `[n, d]` of committed tokens from the target's hidden states.
@@ -323,11 +307,6 @@ class BlockNetwork(nn.Module):
     def _layer(self, i: int) -> Layer:
         layer: Any = self.layers[i]
         return layer  # type: ignore[no-any-return]
-
-    def _module(self, name: str) -> nn.Module:
-        module = self._shared[name]
-        assert module is not None, f"built without the target's {name}"
-        return module
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors` in DSpark's layout."""

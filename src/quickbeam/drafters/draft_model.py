@@ -125,7 +125,6 @@ class LMDrafter(Drafter):
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        self.check_shortlist(shortlist)
         return LMState(self.pool.new(), ids, self.pool.state_pages > 0)
 
     @inference

@@ -101,12 +101,42 @@ class Norm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
 
 
-class EagleHead(nn.Module):
+class Beside(nn.Module):
+    """A network beside a target whose `embedding` and `head` it uses.
+
+    These two are not among its parameters and are not saved.
+    """
+
+    def __init__(self, embedding: nn.Module | None, head: nn.Module | None) -> None:
+        super().__init__()
+        # in a dictionary, so that they don't become parameters of this module
+        self._shared = {"embedding": embedding, "head": head}
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._module("embedding")
+
+    @property
+    def head(self) -> nn.Module:
+        return self._module("head")
+
+    def _module(self, name: str) -> nn.Module:
+        module = self._shared[name]
+        assert module is not None, f"built without the target's {name}"
+        return module
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return `[..., heads, head_dim]` turned by angles `[..., 1, head_dim]`."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class EagleHead(Beside):
     """The feature drafter's network.
 
     `embedding` and `head` are the target's, unless the configuration says that the drafter has its
-    own. The target's are not among this module's parameters and are not saved. Raises
-    `InvalidInput` for an activation that is not in `ACTIVATIONS`.
+    own. Raises `InvalidInput` for an activation that is not in `ACTIVATIONS`.
 
     Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
     sequence.
@@ -115,7 +145,7 @@ class EagleHead(nn.Module):
     def __init__(
         self, config: EagleConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(embedding, head)
         self.config = config
         d, rows = config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim
         wide = config.join == "attention"
@@ -153,8 +183,6 @@ class EagleHead(nn.Module):
                 f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
             )
         self.activation = ACTIVATIONS[config.activation]
-        # in a dictionary, so that they don't become parameters of this module
-        self._shared = {"embedding": embedding, "head": head}
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings `[..., n, d]` of token ids `[..., n]`."""
@@ -162,17 +190,11 @@ class EagleHead(nn.Module):
 
     @property
     def embedding(self) -> nn.Module:
-        """The drafter's own embedding, or the target's."""
-        module = self.own_embedding if self.config.own_embedding else self._shared["embedding"]
-        assert module is not None, "built without an embedding"
-        return module
+        return self.own_embedding if self.config.own_embedding else self._module("embedding")
 
     @property
     def head(self) -> nn.Module:
-        """The drafter's own head, or the target's."""
-        module = self.own_head if self.config.own_head else self._shared["head"]
-        assert module is not None, "built without a head"
-        return module
+        return self.own_head if self.config.own_head else self._module("head")
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into what the layer reads.
@@ -210,14 +232,12 @@ class EagleHead(nn.Module):
             if config.input_norm:
                 x = self.input_norm(x)
         qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
-        rotated = config.heads + config.kv_heads
+        turned = config.heads + config.kv_heads
         cos, sin = self.rotary(qkv, positions.reshape(-1, positions.shape[-1]))
         cos, sin = (angle.view(*positions.shape, 1, -1) for angle in (cos, sin))
-        qk = qkv[..., :rotated, :]
-        first, second = qk.chunk(2, -1)
-        qk = qk * cos + torch.cat([-second, first], -1) * sin
+        qk = rotated(qkv[..., :turned, :], cos, sin)
         query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
-        return residual, query, key, qkv[..., rotated:, :]
+        return residual, query, key, qkv[..., turned:, :]
 
     def forward(
         self,

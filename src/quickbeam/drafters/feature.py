@@ -148,7 +148,6 @@ class FeatureDrafter(Drafter, Generic[State]):
     kind: type[State]
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> State:
-        self.check_shortlist(shortlist)
         listed = None if shortlist is None else shortlist.begin(ids)
         return self.kind(self.pool.new(), ids, listed)
 

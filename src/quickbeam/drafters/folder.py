@@ -137,18 +137,23 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def write_folder(
-    folder: Path, record: Mapping[str, Any], state: Mapping[str, torch.Tensor], dtype: torch.dtype
+    folder: Path,
+    record: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    names: tuple[str, str] = ("config.json", "model.safetensors"),
 ) -> None:
-    """Write `config.json` and `model.safetensors`, each complete or not at all.
+    """Write a record and tensors to files of these `names`, each complete or not at all.
 
     Floating-point tensors are stored as `dtype`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
-    (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
-    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, folder / "model.part")
-    os.replace(folder / "config.part", folder / "config.json")
-    os.replace(folder / "model.part", folder / "model.safetensors")
+    parts = [folder / f"{name}.part" for name in names]
+    parts[0].write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, parts[1])
+    for part, name in zip(parts, names, strict=True):
+        os.replace(part, folder / name)
 
 
 @contextmanager

@@ -6,15 +6,15 @@ They hold the layout, a ranking of the tokens by frequency, and the router.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from quickbeam.drafters.folder import write_folder
 from quickbeam.drafters.shortlist.layout import Layout, require_distinct
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.errors import InvalidInput
@@ -61,13 +61,9 @@ class Artefact:
 
         Token ids are stored as int32, the router in bfloat16.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
         if self.router is not None:
-            tensors |= {
-                PREFIX + name: tensor.to("cpu", torch.bfloat16)
-                for name, tensor in self.router.state_dict().items()
-            }
+            tensors |= {PREFIX + name: one for name, one in self.router.state_dict().items()}
         record = {
             "frequent": self.layout.frequent,
             "size": self.layout.size,
@@ -75,15 +71,7 @@ class Artefact:
             "deepest": self.deepest,
             "router": None if self.router is None else asdict(self.router.config),
         }
-        (folder / f"{FIELDS}.part").write_text(
-            json.dumps(record, indent=2) + "\n", encoding="utf-8"
-        )
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            folder / f"{TENSORS}.part",
-        )
-        os.replace(folder / f"{TENSORS}.part", folder / TENSORS)
-        os.replace(folder / f"{FIELDS}.part", folder / FIELDS)
+        write_folder(folder, record, tensors, torch.bfloat16, (FIELDS, TENSORS))
 
     @staticmethod
     def load(folder: Path) -> Artefact:

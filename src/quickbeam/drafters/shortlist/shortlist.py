@@ -73,7 +73,14 @@ class Shortlist:
         deepest: int = 0,
         window: int | None = None,
     ) -> None:
-        _check(weight, layout, router, chosen, window)
+        if weight.dim() != 2 or len(weight) != layout.vocab:
+            raise InvalidInput(
+                f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout"
+            )
+        if router is None and window is None and not layout.frequent:
+            raise InvalidInput(
+                "this shortlist is empty: it needs frequent tokens, a router or the context"
+            )
         self.layout, self.deepest, self._window = layout, deepest, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
@@ -238,26 +245,3 @@ def _kernels_for(weight: torch.Tensor) -> Kernels | None:
     """Return the native kernels if they can multiply with this weight."""
     plain = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     return kernels() if plain and weight.shape[1] % 2 == 0 else None
-
-
-def _check(
-    weight: torch.Tensor, layout: Layout, router: Router | None, chosen: int, window: int | None
-) -> None:
-    if weight.dim() != 2 or len(weight) != layout.vocab:
-        raise InvalidInput(
-            f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout"
-        )
-    if (router is None) != (chosen == 0):
-        raise InvalidInput(
-            "a router and the number of clusters that it chooses go together: give both or none"
-        )
-    if chosen < 0:
-        raise InvalidInput(f"a shortlist of {chosen} clusters a call: must be at least 1")
-    if router is not None and router.config.clusters != layout.clusters:
-        raise InvalidInput(
-            f"the router scores {router.config.clusters} clusters, the layout has {layout.clusters}"
-        )
-    if router is None and window is None and not layout.frequent:
-        raise InvalidInput(
-            "this shortlist is empty: it needs frequent tokens, a router or the context"
-        )
