@@ -143,7 +143,7 @@ class Pair:
             for below in tree.path(node)[1:]:
                 tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, out[-1:]])
                 out = self.layer(hidden, tokens)
-            logits = self.network.logits(out[-1]) / temperature
+            logits = self.network.head(self.network.feature(out[-1])) / temperature
             probs = torch.zeros(VOCAB)
             probs[self.network.tokens if self.config.own_head else slice(None)] = logits.softmax(-1)
             distributions.append(probs)

@@ -112,11 +112,9 @@ def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
 
 @pytest.mark.parametrize("seed", few(range(4), [0, 1]))
 def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> None:
-    model, rng, generator = (
-        ToyModel(vocab=5, seed=seed),
-        random.Random(seed),
-        torch.Generator().manual_seed(seed),
-    )
+    model = ToyModel(vocab=5, seed=seed)
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     tree = max((random_tree(model, [0], rng) for _ in range(30)), key=len)
     assert len(tree) > 6 and {probs is None for probs in tree.probs[1:]} == {True, False}
     count, hits = 6000, [0] * len(tree)

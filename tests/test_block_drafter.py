@@ -428,7 +428,7 @@ def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> No
             rows = network([ids[anchor]], [anchor], attend)
             assert rows.shape[1] == size
             previous = torch.tensor(ids[anchor : anchor + drafted])
-            scores = network.logits(rows)[0]
+            scores = network.head(network.drafting(rows))[0]
             bias = network.bias(previous)
             scores = scores if bias is None else scores + bias
             loss = loss + F.cross_entropy(scores, torch.tensor(ids[anchor + 1 :][:drafted]))

@@ -57,24 +57,20 @@ class Reference:
         embed: torch.Tensor,
         head: torch.Tensor,
     ) -> None:
-        self.state, self.prefix, self.embed, self.head, self.config = (
-            state,
-            prefix,
-            embed,
-            head,
-            config,
-        )
+        self.state = state
+        self.prefix = prefix
+        self.embed = embed
+        self.head = head
+        self.config = config
         fields = {**config, **config.get("transformer_layer_config", {})}
         keys = (*LAYER_FIELDS, "rope_scaling", "head_dim")
         llama = LlamaConfig(
             **{k: fields[k] for k in keys if k in fields}, attn_implementation="eager"
         )
         self.wide = f"{prefix}.hidden_norm.weight" in state
-        self.attention, self.mlp, self.rotary = (
-            LlamaAttention(llama, 0).eval(),
-            LlamaMLP(llama),
-            LlamaRotaryEmbedding(llama),
-        )
+        self.attention = LlamaAttention(llama, 0).eval()
+        self.mlp = LlamaMLP(llama)
+        self.rotary = LlamaRotaryEmbedding(llama)
         for part, module in (*self.attention.named_children(), *self.mlp.named_children()):
             name = f"{prefix}.{'self_attn' if part[0] in 'qkvo' else 'mlp'}.{part}"
             if isinstance(module, nn.Linear):
@@ -154,15 +150,17 @@ def check(network: EagleHead, reference: Reference) -> None:
     hidden = torch.randn(N, len(network.config.layers) * network.config.target_size)
     tokens = torch.randint(VOCAB, (N + 1,))
     keys = Keys()
-    out = network(network.fuse(hidden), network.embed(tokens[:N]), torch.arange(N), keys)
+    out = network(network.fuse(hidden), network.embedding(tokens[:N]), torch.arange(N), keys)
     fused = reference.fuse(hidden)
     expected, logits = reference(fused, tokens[:N])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(network.logits(out), logits, rtol=1e-5, atol=1e-5)
-    further = network(out[-1:], network.embed(tokens[N:]), torch.tensor([N]), keys)
+    torch.testing.assert_close(network.head(network.feature(out)), logits, rtol=1e-5, atol=1e-5)
+    further = network(out[-1:], network.embedding(tokens[N:]), torch.tensor([N]), keys)
     expected, logits = reference(torch.cat([fused, expected[-1:]]), tokens)
     torch.testing.assert_close(further, expected[-1:], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(network.logits(further), logits[-1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        network.head(network.feature(further)), logits[-1:], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("how", ["safetensors", "bin", "old bin", "sharded"])
@@ -246,15 +244,11 @@ def test_speculators_eagle3(tmp_path: Path, before: bool, norms: str) -> None:
         "verifier_norm.weight": noise(D),
     }
     if norms == "fused":
-        state, config = (
-            state | {"input_norm.weight": noise(3 * D)},
-            config | {"norm_before_fc": True, "norm_output": True},
-        )
+        state = state | {"input_norm.weight": noise(3 * D)}
+        config = config | {"norm_before_fc": True, "norm_output": True}
     if norms == "each":
-        state, config = (
-            state | {f"fc_norm.{i}.weight": noise(D) for i in range(3)},
-            config | {"fc_norm": True, "norm_output": True},
-        )
+        state = state | {f"fc_norm.{i}.weight": noise(D) for i in range(3)}
+        config = config | {"fc_norm": True, "norm_output": True}
     folder = write(tmp_path / "drafter", config, state)
     assert is_eagle(folder)
     network = read(folder, embedding, head)

@@ -236,10 +236,8 @@ def test_every_tree_keeps_the_contract(
 
 @pytest.mark.parametrize("name", ["dyspec", "dyspec-printed", "chain", "specinfer"])
 def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name: str) -> None:
-    policy, generator = (
-        policies(ToyModel(3, 1, zeros=0.0).draft)[name],
-        torch.Generator().manual_seed(0),
-    )
+    policy = policies(ToyModel(3, 1, zeros=0.0).draft)[name]
+    generator = torch.Generator().manual_seed(0)
 
     def counts(budget: int) -> Counter:
         return Counter(

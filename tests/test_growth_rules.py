@@ -257,10 +257,8 @@ def algorithm_2(
 @pytest.mark.parametrize("seed", range(3))
 def test_threshold_trees_have_the_probs_of_algorithm_2(seed: int) -> None:
     model = ToyModel(vocab=3, seed=seed)
-    policy, generator = (
-        Threshold(KnownDrafter(model.draft), 0.25),
-        torch.Generator().manual_seed(seed),
-    )
+    policy = Threshold(KnownDrafter(model.draft), 0.25)
+    generator = torch.Generator().manual_seed(seed)
     exact: Counter = Counter()
     for chance, nodes in algorithm_2(model.draft, 0.25, 3):
         exact[nodes] += chance

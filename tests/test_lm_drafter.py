@@ -23,13 +23,11 @@ from quickbeam.drafters.draft_model import GAP, LMDrafter, LMState, first_differ
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS, make_method
-from quickbeam.methods.base import Grown, Growth, Method, NoDraft
-from quickbeam.methods.children import proposals
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Draft, Model, Passed
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
 
 NAMES = ("llama", "mistral-window", "gpt2")
@@ -41,31 +39,6 @@ DRAFTING = few(
         if LMDrafter.name in preset.sources
     }.values(),
 )  # one of each kind of tree always
-
-
-class DrafterChain(Method):
-    """A chain of the drafter's most probable tokens, or of its draws: the plainest use of its
-    distributions."""
-
-    def __init__(self, drafter: LMDrafter) -> None:
-        self.sources, self.drafter = (drafter,), drafter
-
-    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        tree = TokenTree(context.ids[-1])
-        while len(tree) < budget and tree.depth[-1] < max_depth:
-            distributions = yield DraftRequest(context, tree, [len(tree) - 1])
-            assert distributions is not None
-            if context.draws:
-                tree.add(
-                    len(tree) - 1,
-                    draw(probs := distributions.dense(0), context.generator),
-                    "drafter",
-                    probs=probs,
-                )
-            else:
-                (((token, *_), _),) = proposals(context, distributions, [tree.depth[-1]], 1)
-                tree.add(len(tree) - 1, token, "drafter")
-        return Grown(tree)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +292,7 @@ def test_a_request_beyond_the_drafters_context_is_refused(target: Model) -> None
     ):
         drafter.check_length(500, 13)
     with pytest.raises(InvalidInput, match="exceed the drafter's context"):
-        answer(target, DrafterChain(drafter), SamplingParams(max_tokens=13), [1] * 500)
+        answer(target, make_method("chain", drafter), SamplingParams(max_tokens=13), [1] * 500)
 
 
 def tokenizer(*tokens: str | None) -> SimpleNamespace:
@@ -382,10 +355,6 @@ def target() -> Model:
     return make_model(tiny("llama", seed=3))
 
 
-def policy_of(method: str, drafter: LMDrafter) -> Method:
-    return make_method(method, drafter)
-
-
 @pytest.mark.parametrize("method", DRAFTING)
 @examples(5)
 @given(data=st.data())
@@ -403,7 +372,7 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
     plain = answer(target, NoDraft(), params, prompt)
     drafted = answer(
         target,
-        policy_of(method, drafter),
+        make_method(method, drafter),
         params,
         prompt,
         budget=data.draw(st.sampled_from([1, 2, 7, 30])),
@@ -430,7 +399,11 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(
         max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling
     )
     sequence = answer(
-        target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6
+        target,
+        make_method("chain", LMDrafter(tiny("llama", seed=3), VOCAB)),
+        params,
+        [4, 5, 6],
+        budget=6,
     )
     # of 6: five drafted tokens and the target's own
     assert sequence.statistics.mean_accepted_tokens > 5.5
@@ -444,7 +417,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
 ) -> None:
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=6, ignore_eos=True)
     plain = answer(target, NoDraft(), params, [4, 5, 6])
-    drafted = answer(target, policy_of(method, broken()), params, [4, 5, 6])
+    drafted = answer(target, make_method(method, broken()), params, [4, 5, 6])
     assert drafted.output.token_ids == plain.output.token_ids
     assert (
         drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
@@ -456,7 +429,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
 ) -> None:
     drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
-    fresh = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
+    fresh = answer(target, make_method("chain", drafter), params, prompt, budget=6, engine=engine)
     for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
         for when in range(1, 6):
             engine.forget()
@@ -471,9 +444,13 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
 
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(place, where, interrupted)
-                answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
+                answer(
+                    target, make_method("chain", drafter), params, prompt, budget=6, engine=engine
+                )
             assert len(calls) == when and not engine.busy and drafter.model.pool.used == 0
-            again = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
+            again = answer(
+                target, make_method("chain", drafter), params, prompt, budget=6, engine=engine
+            )
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps
 

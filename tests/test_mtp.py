@@ -27,8 +27,8 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpLayer
 
-from answers import answer, mean_accepted, method_as_plain, same_as_plain
-from cases import few, spread
+from answers import answer, mean_accepted, same_as_plain
+from cases import few
 from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, VOCAB, tiny
@@ -219,14 +219,6 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind: str, heads: Any) -> None:
     head = heads(kind)
     same_as_plain(head.target, head.drafter, PROMPTS)
-
-
-@pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
-def test_every_method_that_a_drafter_decides_grows_trees_over_a_head(
-    name: str, kind: str, heads: Any
-) -> None:
-    head = heads(kind)
-    method_as_plain(head.target, DRAFTED[name](head.drafter), [3, 1, 4])
 
 
 def accepted(head: Head) -> float:

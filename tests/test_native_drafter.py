@@ -239,10 +239,8 @@ def test_rows_of_8_bits_are_those_of_the_reference(
     """In blocks, and one by one: bit for bit, whatever stands beside them."""
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
-    blocks, rows = (
-        NativeBlocks(weight, layout, load(isa), INT8),
-        NativeRows(weight, load(isa), INT8),
-    )
+    blocks = NativeBlocks(weight, layout, load(isa), INT8)
+    rows = NativeRows(weight, load(isa), INT8)
     prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
     tokens, logits = prepared.tokens, blocks.score(h, prepared)
     finite = logits[0] > -torch.inf
@@ -330,10 +328,8 @@ def test_the_router_scores_clusters(
     router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
     for parameter in router.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
-    hidden, embedded = (
-        number(n, sizes[0], like=torch.float32, seed=seed),
-        number(n, sizes[1], seed=seed + 1),
-    )
+    hidden = number(n, sizes[0], like=torch.float32, seed=seed)
+    embedded = number(n, sizes[1], seed=seed + 1)
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
 
     def scored(name: str | None) -> torch.Tensor:
@@ -430,11 +426,9 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
     for fast in (False, True):
         model = tiny("llama", torch.bfloat16)
         model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
-        feature, weight, bias = (
-            number(5, 32),
-            model.lm_head.weight.detach().clone(),
-            model.lm_head.bias.detach().float().clone(),
-        )
+        feature = number(5, 32)
+        weight = model.lm_head.weight.detach().clone()
+        bias = model.lm_head.bias.detach().float().clone()
         target = make_model(model, native=fast)
         drafter = eagle_drafter(EagleHead(WIDE, target.embedding, target.head), target)
         assert isinstance(drafter.passes, NativeEagle)

@@ -31,7 +31,7 @@ def spread(scores: Scores, vocab: int) -> torch.Tensor:
     assert bool((finite == finite[:1]).all())
     tokens = scores.tokens[finite[0]]
     assert len(tokens.unique()) == len(tokens)
-    out[:, tokens] = scores.logits[:, finite[0]].float()
+    out[:, tokens.cpu()] = scores.logits[:, finite[0]].float().cpu()
     return out
 
 
@@ -235,7 +235,8 @@ def test_what_is_scored_is_what_is_held_and_counted(kind: str) -> None:
 def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
     shortlist, (hidden, embedded) = make(kind), nodes(1)
     routed = route(shortlist, hidden, embedded, [0])
-    rare = [token for token in range(VOCAB) if not shortlist.holds(token, routed)]
+    empty = shortlist.begin([])
+    rare = [token for token in range(VOCAB) if not empty.holds(token, routed)]
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
     alone = spread(second.score(hidden, routed), VOCAB)
     first.extend([rare[3]])

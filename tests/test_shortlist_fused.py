@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
+from test_shortlist import spread
 
 triton = pytest.importorskip("triton")
 FusedHead = pytest.importorskip("quickbeam.drafters.shortlist.fused").FusedHead
@@ -27,18 +28,6 @@ DEVICE = "cuda" if CUDA else "cpu"
 runs_kernels = pytest.mark.skipif(
     not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter"
 )
-
-
-def spread(scores: Scores, vocab: int) -> torch.Tensor:
-    """`[n, vocab]` logits by token, -inf where it has no column; fails where a token has two that
-    count."""
-    out = torch.full((len(scores.logits), vocab), -torch.inf)
-    finite = scores.logits > -torch.inf
-    assert bool((finite == finite[:1]).all())
-    tokens = scores.tokens[finite[0]]
-    assert len(tokens.unique()) == len(tokens)
-    out[:, tokens.cpu()] = scores.logits[:, finite[0]].float().cpu()
-    return out
 
 
 def expected(
@@ -130,10 +119,8 @@ def test_a_strided_input_and_no_rows_are_fine() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight, h = (
-        torch.randn(60, 512, device=DEVICE).to(dtype),
-        torch.randn(3, 512, device=DEVICE).to(dtype),
-    )
+    weight = torch.randn(60, 512, device=DEVICE).to(dtype)
+    h = torch.randn(3, 512, device=DEVICE).to(dtype)
     layout = Layout(torch.randperm(60), 10, 20, 60)
     if dtype is torch.bfloat16 and not CUDA:
         with pytest.raises(InvalidInput, match="bfloat16"):
@@ -152,10 +139,8 @@ def test_a_captured_call_follows_the_clusters_it_is_given() -> None:
     torch.manual_seed(0)
     weight, h = torch.randn(290, 64, device=DEVICE), torch.randn(3, 64, device=DEVICE)
     layout = Layout(torch.randperm(290), 40, 50, 290)
-    made, chosen = (
-        FusedHead(weight, layout, 3),
-        torch.tensor([0, 1, 2], device=DEVICE),
-    )
+    made = FusedHead(weight, layout, 3)
+    chosen = torch.tensor([0, 1, 2], device=DEVICE)
     made(h, chosen)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -46,21 +46,8 @@ from quickbeam.train.trainer import Report, Trainer
 from quickbeam.tree import TokenTree
 
 VOCAB, D, SIZE = 40, 16, 4
-CONFIG = BlockConfig(
-    D,
-    24,
-    4,
-    2,
-    4,
-    2,
-    (1, 2),
-    D,
-    VOCAB,
-    block_size=SIZE,
-    mask_token=39,
-    markov_rank=4,
-    confidence=True,
-)
+SIZES = {"block_size": SIZE, "mask_token": 39, "markov_rank": 4, "confidence": True}
+CONFIG = BlockConfig(D, 24, 4, 2, 4, 2, (1, 2), D, VOCAB, **SIZES)
 SMALL = Recipe(batch=128, lr=5e-3, warmup=2, loss_vocab=VOCAB, spacing=2)
 
 
@@ -481,15 +468,7 @@ def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
     with LLM(toy_folder, "ar", dtype="float32") as plain:
         expected = plain.generate("abc", params).token_ids
     with LLM(toy_folder, "dyspec", dtype="float32", drafter=str(out)) as llm:
-        for method in (
-            "dyspec",
-            "chain",
-            "dyspec-threshold",
-            "specinfer",
-            "sequoia",
-            "eagle2",
-            "auto",
-        ):
+        for method in ("dyspec", "chain", "auto"):
             answer = llm.generate("abc", params, method=method)
             assert answer.token_ids == expected, method
             assert method == "auto" or answer.statistics.sources["drafter"].drafted > 0

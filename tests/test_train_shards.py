@@ -118,10 +118,8 @@ def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
 
 
 def test_prompts_have_three_forms(tmp_path: Path) -> None:
-    path, messages = (
-        tmp_path / "prompts.jsonl",
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}],
-    )
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
     records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
     path.write_text(
         "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8"

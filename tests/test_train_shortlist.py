@@ -107,7 +107,7 @@ def full_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 def read(net: EagleHead, conversation: Conversation, at: int, depth: int) -> torch.Tensor:
     """What the layer reads at row `at` after `depth` drafts, over the rows that it sees."""
     hidden = list(net.fuse(CodedTarget().hidden(conversation)[: at + 1].float()))
-    embedded = net.embed(conversation.tokens.long()).float()
+    embedded = net.embedding(conversation.tokens.long()).float()
     for _ in range(depth):
         n = len(hidden)
         out = net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), full_causal)

@@ -123,11 +123,9 @@ def sample_sequences(
 ) -> Counter[tuple[int, ...]]:
     """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `probs`:
     the target's (the model's own)."""
-    target, rng, generator = (
-        probs or model.target,
-        random.Random(seed),
-        torch.Generator().manual_seed(seed),
-    )
+    target = probs or model.target
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
         context = [0]

@@ -47,11 +47,9 @@ DEFAULTS = {  # transformers', of what a configuration may leave out
     "centroid_intermediate_top_k": 32,
 }
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
-TABLE, CENTROIDS, ORDER = (
-    "model.embed_tokens.weight",
-    "masked_embedding.centroids.weight",
-    "masked_embedding.token_ordering",
-)
+TABLE = "model.embed_tokens.weight"
+CENTROIDS = "masked_embedding.centroids.weight"
+ORDER = "masked_embedding.token_ordering"
 
 
 def is_assistant(folder: Path) -> bool:

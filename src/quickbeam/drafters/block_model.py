@@ -110,10 +110,8 @@ class BlockConfig:
             raise InvalidInput(f"its config says {window}, which block drafters here can't do")
         if fields.get("hidden_act", "silu") != "silu":
             raise InvalidInput(f"its config says hidden_act: {fields['hidden_act']!r}; known: silu")
-        confidence, rank = (
-            bool(fields.get("enable_confidence_head")),
-            fields.get("markov_rank") or 0,
-        )
+        confidence = bool(fields.get("enable_confidence_head"))
+        rank = fields.get("markov_rank") or 0
         if confidence and bool(fields.get("confidence_head_with_markov", True)) != bool(rank):
             raise InvalidInput(
                 "its config says confidence_head_with_markov: "
@@ -269,10 +267,6 @@ class BlockNetwork(Beside):
             x = x + layer.self_attn["o_proj"](attend(i, query, key, value))
             x = x + layer.feed_forward(x)
         return self.norm(x).unflatten(0, inputs.shape)  # type: ignore[no-any-return]
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return U, the logits `[b, drafted, vocab]` of blocks' rows, without the Markov head."""
-        return self.head(self.drafting(rows))  # type: ignore[no-any-return]
 
     def drafting(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of blocks' rows that draft a token, `[b, drafted, d]`."""

@@ -184,10 +184,6 @@ class EagleHead(Beside):
             )
         self.activation = ACTIVATIONS[config.activation]
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings `[..., n, d]` of token ids `[..., n]`."""
-        return self.embedding(ids)  # type: ignore[no-any-return]
-
     @property
     def embedding(self) -> nn.Module:
         return self.own_embedding if self.config.own_embedding else self._module("embedding")
@@ -221,10 +217,8 @@ class EagleHead(Beside):
         config = self.config
         if config.join == "attention":
             normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
-            x, residual = (
-                torch.cat([token, normed], -1),
-                normed if config.norm_before_residual else hidden,
-            )
+            x = torch.cat([token, normed], -1)
+            residual = normed if config.norm_before_residual else hidden
             if config.lift:
                 residual = residual + self.lift(token)
         else:
@@ -248,7 +242,7 @@ class EagleHead(Beside):
     ) -> torch.Tensor:
         """Run the layer once and return its output `[..., n, d]`.
 
-        The output stands in for the hidden state of the next row, and `logits` reads it.
+        The output stands in for the hidden state of the next row, and `feature` reads it.
 
         - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
         - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
@@ -264,15 +258,11 @@ class EagleHead(Beside):
         return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
-        """Return what the head reads of an output: the output, normed where there is a norm."""
-        return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
+        """Return what the head reads of an output: the output, normed where there is a norm.
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[..., n, draft vocabulary]` of an output.
-
-        If the drafter has its own head, `tokens` holds the token of each column.
+        If the drafter has its own head, `tokens` holds the token of each of its outputs.
         """
-        return self.head(self.feature(out))  # type: ignore[no-any-return]
+        return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors`, each complete or not at all.

@@ -93,7 +93,7 @@ class TorchEagle(TorchPasses):
         if rows[0].paths is None:
             hidden = network.fuse(hidden)
         tokens = [token for one in rows for token in one.tokens]
-        embedded = network.embed(torch.tensor(tokens, device=hidden.device))
+        embedded = network.embedding(torch.tensor(tokens, device=hidden.device))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             self.write(step, 0, key, value)

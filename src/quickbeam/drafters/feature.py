@@ -216,10 +216,8 @@ def score(
         began, counted = perf_counter(), state.counted
         counted.calls += 1
         if state.shortlist is None:
-            counted.seconds, counted.tokens = (
-                counted.seconds + seconds,
-                counted.tokens + logits.shape[-1],
-            )
+            counted.seconds = counted.seconds + seconds
+            counted.tokens = counted.tokens + logits.shape[-1]
             continue
         assert clusters is not None
         scored[i] = state.shortlist.score(feature, clusters)

@@ -150,11 +150,9 @@ class Search:
         one = Candidate(
             token, parent, source, rate, len(self.found) + 1, probability, list(evidence)
         )
-        one.depth, one.value, one.path = (
-            parent.depth + 1,
-            parent.value * rate,
-            (*parent.path, token),
-        )
+        one.depth = parent.depth + 1
+        one.value = parent.value * rate
+        one.path = (*parent.path, token)
         parent.children[token] = one
         self.found.append(one)
         return one

@@ -63,10 +63,6 @@ class Shapes:
             if np.array_equal(self._best[-1], self._best[-2]):  # deeper trees are no better
                 break
 
-    def tokens(self, nodes: int, depth: int) -> float:
-        """Return F of the best tree of at most `nodes` nodes and at most `depth`."""
-        return float(self._best[min(depth, len(self._best) - 1)][nodes])
-
     def shape(self, nodes: int, depth: int) -> Shape:
         """Return the shape of the best tree of at most `nodes` nodes and at most `depth`."""
         children: Shape = [[]]

@@ -71,7 +71,7 @@ def pifa(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor
     generator = torch.Generator().manual_seed(0)
     projection = torch.randn(2 * head.shape[1], FEATURES, generator=generator) / FEATURES**0.5
     for part in torch.split(torch.arange(len(places.tokens)), CHUNK):
-        inputs = normed(places.hidden[part], network.embed(places.tokens[part].long()))
+        inputs = normed(places.hidden[part], network.embedding(places.tokens[part].long()))
         x = F.normalize(inputs, dim=1) @ projection
         tokens, mass = places.likely[part].long(), places.mass[part]
         for column in range(LABELS):

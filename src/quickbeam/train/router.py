@@ -125,5 +125,5 @@ def recall(places: Places, scored: torch.Tensor, listed: torch.Tensor) -> Recall
 
 def _scores(network: EagleHead, router: Router, places: Places) -> torch.Tensor:
     with torch.no_grad():
-        embedded = network.embed(places.tokens.long())
+        embedded = network.embedding(places.tokens.long())
     return router(places.hidden, embedded)  # type: ignore[no-any-return]

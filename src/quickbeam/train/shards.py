@@ -105,10 +105,8 @@ class Shards:
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 file: Any = safe_open(path, "pt")
-                lengths, temperatures = (
-                    file.get_tensor("length").tolist(),
-                    file.get_tensor("temperature").tolist(),
-                )
+                lengths = file.get_tensor("length").tolist()
+                temperatures = file.get_tensor("temperature").tolist()
                 self.answered += [
                     int(answer.sum()) for answer in file.get_tensor("answer").split(lengths)
                 ]

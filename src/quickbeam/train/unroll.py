@@ -91,7 +91,7 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     with torch.no_grad():
-        embedded = network.embed(batch.tokens).float()
+        embedded = network.embedding(batch.tokens).float()
     attend = _Unrolled()
     hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
     for depth in range(depths):

@@ -36,10 +36,8 @@ class NativeRouter:
     def add(self, program: Program, hidden: Buffer, embedded: Buffer, target: Buffer) -> None:
         """Add the router's operations on the wanted rows to `program`; `target` gets the scores."""
         config = self.config
-        both, middle = (
-            program.buffer(config.hidden_size + config.embed_size),
-            program.buffer(self._up.outputs),
-        )
+        both = program.buffer(config.hidden_size + config.embed_size)
+        middle = program.buffer(self._up.outputs)
         program.norm(hidden, both, None, EPS, gather=True)
         program.norm(embedded, both, None, EPS, column=config.hidden_size, gather=True)
         program.linear(self._up, both, middle, library.ACTIVATE, gathered=True)
@@ -143,10 +141,8 @@ class NativeRows:
         self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
         one = packer.pack([weight[:1]])
         # the data of each block of rows
-        self._format, self._data = (
-            one.format,
-            torch.empty(0, one.data.numel(), dtype=one.data.dtype),
-        )
+        self._format = one.format
+        self._data = torch.empty(0, one.data.numel(), dtype=one.data.dtype)
 
     def reserve(self, size: int) -> None:
         """Make room for `size` rows, keeping those that are there."""

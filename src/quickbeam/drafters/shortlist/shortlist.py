@@ -140,11 +140,6 @@ class Shortlist:
         worth = probs.nan_to_num(0.0).sum(0)
         return worth.topk(self.chosen).indices.sort().values
 
-    def holds(self, token: int, clusters: torch.Tensor) -> bool:
-        """Whether a call that chose `clusters` scores this token in any context."""
-        cluster = int(self.layout.cluster_of[token])
-        return cluster == FREQUENT or bool((clusters == cluster).any())
-
     def prepare(self, clusters: torch.Tensor, beside: torch.Tensor) -> tuple[Prepared, int]:
         """Return what calls on these clusters share, and how many distinct tokens they score.
 
@@ -224,9 +219,10 @@ class ShortlistState:
 
     def holds(self, token: int, clusters: torch.Tensor) -> bool:
         """Whether `score` scores this token, with the context as it is now."""
-        return self.shared.holds(token, clusters) or (
-            self.context is not None and token in self.context
-        )
+        cluster = int(self.shared.layout.cluster_of[token])
+        if cluster == FREQUENT or bool((clusters == cluster).any()):
+            return True
+        return self.context is not None and token in self.context
 
 
 def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
