@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quickbeam.drafters.checkpoints import load_eagle
-from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.folder import TargetParts
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
@@ -50,7 +48,7 @@ LAYER_FIELDS = (
 )
 
 
-def layer(prefix: str, wide: bool, bias: bool = False, d: int = D) -> dict[str, torch.Tensor]:
+def layer(prefix, wide, bias=False, d=D):
     """Random tensors of the decoder layer. `wide`: EAGLE-3's."""
     width = 2 * d if wide else d
     shapes: dict[str, tuple[int, ...]] = {
@@ -74,16 +72,16 @@ def layer(prefix: str, wide: bool, bias: bool = False, d: int = D) -> dict[str, 
     return state
 
 
-def noise(*shape: int) -> torch.Tensor:
+def noise(*shape):
     return torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) / math.sqrt(shape[-1])
 
 
-def eagle1(bias: bool = False, fc_bias: bool = False) -> dict[str, torch.Tensor]:
+def eagle1(bias=False, fc_bias=False):
     state = {"fc.weight": noise(D, 2 * D), **layer("layers.0", False, bias)}
     return state | ({"fc.bias": torch.randn(D)} if fc_bias else {})
 
 
-def eagle3(prefix: str = "midlayer", rows: int = DRAFT, d: int = D) -> dict[str, torch.Tensor]:
+def eagle3(prefix="midlayer", rows=DRAFT, d=D):
     tokens = torch.randperm(VOCAB)[:rows].sort().values
     maps = {"d2t": tokens - torch.arange(rows), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
     return {
@@ -95,9 +93,7 @@ def eagle3(prefix: str = "midlayer", rows: int = DRAFT, d: int = D) -> dict[str,
     }
 
 
-def write(
-    folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor], how: str = "safetensors"
-) -> Path:
+def write(folder, config, state, how="safetensors"):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if how == "safetensors":
@@ -114,13 +110,11 @@ def write(
     return folder
 
 
-def shared(size: int = D) -> tuple[nn.Embedding, nn.Linear]:
+def shared(size=D):
     return nn.Embedding(VOCAB, size), nn.Linear(size, VOCAB, bias=False)
 
 
-def read(
-    folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None, **target: int
-) -> EagleHead:
+def read(folder, embedding=None, head=None, **target):
     sizes = {"layers": LAYERS, "size": D, "vocab": VOCAB, **target}
     first, second = shared(sizes["size"])
     parts = TargetParts(**sizes, embedding=embedding or first, head=head or second)

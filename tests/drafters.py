@@ -9,13 +9,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs, DraftRequest
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs
 from quickbeam.methods import DRAFTER, METHODS, make_method
-from quickbeam.methods.base import Grown, Growth, Method
-from quickbeam.noise import Noise
 from quickbeam.tree import TokenTree
-from toy import ToyModel, path_tokens
+from toy import path_tokens
 
 # by name: what makes a method that only a drafter's answers decide, each kind of tree once
 DRAFTED = {
@@ -37,22 +34,22 @@ class KnownDrafter(Drafter):
 
     name = "drafter"
 
-    def __init__(self, probs: ProbsOf) -> None:
+    def __init__(self, probs):
         self.probs = probs
         self.calls: list[list[int]] = []
         self.rounds = self.rows = 0
         # by context: its tree, and the nodes that were asked for
         self._asked: dict[int, tuple[TokenTree, set[int]]] = {}
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+    def begin(self, ids, shortlist=None):
         return DrafterState()
 
-    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+    def answer(self, requests):
         assert requests and len({id(request.context) for request in requests}) == len(requests)
         self.rounds += 1
         return [self._answer(request) for request in requests]
 
-    def _answer(self, request: DraftRequest) -> DraftProbs:
+    def _answer(self, request):
         context, tree, nodes, _ = request
         if list(nodes) == [0]:
             self.calls, self._asked[id(context)] = [], (tree, set())
@@ -68,7 +65,7 @@ class KnownDrafter(Drafter):
         )
 
 
-def grown(growth: Growth, answer: Callable[[list[DraftRequest]], list[DraftProbs]]) -> Grown:
+def grown(growth, answer):
     """A growth run to its end, with `answer` as the drafter's."""
     answers: DraftProbs | None = None
     while True:
@@ -79,9 +76,7 @@ def grown(growth: Growth, answer: Callable[[list[DraftRequest]], list[DraftProbs
         (answers,) = answer([request])
 
 
-def grow(
-    policy: Method, context: Context, budget: int, max_depth: int, call: float = float("-inf")
-) -> Grown:
+def grow(policy, context, budget, max_depth, call=float("-inf")):
     """A growth run to its end. Sources that have not read the text yet do so. Requests that promise
     no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
@@ -96,25 +91,23 @@ def grow(
         distributions = drafter.answer([request])[0] if request.gain > call else None
 
 
-def tree_of(
-    policy: Method, context: Context, budget: int, max_depth: int, call: float = float("-inf")
-) -> TokenTree:
+def tree_of(policy, context, budget, max_depth, call=float("-inf")):
     """The tree of `grow`."""
     return grow(policy, context, budget, max_depth, call).tree
 
 
-def tempered(probs: torch.Tensor, temperature: float) -> torch.Tensor:
+def tempered(probs, temperature):
     """What `temperature` makes of the probs `[vocab]` of temperature 1; zeros stay."""
     weights = probs ** (1 / temperature)
     return weights / weights.sum()
 
 
-def toy_distributions(model: ToyModel, temperature: float = 1.0) -> tuple[ProbsOf, ProbsOf]:
+def toy_distributions(model, temperature=1.0):
     """The target's and the drafter's distributions at a temperature, by the last tokens; made once
     each."""
     made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def both(context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(context):
         key = tuple(context[-3:])
         if key not in made:
             made[key] = (
@@ -126,35 +119,33 @@ def toy_distributions(model: ToyModel, temperature: float = 1.0) -> tuple[ProbsO
     return (lambda context: both(context)[0]), (lambda context: both(context)[1])
 
 
-def zipf_drafter(vocab: int = 500, seed: int = 0) -> KnownDrafter:
+def zipf_drafter(vocab=500, seed=0):
     """DraftProbs as small models have them: sometimes nearly certain, sometimes hardly decided.
     Each path
     has its own."""
     ranks = torch.arange(1, vocab + 1).log()
 
-    def probs(context: Sequence[int]) -> torch.Tensor:
+    def probs(context):
         rng = random.Random(f"{seed} {list(context)}")
         return (-rng.uniform(1.0, 3.5) * ranks).softmax(0).roll(rng.randrange(vocab))
 
     return KnownDrafter(probs)
 
 
-def policies(probs: ProbsOf) -> dict[str, Method]:
+def policies(probs):
     return {name: make(KnownDrafter(probs)) for name, make in DRAFTED.items()}
 
 
-def context_of(
-    ids: list[int], temperature: float, generator: torch.Generator | None = None
-) -> Context:
+def context_of(ids, temperature, generator=None):
     return Context(ids, torch.zeros(1), temperature, generator or torch.Generator().manual_seed(0))
 
 
-def paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
+def paths(tree):
     """The tokens below the root that lead to each node, in the order of the nodes."""
     return tuple(tuple(tree.token[n] for n in tree.path(node)[1:]) for node in range(1, len(tree)))
 
 
-def child_ranks(tree: TokenTree) -> list[tuple[tuple[int, int], ...]]:
+def child_ranks(tree):
     """Every node as its path, each token with its place among its siblings."""
     place = [
         list(tree.children[parent]).index(token) if parent >= 0 else 0
@@ -165,9 +156,7 @@ def child_ranks(tree: TokenTree) -> list[tuple[tuple[int, int], ...]]:
     ]
 
 
-def perturbed_plain(
-    q: torch.Tensor, noise: Noise, position: int, temperature: float
-) -> torch.Tensor:
+def perturbed_plain(q, noise, position, temperature):
     """The whole distribution `[vocab]` that the noise of a place makes of `q` `[vocab]`."""
     every = noise.of(np.arange(len(q)), np.full(len(q), position))
     return (q.double().log() + temperature * torch.from_numpy(every)).softmax(0)

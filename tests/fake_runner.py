@@ -6,7 +6,7 @@ import torch
 
 from quickbeam.bench.methods import PEERS, MethodItem
 from quickbeam.bench.questions import Question
-from quickbeam.bench.run import Results, begin, run
+from quickbeam.bench.run import begin, run
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.params import SamplingParams
 
@@ -22,15 +22,8 @@ class FakeRunner:
     device = "cpu"
 
     def __init__(
-        self,
-        name: str,
-        calls: list,
-        tokens=(1, 2, 3, 4, 5),
-        steps=4,
-        seconds=2.0,
-        split=(0.5, 1.0),
-        **figures,
-    ) -> None:
+        self, name, calls, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), **figures
+    ):
         self.name, self.calls, self.fails = name, calls, {}
         self.item = MethodItem(name, name if name in (*PEERS, "ar") else "pld")
         told = dict(zip(("draft_seconds", "verify_seconds"), split, strict=True)) | figures
@@ -62,27 +55,22 @@ class FakeRunner:
         return logits
 
 
-def questions_of(*categories: str) -> list[Question]:
+def questions_of(*categories):
     return [Question(i, category, (f"q{i}",)) for i, category in enumerate(categories)]
 
 
-def started(runners: dict[str, FakeRunner], params: SamplingParams = PARAMS) -> Results:
+def started(runners, params=PARAMS):
     return begin([runner.item for runner in runners.values()], params)
 
 
-def measured(
-    runners: dict[str, FakeRunner],
-    questions: list[Question],
-    params: SamplingParams = PARAMS,
-    **options,
-) -> Results:
+def measured(runners, questions, params=PARAMS, **options):
     results = started(runners, params)
     for _ in run(questions, runners, results, **options):
         pass
     return results
 
 
-def two_methods() -> dict[str, FakeRunner]:
+def two_methods():
     """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the
     time."""
     calls: list = []

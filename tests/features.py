@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
@@ -32,7 +28,7 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native
 }
 
 
-def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> EagleHead:
+def head_of(config, model, seed=0):
     """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay
     the model's."""
     torch.manual_seed(seed)
@@ -55,13 +51,7 @@ class Pair:
     the drafter and its target, whose weights both pairs then have; `native`: None takes the
     kind's; `weights`: of the drafter."""
 
-    def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype = torch.float32,
-        native: bool | None = None,
-        weights: str | None = None,
-    ) -> None:
+    def __init__(self, kind, dtype=torch.float32, native=None, weights=None):
         layout, usual, self.config = KINDS[kind]
         native = usual if native is None else native
         self.model = tiny(layout, seed=3).to(dtype).float()
@@ -78,15 +68,15 @@ class Pair:
         self.drafter = eagle_drafter(network, self.target, native=native, weights=weights)
 
     @torch.inference_mode()
-    def layer(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    def layer(self, hidden, tokens):
         """The equations, with full causal attention over all rows."""
         c, n = self.config, len(hidden)
         weight = {name: value for name, value in self.network.named_parameters()}
 
-        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        def norm(name, x):
             return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
 
-        def rotated(x: torch.Tensor) -> torch.Tensor:
+        def rotated(x):
             half = c.head_dim // 2
             angle = torch.arange(n)[:, None, None] / 10000.0 ** (torch.arange(half) / half)
             a, b = x[..., :half], x[..., half:]
@@ -117,9 +107,7 @@ class Pair:
         return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
 
     @torch.inference_mode()
-    def expected(
-        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
-    ) -> torch.Tensor:
+    def expected(self, ids, tree, nodes, temperature):
         """The distributions after `nodes`, each path on its own, from the hidden states of
         transformers."""
         states = self.model(
@@ -149,13 +137,7 @@ class Pair:
             distributions.append(probs)
         return torch.stack(distributions)
 
-    def begin(
-        self,
-        prompt: list[int],
-        token: int,
-        temperature: float = 1.0,
-        shortlist: Shortlist | None = None,
-    ) -> Text:
+    def begin(self, prompt, token, temperature=1.0, shortlist=None):
         """As an answer begins."""
         text = Text(self, [*prompt, token], temperature, shortlist)
         text.read(prompt)
@@ -166,9 +148,7 @@ class Text:
     """A sequence of a pair's target and drafter; its last token is the root of the next tree.
     `heard`: hidden states of all others."""
 
-    def __init__(
-        self, pair: Pair, ids: list[int], temperature: float, shortlist: Shortlist | None
-    ) -> None:
+    def __init__(self, pair, ids, temperature, shortlist):
         self.pair, self.target = pair, Target(pair.target)
         self.context = context_of(ids, temperature)
         self.context.cache = self.target.store
@@ -176,47 +156,45 @@ class Text:
         self.context.states[pair.drafter.name] = self.state
         self.heard: list[torch.Tensor] = []
 
-    def read(self, prompt: list[int], keep: int = 0) -> None:
+    def read(self, prompt, keep=0):
         """Have the target read a prompt of which it knows the first tokens."""
         self.target.prefill(prompt, keep)
         self._hear()
 
-    def _hear(self) -> None:
+    def _hear(self):
         hidden = self.target.take_hidden()
         self.heard += hidden.split(1)
         self.state.append_hidden(hidden)
 
-    def request(self, tree: TokenTree, nodes: Sequence[int]) -> DraftRequest:
+    def request(self, tree, nodes):
         return DraftRequest(self.context, tree, nodes)
 
-    def distributions(self, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+    def distributions(self, tree, nodes):
         """`[len(nodes), vocab]`, from a call for this text alone."""
         return self.pair.drafter.answer([self.request(tree, nodes)])[0].dense()
 
-    def check(self, tree: TokenTree, nodes: Sequence[int]) -> None:
+    def check(self, tree, nodes):
         distributions = self.distributions(tree, nodes)
         expected = self.pair.expected(
             self.context.ids, tree, nodes, self.context.temperature or 1.0
         )
         torch.testing.assert_close(distributions, expected, atol=1e-5, rtol=1e-3)
 
-    def go_on(self, tree: TokenTree, path: Sequence[int], last: int) -> None:
+    def go_on(self, tree, path, last):
         """As a step ends that accepts a path of a tree and a token of the target's own."""
         self.target.verify(tree)
         self.target.commit(tree, path)
         self._hear()
         self.context.extend([*(tree.token[node] for node in path[1:]), last])
 
-    def shared(self, tokens: int) -> int:
+    def shared(self, tokens):
         """How many chunks of so many tokens another text could begin with."""
         chunk = 0
         while self.state.share(chunk, tokens) is not None:
             chunk += 1
         return chunk
 
-    def follow(
-        self, ids: list[int], chunks: int, tokens: int, shortlist: Shortlist | None = None
-    ) -> Text:
+    def follow(self, ids, chunks, tokens, shortlist=None):
         """Another text, `ids`, that takes its first chunks over from this one."""
         other, kept = Text(self.pair, ids, self.context.temperature, shortlist), chunks * tokens
         if chunks:
@@ -232,12 +210,12 @@ class Text:
         other.read(ids[:-1], kept)
         return other
 
-    def release(self) -> None:
+    def release(self):
         self.state.release()
         self.target.store.release()
 
 
-def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
+def grown(rng, root, nodes):
     """A tree with random tokens, deep rather than wide."""
     tree = TokenTree(root)
     while len(tree) < nodes:
@@ -247,7 +225,7 @@ def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
     return tree
 
 
-def rounds(tree: TokenTree) -> list[list[int]]:
+def rounds(tree):
     """Its nodes by depth: how they can be asked for."""
     return [
         [node for node in range(len(tree)) if tree.depth[node] == depth]
@@ -255,5 +233,5 @@ def rounds(tree: TokenTree) -> list[list[int]]:
     ]
 
 
-def context_of(ids: list[int], temperature: float = 1.0) -> Context:
+def context_of(ids, temperature=1.0):
     return Context(list(ids), torch.zeros(VOCAB), temperature)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
-def script(name: str) -> Any:
+def script(name):
     """Import a script of benchmarks/ by its name."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))

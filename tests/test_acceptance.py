@@ -15,7 +15,6 @@ from cases import few
 from drafters import KnownDrafter, context_of, grow, toy_distributions
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
-    Evidence,
     as_printed,
     drafted,
     drawn,
@@ -27,7 +26,7 @@ from toy import ToyModel, path_tokens, random_tree, reached
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
-def test_what_is_accepted_is_learned_where_it_was_seen(rate: float) -> None:
+def test_what_is_accepted_is_learned_where_it_was_seen(rate):
     model, rng = AcceptanceModel(), random.Random(3)
     for _ in range(4000):
         accepted = rng.random() < rate
@@ -43,18 +42,18 @@ def test_what_is_accepted_is_learned_where_it_was_seen(rate: float) -> None:
     assert model.rate(repeated(4).given(True)) == repeated(4).given(True).usual
 
 
-def observed(policy: DySpec) -> list[tuple[float, bool]]:
+def observed(policy):
     """What the method's model is told from now on: draft probabilities, and what came of them."""
     told = list[tuple[float, bool]]()
 
-    def observe(evidence: Evidence, accepted: bool) -> None:
+    def observe(evidence, accepted):
         told.append((evidence.usual, accepted))
 
-    policy.model.observe = observe  # type: ignore[method-assign]
+    policy.model.observe = observe
     return told
 
 
-def test_of_draws_what_had_its_turn_is_learned() -> None:
+def test_of_draws_what_had_its_turn_is_learned():
     """Children up to the accepted one, of the nodes on the path, with the probabilities that they
     were drawn with."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
@@ -81,7 +80,7 @@ def test_of_draws_what_had_its_turn_is_learned() -> None:
         assert told == expected
 
 
-def accepted(printed: bool, temperature: float, budget: int) -> float:
+def accepted(printed, temperature, budget):
     """Tokens a step of many trees, after as many to learn from."""
     found, policy = [], None
     for seed in range(4):
@@ -94,7 +93,7 @@ def accepted(printed: bool, temperature: float, budget: int) -> float:
             context = [rng.randrange(12) for _ in range(3)]
             tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
 
-            def probs(node: int) -> torch.Tensor:
+            def probs(node):
                 return target([*context, *path_tokens(tree, node)])  # noqa: B023
 
             found.append(sum(reached(tree, probs)))
@@ -104,14 +103,12 @@ def accepted(printed: bool, temperature: float, budget: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
-    temperature: float,
-) -> None:
+def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(temperature):
     assert accepted(False, temperature, 12) > 1.02 * accepted(True, temperature, 12)
 
 
 @pytest.mark.parametrize("seed", few(range(4), [0, 1]))
-def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> None:
+def test_nodes_are_reached_as_often_as_verification_accepts_them(seed):
     model = ToyModel(vocab=5, seed=seed)
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +116,7 @@ def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> N
     assert len(tree) > 6 and {probs is None for probs in tree.probs[1:]} == {True, False}
     count, hits = 6000, [0] * len(tree)
 
-    def probs(node: int) -> torch.Tensor:
+    def probs(node):
         return model.target([0, *path_tokens(tree, node)])
 
     for _ in range(count):

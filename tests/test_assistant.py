@@ -10,7 +10,6 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.tree import TokenTree
 
 VOCABULARY = 96  # whose tokens lie in 12 clusters
 KINDS = ["sliding_attention", "full_attention"]
@@ -56,7 +54,7 @@ HEAD = {"all": {}, "ordered": ORDERED}
 native_alone = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
 
-def randomised(model: Any, seed: int) -> Any:
+def randomised(model, seed):
     """Weights that tell places and tokens apart, norms and scalars that matter."""
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -75,23 +73,21 @@ def randomised(model: Any, seed: int) -> Any:
 class Assisted(Pair):
     """A tiny target and its assistant, which is of transformers' class."""
 
-    def __init__(self, target: str = "shared", head: str = "all") -> None:
+    def __init__(self, target="shared", head="all"):
         config = Gemma4TextConfig(**FIELDS | TARGETS[target])
         self.model = randomised(tiny("", config=config), 3)
         kept = {one: TARGETS[target][one] for one in SAME if one in TARGETS[target]}
         small = {"hidden_size": 16, "layer_types": KINDS[::-1] + KINDS[1:]}
         self.assist(Gemma4TextConfig(**FIELDS | PLAIN | kept | small), **HEAD[head])
 
-    def assist(self, text: Gemma4TextConfig, **options: Any) -> None:
+    def assist(self, text, **options):
         width = self.model.config.hidden_size
         own = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, **options)
         self.network = randomised(Gemma4AssistantForCausalLM(own), 5)
         if own.use_ordered_embeddings:
             self.network.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
 
-    def open(
-        self, folder: Path, dtype: torch.dtype = torch.float32, native: bool = True, **options: Any
-    ) -> Assisted:
+    def open(self, folder, dtype=torch.float32, native=True, **options):
         """Have a target and its drafter read what is written to `folder`."""
         for one in (self.model, self.network):
             one.to(dtype).float()
@@ -102,9 +98,7 @@ class Assisted(Pair):
         return self
 
     @torch.inference_mode()
-    def expected(
-        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
-    ) -> torch.Tensor:
+    def expected(self, ids, tree, nodes, temperature):
         """By transformers' class alone; tokens that it does not score have probability 0."""
         read = self.model(
             torch.tensor([ids[:-1]]),
@@ -131,7 +125,7 @@ class Assisted(Pair):
         return torch.stack(distributions)
 
 
-def opened(folder: Path, **options: Any) -> Assisted:
+def opened(folder, **options):
     kind = {name: options.pop(name) for name in ("target", "head") if name in options}
     return Assisted(**kind).open(folder, **options)
 
@@ -143,9 +137,7 @@ def opened(folder: Path, **options: Any) -> Assisted:
         for case in spread(list(TARGETS), list(HEAD), [True, False])
     ],
 )
-def test_distributions_are_those_of_transformers_class(
-    target: str, head: str, native: bool, tmp_path: Path
-) -> None:
+def test_distributions_are_those_of_transformers_class(target, head, native, tmp_path):
     pair = opened(tmp_path, target=target, head=head, native=native)
     rng = random.Random(target)
     text = pair.begin([rng.randrange(VOCABULARY) for _ in range(9)], 5)
@@ -163,7 +155,7 @@ def test_distributions_are_those_of_transformers_class(
 
 
 @native_alone
-def test_the_kernels_score_the_clusters_that_fit_each_row() -> None:
+def test_the_kernels_score_the_clusters_that_fit_each_row():
     """In 8 bits, as nearly as that tells: what a row scores alone is among what a call scores."""
     torch.manual_seed(0)
     weight, centroids = torch.randn(VOCABULARY, 64), torch.randn(6, 64)
@@ -183,11 +175,11 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def pairs(tmp_path_factory):
     """By target and head, in bfloat16, each made once."""
     made = dict[tuple[str, str], Assisted]()
 
-    def get(target: str, head: str) -> Assisted:
+    def get(target, head):
         if (target, head) not in made:
             folder = tmp_path_factory.mktemp("assistant")
             made[target, head] = opened(folder, target=target, head=head, dtype=torch.bfloat16)
@@ -198,27 +190,25 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @native_alone
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
-def test_answers_are_plain_decodings_alone_and_six_at_a_time(
-    target: str, head: str, pairs: Any
-) -> None:
+def test_answers_are_plain_decodings_alone_and_six_at_a_time(target, head, pairs):
     pair = pairs(target, head)
     same_as_plain(pair.target, pair.drafter, PROMPTS)
 
 
 @native_alone
 @pytest.mark.parametrize("name", list(DRAFTED))
-def test_every_method_that_a_drafter_decides_grows_trees_over_it(name: str, pairs: Any) -> None:
+def test_every_method_that_a_drafter_decides_grows_trees_over_it(name, pairs):
     pair = pairs("shared", "ordered")
     method_as_plain(pair.target, DRAFTED[name](pair.drafter), [3, 1, 4])
 
 
-def test_it_drafts_by_pytorchs_operators_too(tmp_path: Path) -> None:
+def test_it_drafts_by_pytorchs_operators_too(tmp_path):
     pair = opened(tmp_path, head="ordered", native=False)
     method_as_plain(pair.target, DRAFTED["dyspec"](pair.drafter), PROMPTS[0])
 
 
 @native_alone
-def test_what_was_computed_of_a_beginning_is_shared(pairs: Any) -> None:
+def test_what_was_computed_of_a_beginning_is_shared(pairs):
     """The assistant reads no hidden state but the last: it drafts the same behind a cached text."""
     pair, prompt = pairs("shared", "all"), list(range(90)) * 2
     params, engine = SamplingParams(max_tokens=12, ignore_eos=True), Engine(pair.target)
@@ -233,7 +223,7 @@ def test_what_was_computed_of_a_beginning_is_shared(pairs: Any) -> None:
 
 
 @native_alone
-def test_a_sequence_that_was_preempted_goes_on_drafting(pairs: Any) -> None:
+def test_a_sequence_that_was_preempted_goes_on_drafting(pairs):
     pair = pairs("shared", "all")
     params, engine = SamplingParams(max_tokens=40, ignore_eos=True), Engine(pair.target)
     plain = answer(pair.target, NoDraft(), params, PROMPTS[0]).output.token_ids
@@ -250,11 +240,11 @@ def test_a_sequence_that_was_preempted_goes_on_drafting(pairs: Any) -> None:
     engine.close()
 
 
-def accepted(pair: Assisted, budget: int) -> float:
+def accepted(pair, budget):
     return mean_accepted(pair.target, DRAFTED["chain"](pair.drafter), PROMPTS, budget)
 
 
-def silent(layers: Any) -> None:
+def silent(layers):
     """Layers that add nothing."""
     for layer in layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -263,7 +253,7 @@ def silent(layers: Any) -> None:
 
 
 @native_alone
-def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -> None:
+def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path):
     """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
     them around. The assistant reads the token behind the root off the hidden state before it."""
     size = 32
@@ -295,9 +285,7 @@ def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -
 
 
 @native_alone
-def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(tmp_path, monkeypatch):
     """The assistant's layers are the model's, on the embedding alone: they lack but themselves."""
     config = Gemma4TextConfig(
         **FIELDS
@@ -320,9 +308,9 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
     pair.network.tie_weights()
     right = accepted(pair.open(tmp_path, torch.bfloat16), 2)
 
-    def wrong(place: int, by: int) -> float:
+    def wrong(place, by):
         class Off(RowList):
-            def add(self, *args: Any) -> None:
+            def add(self, *args):
                 told = list(args)
                 told[place] = [max(1, one + by) for one in told[place]]
                 super().add(*told)
@@ -335,7 +323,7 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(
 
 
 @native_alone
-def test_it_is_named_like_any_drafter(toy_folder: str, tmp_path: Path) -> None:
+def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
     vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
     small = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "vocab_size": vocab}
     pair = Assisted.__new__(Assisted)
@@ -356,7 +344,7 @@ def test_it_is_named_like_any_drafter(toy_folder: str, tmp_path: Path) -> None:
         LLM(folder, drafter=drafter, draft_weights="int8")
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
     pair = opened(tmp_path / "a", target="shared")
     path = tmp_path / "a"
     assert is_assistant(path) and not is_assistant(tmp_path)
@@ -394,9 +382,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         (None, "centroid_intermediate_top_k", -1),
     ],
 )
-def test_fields_of_another_kind_are_refused(
-    part: str | None, field: str, value: Any, tmp_path: Path
-) -> None:
+def test_fields_of_another_kind_are_refused(part, field, value, tmp_path):
     pair = opened(tmp_path, head="ordered")
     config = json.loads((tmp_path / "config.json").read_text())
     (config if part is None else config[part])[field] = value

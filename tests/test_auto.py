@@ -28,22 +28,21 @@ from quickbeam.methods.acceptance import guessed
 from quickbeam.methods.auto import LONGEST, Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.models.opening import make_model
-from quickbeam.tree import TokenTree
 from toy import ToyModel, path_tokens
 
 
 class NoGuesses(LastLogits):
     """Last logits that nearly chose nothing."""
 
-    def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
+    def ranked(self, context, k):
         return []
 
 
-def auto(drafter: KnownDrafter, guesses: bool = False) -> Auto:
+def auto(drafter, guesses=False):
     return Auto(drafter, Ngram(), LastLogits() if guesses else NoGuesses())
 
 
-def priced(ids: list[int], prices: MarginalCost) -> Context:
+def priced(ids, prices):
     context = context_of(ids, 0.0)
     context.marginal_cost = prices
     return context
@@ -57,9 +56,7 @@ def priced(ids: list[int], prices: MarginalCost) -> Context:
     st.integers(0, 9),
     st.lists(st.integers(0, 7), min_size=1),
 )
-def test_every_tree_keeps_the_contract(
-    seed: int, vocab: int, budget: int, max_depth: int, text: list[int]
-) -> None:
+def test_every_tree_keeps_the_contract(seed, vocab, budget, max_depth, text):
     model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
     drafter = KnownDrafter(model.draft)
     context = Context(ids, torch.arange(vocab).float())
@@ -73,7 +70,7 @@ def test_every_tree_keeps_the_contract(
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 
-def test_without_repeats_the_tree_is_the_drafters() -> None:
+def test_without_repeats_the_tree_is_the_drafters():
     ids = [7, 3]
     both, alone = auto(zipf_drafter()), DySpec(zipf_drafter())
     for budget in (2, 9, 30):
@@ -83,7 +80,7 @@ def test_without_repeats_the_tree_is_the_drafters() -> None:
         )
 
 
-def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
+def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked():
     period, prices = [5, 9, 2, 7, 1, 8, 3], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.01])
     drafter = zipf_drafter(20)
     policy = auto(drafter)
@@ -93,7 +90,7 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> No
     assert drafter.rounds > 0
 
 
-def test_likely_paths_are_continued_from_the_text() -> None:
+def test_likely_paths_are_continued_from_the_text():
     """The drafter is sure of one token; what followed it earlier hangs below it without a further
     call."""
     probs = torch.full((30,), 0.001)
@@ -110,12 +107,12 @@ def test_likely_paths_are_continued_from_the_text() -> None:
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
 
 
-def test_guesses_of_the_last_logits_compete_with_the_others() -> None:
+def test_guesses_of_the_last_logits_compete_with_the_others():
     """They take the place of what is less likely, are learned, and give way to likelier ones."""
     drafter, logits = zipf_drafter(30), torch.arange(30).float()
     policy, ids = auto(drafter, guesses=True), [1, 2, 3, 29]
 
-    def tree() -> TokenTree:
+    def tree():
         context = Context(
             list(ids), logits, marginal_cost=MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])
         )
@@ -134,14 +131,14 @@ def test_guesses_of_the_last_logits_compete_with_the_others() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7, 24, None])
-def test_output_is_plain_decodings(budget: int | None) -> None:
+def test_output_is_plain_decodings(budget):
     """A text that goes in circles now and then, a drafter that is right now and then."""
     target, params = make_model(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
     model = ToyModel(VOCAB, 3)
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     plain = answer(target, make_method("ar"), params, prompt).output.token_ids
 
-    def probs(context: list[int]) -> torch.Tensor:
+    def probs(context):
         if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(
             plain
         ):
@@ -161,7 +158,7 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     assert budget == 1 or drafted.statistics.mean_accepted_tokens > 1
 
 
-def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
+def test_auto_takes_what_is_at_hand(toy_folder):
     short = SamplingParams(max_tokens=12, ignore_eos=True)
     alone = LLM(toy_folder, dtype="float32")
     answer = alone.generate("abc abc", short)
@@ -177,12 +174,12 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     )
 
 
-def test_children_are_never_drawn() -> None:
+def test_children_are_never_drawn():
     """Where the noise is not to be looked at they are the likeliest ones."""
     tree = tree_of(auto(zipf_drafter(20)), context_of([5, 9, 2, 7, 1, 8, 3] * 4, 1.0), 24, 12)
     assert tree.probs == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
 
 
-def test_continuations_are_not_endless() -> None:
+def test_continuations_are_not_endless():
     ids = [1] * 40
     assert max(tree_of(auto(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST

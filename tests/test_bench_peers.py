@@ -24,7 +24,7 @@ def toy(toy_folder):
     return found
 
 
-def greedy(model, ids: list[int], count: int, stops: list[int]) -> list[int]:
+def greedy(model, ids, count, stops):
     tokens: list[int] = []
     with torch.inference_mode():
         while len(tokens) < count and not (tokens and tokens[-1] in stops):

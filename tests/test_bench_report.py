@@ -14,7 +14,7 @@ from quickbeam.cli import common
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 
-def shown(results) -> list[str]:
+def shown(results):
     return "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
 
 
@@ -37,7 +37,7 @@ def test_tables_show_figures_and_the_reference():
 def full(monkeypatch):
     """Let the disk be full from now on."""
 
-    def fails(handle: int) -> None:
+    def fails(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fails)

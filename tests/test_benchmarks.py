@@ -42,20 +42,20 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def drafter(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def drafter(toy_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafter")
     save_drafter(folder, 257, 32, 2)
     return str(folder)
 
 
-def run(name: str, words: list[str], out: Path, monkeypatch, capsys) -> tuple[str, dict]:
+def run(name, words, out, monkeypatch, capsys):
     """Run a script. Returns what it prints, and its summary."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--json", str(out)])
     script(name).main()
     return capsys.readouterr().out, json.loads(out.read_text())
 
 
-def test_every_script_is_run_here() -> None:
+def test_every_script_is_run_here():
     assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall", "shapes"}
     for path in FOLDER.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path
@@ -63,8 +63,8 @@ def test_every_script_is_run_here() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_script_prints_a_table_and_writes_a_summary(
-    name: str, toy_folder: str, drafter: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    name, toy_folder, drafter, tmp_path, monkeypatch, capsys
+):
     words, key = RUNS[name]
     given = ["--model", toy_folder, "--drafter", drafter, *words]
     shown, summary = run(name, given, tmp_path / "out.json", monkeypatch, capsys)
@@ -75,7 +75,7 @@ def test_a_script_prints_a_table_and_writes_a_summary(
 
 
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
-def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, capsys) -> None:
+def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, capsys):
     shapes, config = script("shapes"), Qwen3Config(**SIZES, head_dim=8)
     monkeypatch.setattr(shapes, "MEGABYTES", 1)
     monkeypatch.setitem(shapes.CONFIGS, "tiny", config)
@@ -96,9 +96,7 @@ def test_shapes_are_measured_and_written_for_llama_cpp(tmp_path, monkeypatch, ca
         ("first_byte", ["--tokens", "60", "--rounds", "1"], "milliseconds"),
     ],
 )
-def test_servers_are_asked(
-    name: str, words: list[str], key: str, toy_folder: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_servers_are_asked(name, words, key, toy_folder, tmp_path, monkeypatch, capsys):
     asked = tmp_path / "questions.jsonl"
     one = {"question_id": 1, "category": "c", "turns": ["one two three"]}
     asked.write_text("\n".join(json.dumps({**one, "question_id": i}) for i in range(2)))
@@ -109,7 +107,7 @@ def test_servers_are_asked(
     assert "| " in shown and summary[key]
 
 
-def test_a_server_that_does_not_come_up_is_an_error() -> None:
+def test_a_server_that_does_not_come_up_is_an_error():
     servers = script("servers")
     with pytest.raises(InvalidInput, match="can't start"), servers.Serving("x", "no-such-program"):
         pass
@@ -118,7 +116,7 @@ def test_a_server_that_does_not_come_up_is_an_error() -> None:
         pass
 
 
-def peers_of(case: str, **more: object) -> dict[str, str]:
+def peers_of(case, **more):
     """The commands of the servers that are asked about a case."""
     given = {"llama": None, "llama_options": "", "vllm": None, "transformers": True}
     given |= {"methods": "auto,ar", "speculations": "all", "work": Path("work")} | more
@@ -126,7 +124,7 @@ def peers_of(case: str, **more: object) -> dict[str, str]:
     return {name: " ".join(command) for name, command in commands}
 
 
-def test_a_case_is_given_to_the_servers_that_read_it(toy_folder: str, tmp_path: Path) -> None:
+def test_a_case_is_given_to_the_servers_that_read_it(toy_folder, tmp_path):
     file = tmp_path / "big.gguf"
     file.touch()
     asked = peers_of(f"{toy_folder}:8", vllm="vllm")
@@ -145,17 +143,17 @@ def test_a_case_is_given_to_the_servers_that_read_it(toy_folder: str, tmp_path: 
         peers_of(f"{file}:8")
 
 
-def test_the_fastest_speculation_is_named(monkeypatch, capsys) -> None:
+def test_the_fastest_speculation_is_named(monkeypatch, capsys):
     """Of peers, and a server that fails is left out."""
     peers, speeds = script("peers"), {"a": 2.0, "llama.cpp": 1.0, "llama.cpp x": 3.0}
 
     class One:
         name = "m"
 
-        def servers(self, clients: int) -> list[tuple[str, list[str]]]:
+        def servers(self, clients):
             return [(name, []) for name in (*speeds, "llama.cpp y", "bad")]
 
-    def ask(self, name: str, command: list[str], clients: int, given: Namespace) -> None:
+    def ask(self, name, command, clients, given):
         if name == "bad":
             raise InvalidInput("is not here")
         self.seconds, self.answers = 1.0, [peers.Served("", int(speeds.get(name, 4) * clients), 0)]
@@ -175,7 +173,7 @@ def test_the_fastest_speculation_is_named(monkeypatch, capsys) -> None:
 # --- figures ---
 
 
-def test_trees_are_held_against_the_first_by_answers() -> None:
+def test_trees_are_held_against_the_first_by_answers():
     own, first = [[3.0, 4.0], [2.0]], [[2.0, 3.0], [3.0]]
     tokens, gap, error = script("trees").difference(own, first)
     assert (tokens, gap) == (3.0, pytest.approx(1 / 3))
@@ -184,7 +182,7 @@ def test_trees_are_held_against_the_first_by_answers() -> None:
     assert script("trees").difference([[1.0]], [[1.0]])[2] is None
 
 
-def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder: str) -> None:
+def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder):
     """The first step after a part of a plain answer emits what the plain answer has there."""
     from quickbeam import LLM, SamplingParams
 
@@ -198,7 +196,7 @@ def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder: str) -> None:
             assert trees.first_step(llm, text, "ar", 1, params) == 1
 
 
-def test_a_trace_is_walked_from_place_to_place(toy_folder: str) -> None:
+def test_a_trace_is_walked_from_place_to_place(toy_folder):
     """A walk takes as many steps as decoding does, and cut to its root a tree gives one token."""
     from quickbeam import LLM, SamplingParams
 
@@ -214,7 +212,7 @@ def test_a_trace_is_walked_from_place_to_place(toy_folder: str) -> None:
     assert list(traces.walk(steps, traces.first(1))) == [(1, 1, 0)] * (len(answer) - 2)
 
 
-def test_a_roofline_is_what_its_formula_says() -> None:
+def test_a_roofline_is_what_its_formula_says():
     simulate = script("simulate")
     device = simulate.Device(bandwidth=1000.0, arithmetic=1e6, host=0.5)
     shape = simulate.Shape(dense=400.0, expert=1600.0, share=0.25, kept=8.0, drafter=40.0)
@@ -230,8 +228,8 @@ def test_a_roofline_is_what_its_formula_says() -> None:
 
 
 def test_a_simulation_of_this_machine_is_set_beside_its_decoding(
-    toy_folder: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
+    toy_folder, tmp_path, monkeypatch, capsys
+):
     words = ["--traces", TRACES, "--machine", "here", "--loads", "1,2", *FEW]
     given = ["--model", toy_folder, "--drafter", toy_folder, *words]
     _, summary = run("simulate", given, tmp_path / "out.json", monkeypatch, capsys)
@@ -239,14 +237,14 @@ def test_a_simulation_of_this_machine_is_set_beside_its_decoding(
     assert all(float(one["ratio"]) > 0 for one in summary["table"])
 
 
-def test_a_share_of_the_vocabulary_is_kept_with_errors_over_questions() -> None:
+def test_a_share_of_the_vocabulary_is_kept_with_errors_over_questions():
     common = script("common")
     value, pulls = common.ratio([(4.0, 2.0), (2.0, 2.0)])
     assert value == 1.5 and pulls == [0.25, -0.25]
     assert common.error(pulls) == pytest.approx(0.5) and common.error([0.0]) is None
 
 
-def test_commands_of_the_documents_have_arguments_that_scripts_take(monkeypatch, capsys) -> None:
+def test_commands_of_the_documents_have_arguments_that_scripts_take(monkeypatch, capsys):
     named = [one.words for one in commands() if one.words[:1] == ["python"]]
     assert len(named) > 5
     for words in named:

@@ -9,9 +9,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +39,6 @@ from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
-from quickbeam.tree import TokenTree
 
 D, MASK = 32, 7
 DSPARK = BlockConfig(
@@ -58,9 +55,7 @@ KINDS = {
 class Toy:
     """A tiny target, and a block drafter with random weights. `more`: of `BlockDrafter`."""
 
-    def __init__(
-        self, config: BlockConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any
-    ) -> None:
+    def __init__(self, config, seed=0, dtype=torch.float32, **more):
         self.model = tiny("llama", seed=3).to(dtype).float()
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
         torch.manual_seed(seed)
@@ -72,7 +67,7 @@ class Toy:
         more = {"candidates": VOCAB, "within": math.inf, **more}
         self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
 
-    def hidden(self, ids: Sequence[int]) -> torch.Tensor:
+    def hidden(self, ids):
         """The taps of transformers' own pass, `[n, taps * d]`."""
         with torch.no_grad():
             states = self.model(
@@ -81,14 +76,14 @@ class Toy:
         return torch.cat([states[tap][0] for tap in self.config.taps], -1)
 
     @torch.no_grad()
-    def expected(self, ids: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+    def expected(self, ids, tree, nodes):
         """The equations as they are written down."""
         c, weight = self.config, {k: v.float() for k, v in self.network.state_dict().items()}
 
-        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        def norm(name, x):
             return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
 
-        def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        def rotated(x, positions):
             half = c.head_dim // 2
             angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
             a, b = x[..., :half], x[..., half:]
@@ -103,7 +98,7 @@ class Toy:
         for i in range(c.depth):
             name = f"layers.{i}.self_attn"
 
-            def heads(part: str, x: torch.Tensor, name: str = name) -> torch.Tensor:
+            def heads(part, x, name=name):
                 return (x @ weight[f"{name}.{part}_proj.weight"].T).view(len(x), -1, c.head_dim)
 
             h = norm(f"layers.{i}.input_layernorm", x)
@@ -134,18 +129,18 @@ class Toy:
 
 
 @pytest.fixture(autouse=True)
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pages(monkeypatch):
     """Beginnings are shared in whole pages."""
     monkeypatch.setattr(RowPool, "page", 16)
 
 
 @pytest.fixture(scope="module")
-def toys() -> dict[str, Toy]:
+def toys():
     return {kind: Toy(config) for kind, config in KINDS.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_distributions_are_those_of_the_equations(toys: dict[str, Toy], kind: str) -> None:
+def test_distributions_are_those_of_the_equations(toys, kind):
     """Over steps of a text: nodes of any depth, with one pass a tree."""
     toy, rng = toys[kind], random.Random(kind)
     ids = [rng.randrange(VOCAB) for _ in range(9)]
@@ -166,7 +161,7 @@ def test_distributions_are_those_of_the_equations(toys: dict[str, Toy], kind: st
         context.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
 
 
-def test_a_causal_block_without_a_context_is_qwen3s(toys: dict[str, Toy]) -> None:
+def test_a_causal_block_without_a_context_is_qwen3s(toys):
     """Against transformers' own decoder."""
     toy = toys["causal"]
     c = toy.config
@@ -187,7 +182,7 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys: dict[str, Toy]) -> Non
     embedding = toy.model.get_input_embeddings().weight
     theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
 
-    def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(i, query, key, value):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
@@ -201,7 +196,7 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys: dict[str, Toy]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DRAFTED)
-def test_answers_are_plain_decodings(toys: dict[str, Toy], kind: str, name: str) -> None:
+def test_answers_are_plain_decodings(toys, kind, name):
     toy, rng = toys[kind], random.Random(f"{name} {kind}")
     for temperature, budget in ((0.0, 2), (0.0, 9), (0.8, 9)):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
@@ -215,7 +210,7 @@ def test_answers_are_plain_decodings(toys: dict[str, Toy], kind: str, name: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_serves_many_sequences(toys: dict[str, Toy], kind: str) -> None:
+def test_one_call_serves_many_sequences(toys, kind):
     """Roots of some, with nodes below those of others."""
     toy, rng = toys[kind], random.Random(kind)
     trees, contexts = [], []
@@ -236,7 +231,7 @@ def test_one_call_serves_many_sequences(toys: dict[str, Toy], kind: str) -> None
         torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
 
 
-def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
+def test_what_another_sequence_read_is_taken_over(toys):
     toy, rng = toys["dspark"], random.Random(1)
     ids = [rng.randrange(VOCAB) for _ in range(41)]
     hidden = toy.hidden(ids[:-1])
@@ -265,7 +260,7 @@ def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
         toy.drafter.answer([DraftRequest(context, tree, [0])])
 
 
-def test_scores_of_few_candidates_are_the_equations_among_them(toys: dict[str, Toy]) -> None:
+def test_scores_of_few_candidates_are_the_equations_among_them(toys):
     """And the confidence is the head's, of the row and the token before."""
     toy, rng, few = Toy(KINDS["confident"], candidates=5), random.Random(2), 0
     ids = [rng.randrange(VOCAB) for _ in range(9)]
@@ -292,7 +287,7 @@ def test_scores_of_few_candidates_are_the_equations_among_them(toys: dict[str, T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shortlist_is_scored_once_a_tree(dtype: torch.dtype) -> None:
+def test_a_shortlist_is_scored_once_a_tree(dtype):
     """Frequent tokens and the context: the whole distributions on what is scored, one product."""
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
     ids = [rng.randrange(VOCAB) for _ in range(20)]
@@ -315,7 +310,7 @@ def test_a_shortlist_is_scored_once_a_tree(dtype: torch.dtype) -> None:
     assert state.used.tokens == int(offered.sum())
 
 
-def test_a_router_is_refused(toys: dict[str, Toy]) -> None:
+def test_a_router_is_refused(toys):
     with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
         make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
 
@@ -323,7 +318,7 @@ def test_a_router_is_refused(toys: dict[str, Toy]) -> None:
 # The native kernels
 
 
-def distance(toy: Toy) -> float:
+def distance(toy):
     """Mean total variation between its distributions and the equations."""
     rng, far = random.Random(5), []
     for length in (1, 7, 30, 70):
@@ -343,9 +338,7 @@ def distance(toy: Toy) -> float:
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(
-    isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind, monkeypatch):
     load(isa)
     config, half = KINDS[kind], torch.bfloat16
     plain = Toy(config, dtype=half, native=False)
@@ -361,9 +354,7 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(
-    isa: str, kind: str
-) -> None:
+def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind):
     load(isa)
     rng, answers = random.Random(kind), list[list[int]]()
     prompt = [rng.randrange(VOCAB) for _ in range(9)]
@@ -391,7 +382,7 @@ def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(
 # What it learns
 
 
-def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> None:
+def trained(toy, ids, prompt, leak=False):
     """Train the drafter on a text. `leak`: blocks see the text behind their anchors, too."""
     network, hidden, shared = toy.network, toy.hidden(ids), dict(toy.network._shared)
     plain = toy.model.requires_grad_(False)  # the target's own modules may be packed
@@ -408,14 +399,7 @@ def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> No
             end = len(ids) if leak else anchor
             fused, positions = network.fuse(hidden[:end]), torch.arange(end)
 
-            def attend(
-                i: int,
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
-                fused: torch.Tensor = fused,
-                positions: torch.Tensor = positions,
-            ) -> torch.Tensor:
+            def attend(i, query, key, value, fused=fused, positions=positions):
                 earlier = network.key_value(i, fused, positions)
                 k, v = (
                     torch.cat(pair).transpose(0, 1)
@@ -439,7 +423,7 @@ def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> No
 
 
 @pytest.fixture(scope="module")
-def learned() -> dict[str, Any]:
+def learned():
     """Drafters that were trained on one answer: rightly, and with a mistake."""
     prompt = [5, 1, 4, 2]
     params = SamplingParams(max_tokens=56, temperature=1.0, seed=3, ignore_eos=True)
@@ -452,7 +436,7 @@ def learned() -> dict[str, Any]:
     return made
 
 
-def accepted(toy: Toy, learned: dict[str, Any]) -> float:
+def accepted(toy, learned):
     """The mean accepted tokens of the answer that it was trained on, which stays what it is."""
     prompt, params = learned["prompt"], learned["params"]
     plain = answer(toy.target, NoDraft(), params, prompt)
@@ -461,23 +445,19 @@ def accepted(toy: Toy, learned: dict[str, Any]) -> float:
     return drafted.statistics.mean_accepted_tokens
 
 
-def test_a_trained_drafter_drafts(learned: dict[str, Any]) -> None:
+def test_a_trained_drafter_drafts(learned):
     assert accepted(learned["right"], learned) > 2.5
     assert accepted(Toy(DSPARK), learned) < 1.6
 
 
-def test_a_drafter_that_saw_the_text_behind_its_anchors_accepts_less(
-    learned: dict[str, Any],
-) -> None:
+def test_a_drafter_that_saw_the_text_behind_its_anchors_accepts_less(learned):
     assert accepted(learned["leak"], learned) < accepted(learned["right"], learned) - 0.3
 
 
-def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
-    learned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(learned, monkeypatch):
     right = accepted(learned["right"], learned)
 
-    def append_hidden(self: BlockState, hidden: torch.Tensor) -> None:
+    def append_hidden(self, hidden):
         """The rows of the last block stand where the text's should be."""
         self.unread.append(hidden)
         if self.calls:
@@ -490,16 +470,14 @@ def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
 # Folders
 
 
-def read(folder: Path) -> BlockNetwork:
+def read(folder):
     toy = tiny("llama", seed=3)
     modules = toy.get_input_embeddings(), toy.get_output_embeddings()
     return load_block(folder, TargetParts(3, D, VOCAB, *modules))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_comes_back_as_it_was_saved(
-    toys: dict[str, Toy], kind: str, tmp_path: Path
-) -> None:
+def test_a_folder_comes_back_as_it_was_saved(toys, kind, tmp_path):
     toys[kind].network.save(tmp_path, torch.float32)
     assert is_block(tmp_path)
     network = read(tmp_path)
@@ -508,7 +486,7 @@ def test_a_folder_comes_back_as_it_was_saved(
         assert torch.equal(network.state_dict()[name], tensor)
 
 
-def test_the_layout_of_dflash_is_read(toys: dict[str, Toy], tmp_path: Path) -> None:
+def test_the_layout_of_dflash_is_read(toys, tmp_path):
     """Its options lie in `dflash_config`, and the anchor's row drafts nothing."""
     toys["dflash"].network.save(tmp_path, torch.float32)
     record = json.loads((tmp_path / "config.json").read_text())
@@ -535,9 +513,7 @@ def test_the_layout_of_dflash_is_read(toys: dict[str, Toy], tmp_path: Path) -> N
         ({"num_hidden_layers": 0}, "drafts nothing"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    toys: dict[str, Toy], tmp_path: Path, change: dict[str, Any], match: str
-) -> None:
+def test_what_does_not_fit_is_refused(toys, tmp_path, change, match):
     toys["dspark"].network.save(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(record | change))
@@ -547,7 +523,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("method", ["dyspec", "auto"])
-def test_a_folder_drafts_for_a_model(toy_folder: str, tmp_path: Path, method: str) -> None:
+def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method):
     """From the folder to the answer."""
     config = AutoConfig.from_pretrained(toy_folder)
     size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers

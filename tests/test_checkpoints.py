@@ -3,9 +3,6 @@ equations say."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +38,7 @@ from quickbeam.errors import InvalidInput
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     torch.manual_seed(0)
 
 
@@ -49,14 +46,7 @@ class Reference:
     """The published equations, built of transformers' own parts from tensors by their published
     names."""
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        state: dict[str, torch.Tensor],
-        prefix: str,
-        embed: torch.Tensor,
-        head: torch.Tensor,
-    ) -> None:
+    def __init__(self, config, state, prefix, embed, head):
         self.state = state
         self.prefix = prefix
         self.embed = embed
@@ -80,17 +70,17 @@ class Reference:
                 )
         self.eps = llama.rms_norm_eps
 
-    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def norm(self, name, x):
         weight = self.state[f"{name}.weight"]
         module = LlamaRMSNorm(len(weight), self.eps)
         module.weight = nn.Parameter(weight)
         return module(x)
 
-    def fc(self, x: torch.Tensor) -> torch.Tensor:
+    def fc(self, x):
         name = "fusion_fc" if "fusion_fc.weight" in self.state else "fc"
         return F.linear(x, self.state[f"{name}.weight"], self.state.get(f"{name}.bias"))
 
-    def fuse(self, x: torch.Tensor) -> torch.Tensor:
+    def fuse(self, x):
         if not self.wide:
             return x
         if "fc_norm.0.weight" in self.state:
@@ -102,9 +92,7 @@ class Reference:
         return self.fc(x)
 
     @torch.no_grad()
-    def __call__(
-        self, hidden: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden, tokens):
         """`[n, d]` fused hidden states and `[n]` tokens to what the next row reads, `[n, d]`, and
         the logits."""
         hidden, embedded = hidden[None], F.embedding(tokens, self.embed)[None]
@@ -127,10 +115,10 @@ class Reference:
 class Keys:
     """Attention over all rows so far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.key, self.value = torch.empty(0, 2, 8), torch.empty(0, 2, 8)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, query, key, value):
         n = len(query)
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         mask = torch.ones(n, len(self.key), dtype=torch.bool).tril(len(self.key) - n)
@@ -143,7 +131,7 @@ class Keys:
 
 
 @torch.no_grad()
-def check(network: EagleHead, reference: Reference) -> None:
+def check(network, reference):
     """Same hidden states and logits over a short text, and one row further, which reads the
     network's own output."""
     assert all(p.device.type == "cpu" for p in network.parameters())
@@ -165,9 +153,7 @@ def check(network: EagleHead, reference: Reference) -> None:
 
 @pytest.mark.parametrize("how", ["safetensors", "bin", "old bin", "sharded"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(
-    tmp_path: Path, how: str, bias: bool
-) -> None:
+def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(tmp_path, how, bias):
     embedding, head = shared()
     state = {**eagle1(bias, fc_bias=bias), "embed_tokens.weight": embedding.weight.detach().clone()}
     config = (
@@ -191,9 +177,7 @@ def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3])
-def test_eagle3_reads_three_states_and_maps_its_head(
-    tmp_path: Path, rope: dict[str, Any] | None
-) -> None:
+def test_eagle3_reads_three_states_and_maps_its_head(tmp_path, rope):
     embedding, head = shared()
     state, config = eagle3(), LLAMA | {"draft_vocab_size": DRAFT, "rope_scaling": rope}
     folder = write(tmp_path / "drafter", config, state, "bin")
@@ -204,7 +188,7 @@ def test_eagle3_reads_three_states_and_maps_its_head(
     check(network, Reference(config, state, "midlayer", embedding.weight, state["lm_head.weight"]))
 
 
-def test_eagle3_of_the_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
+def test_eagle3_of_the_whole_vocabulary_needs_no_map(tmp_path):
     state = {k: v for k, v in eagle3(rows=VOCAB).items() if k not in ("d2t", "t2d")}
     config = LLAMA | {"draft_vocab_size": VOCAB}
     embedding, head = shared()
@@ -217,7 +201,7 @@ def test_eagle3_of_the_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
     check(network, Reference(config, state, "midlayer", embedding.weight, head.weight))
 
 
-def test_eagle3_of_another_width_has_its_own_embedding(tmp_path: Path) -> None:
+def test_eagle3_of_another_width_has_its_own_embedding(tmp_path):
     state = {**eagle3(d=64), "embed_tokens.weight": torch.randn(VOCAB, 64)}
     config = LLAMA | {
         "draft_vocab_size": DRAFT,
@@ -235,7 +219,7 @@ def test_eagle3_of_another_width_has_its_own_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("norms", ["none", "fused", "each"])
-def test_speculators_eagle3(tmp_path: Path, before: bool, norms: str) -> None:
+def test_speculators_eagle3(tmp_path, before, norms):
     embedding, head = shared()
     config = SPECULATORS | {"norm_before_residual": before, "transformer_layer_config": LLAMA}
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}
@@ -260,7 +244,7 @@ def test_speculators_eagle3(tmp_path: Path, before: bool, norms: str) -> None:
 
 
 @pytest.mark.parametrize("names", [("fc", "layers.0"), ("fusion_fc", "transformer")])
-def test_speculators_eagle(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_speculators_eagle(tmp_path, names):
     embedding, head = shared()
     state = {
         k.replace("fc.", f"{names[0]}.").replace("layers.0", names[1]): v
@@ -276,7 +260,7 @@ def test_speculators_eagle(tmp_path: Path, names: tuple[str, str]) -> None:
     check(network, Reference(config, state, names[1], embedding.weight, head.weight))
 
 
-def test_our_own(tmp_path: Path) -> None:
+def test_our_own(tmp_path):
     embedding, head = shared()
     network = EagleHead(
         EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT), embedding, head
@@ -294,19 +278,19 @@ def test_our_own(tmp_path: Path) -> None:
         read(tmp_path / "drafter", layers=5)
 
 
-def test_sglang_names_the_layer_of_a_state(tmp_path: Path) -> None:
+def test_sglang_names_the_layer_of_a_state(tmp_path):
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "use_aux_hidden_state": True}
     config = LLAMA | {"draft_vocab_size": DRAFT, "eagle_config": ids}
     assert read(write(tmp_path / "drafter", config, eagle3())).config.layers == (2, 5, 9)
 
 
-def test_a_leading_model_is_dropped_and_the_dtype_is_kept(tmp_path: Path) -> None:
+def test_a_leading_model_is_dropped_and_the_dtype_is_kept(tmp_path):
     state = {f"model.{k}": v.bfloat16() for k, v in eagle1().items()}
     network = read(write(tmp_path / "drafter", LLAMA, state))
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
 
 
-def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path: Path) -> None:
+def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
     embedding, head = shared()
     copy = embedding.weight.detach()
     for i, (stored, own) in enumerate(

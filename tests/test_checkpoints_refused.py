@@ -4,7 +4,6 @@ wrong."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from quickbeam.errors import InvalidInput
 
 
 @pytest.mark.parametrize("how", ["safetensors", "bin"])
-def test_a_causal_language_model_is_no_drafter(tmp_path: Path, how: str) -> None:
+def test_a_causal_language_model_is_no_drafter(tmp_path, how):
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     folder = write(
         tmp_path / "llama", LLAMA, {k: v.clone() for k, v in model.state_dict().items()}, how
@@ -35,16 +34,14 @@ def test_a_causal_language_model_is_no_drafter(tmp_path: Path, how: str) -> None
         read(folder)
 
 
-def test_what_is_no_folder_of_weights_is_no_drafter(tmp_path: Path) -> None:
+def test_what_is_no_folder_of_weights_is_no_drafter(tmp_path):
     assert not is_eagle(tmp_path / "nowhere")
     folder = write(tmp_path / "drafter", LLAMA, eagle1())
     (folder / "model.safetensors").write_bytes(b"broken")
     assert not is_eagle(folder)
 
 
-def refuse(
-    folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor], match: str, **target: int
-) -> None:
+def refuse(folder, config, state, match, **target):
     with pytest.raises(InvalidInput, match=match) as caught:
         read(write(folder, config, state), **target)
     assert str(caught.value).startswith(str(folder)) and str(caught.value).count(str(folder)) == 1
@@ -83,9 +80,7 @@ def refuse(
         ({"speculators_model_type": "eagle3"}, "doesn't say norm_before_residual"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(
-    tmp_path: Path, change: dict[str, Any], match: str
-) -> None:
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
     refuse(tmp_path / "drafter", LLAMA | {"draft_vocab_size": DRAFT} | change, eagle3(), match)
 
 
@@ -116,14 +111,12 @@ def test_a_configuration_that_does_not_fit_is_refused(
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, change: dict[str, torch.Tensor | None], match: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(tmp_path, change, match):
     state = {k: v for k, v in (eagle3() | change).items() if v is not None}
     refuse(tmp_path / "drafter", LLAMA | {"draft_vocab_size": DRAFT}, state, match)
 
 
-def test_another_target_is_refused(tmp_path: Path) -> None:
+def test_another_target_is_refused(tmp_path):
     refuse(
         tmp_path / "a",
         LLAMA,
@@ -150,7 +143,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path / "d", config, eagle3(), "draft_vocab_size is 20, the target has 12", vocab=12)
 
 
-def test_a_broken_folder_is_refused(tmp_path: Path) -> None:
+def test_a_broken_folder_is_refused(tmp_path):
     folder = tmp_path / "drafter"
     with pytest.raises(InvalidInput, match=r"config.json can't be read"):
         read(folder)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,25 +43,19 @@ FILTERS: dict[str, dict[str, object]] = {
 }
 
 
-def params_of(name: str) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, **FILTERS[name]})  # type: ignore[arg-type]
+def params_of(name):
+    return SamplingParams(**{"temperature": 1.0, **FILTERS[name]})
 
 
-def sampler_of(params: SamplingParams) -> Sampler:
+def sampler_of(params):
     return Sampler(params, [0], V, ends=[5], bad=[[3], [1, 2]] if params.bad_words else ())
 
 
-def logits_of(model: ToyModel, context: Sequence[int]) -> torch.Tensor:
+def logits_of(model, context):
     return model.target(context).log()
 
 
-def answer(
-    model: ToyModel,
-    params: SamplingParams,
-    noise: Noise,
-    length: int,
-    draft: Callable[[list[int]], TokenTree],
-) -> list[int]:
+def answer(model, params, noise, length, draft):
     """An answer to [0], by trees and the noise of places."""
     sampler, context = sampler_of(params), [0]
     while len(context) <= length:
@@ -83,21 +75,21 @@ def answer(
     return context[1 : length + 1]
 
 
-def plainly(context: list[int]) -> TokenTree:
+def plainly(context):
     return TokenTree(context[-1])
 
 
 # One of each way from logits to a token; what single filters leave is held to transformers in
 # test_sampling.py.
 @pytest.mark.parametrize("name", few(FILTERS, ["plain", "top-p", "all"]))
-def test_plain_sampling_has_the_targets_probs(name: str) -> None:
+def test_plain_sampling_has_the_targets_probs(name):
     """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
     counts = Counter(
         tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500)
     )
 
-    def probs(context: Sequence[int]) -> torch.Tensor:
+    def probs(context):
         sampler = sampler_of(params)
         sampler.extend(context[1:])
         return sampler.probs(logits_of(model, context))
@@ -106,9 +98,7 @@ def test_plain_sampling_has_the_targets_probs(name: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["one place", "one seed"])
-def test_noise_that_is_used_twice_is_found_out(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_that_is_used_twice_is_found_out(mistake, monkeypatch):
     of, peaks = Noise.of, Noise.peaks
     if mistake == "one place":  # two places of an answer share their noise
         monkeypatch.setattr(
@@ -121,28 +111,26 @@ def test_noise_that_is_used_twice_is_found_out(
         test_plain_sampling_has_the_targets_probs("plain")
 
 
-def seedless(begin: Callable[..., None]) -> Callable[..., None]:
+def seedless(begin):
     return lambda self, seed, choice, vocab: begin(self, seed // 16, choice, vocab)
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_no_tree_changes_an_answer(name: str) -> None:
+def test_no_tree_changes_an_answer(name):
     """Random trees, whose nodes were drawn with any noise or none, the place's own included."""
     same, accepted = same_answers(name)
     assert same == 30 and accepted > 100
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
-def test_a_sampler_that_forgets_the_path_is_found_out(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_forgets_the_path_is_found_out(name, monkeypatch):
     """It judges nodes below the root as the root is."""
     process = Sampler.process
     monkeypatch.setattr(Sampler, "process", lambda self, logits, path=(): process(self, logits))
     assert same_answers(name)[0] < 25
 
 
-def same_answers(name: str) -> tuple[int, int]:
+def same_answers(name):
     """How many of 30 answers by random trees are plain decoding's own, and tokens drafted right."""
     same = 0
     params, rng, accepted = params_of(name), random.Random(1), 0
@@ -150,7 +138,7 @@ def same_answers(name: str) -> tuple[int, int]:
         model, noise = ToyModel(V, seed=seed, zeros=0.0), Noise(seed, 0, V)
         plain = answer(model, params, noise, 12, plainly)
 
-        def drafted(context: list[int]) -> TokenTree:
+        def drafted(context):
             nonlocal accepted
             tree = random_tree(model, context, rng)  # noqa: B023 (called in this round only)
             node = 0
@@ -169,9 +157,7 @@ def same_answers(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", [*DRAFTED, "auto"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
-    name: str, temperature: float
-) -> None:
+def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temperature):
     steps = tokens = 0
     params = SamplingParams(temperature=temperature)
     for seed in range(12):
@@ -183,7 +169,7 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
             else DRAFTED[name](drafter)
         )
 
-        def drafted(context: list[int]) -> TokenTree:
+        def drafted(context):
             nonlocal steps
             steps += 1
             where = Context(list(context), torch.zeros(V), temperature, noise=noise)  # noqa: B023 (called in this round only)
@@ -197,21 +183,13 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
     assert tokens / steps > 1.5
 
 
-def perturbed(
-    distributions: DraftProbs,
-    noise: Noise,
-    positions: Sequence[int],
-    temperature: float,
-    count: int,
-    least=None,
-    filters=None,
-) -> list:
+def perturbed(distributions, noise, positions, temperature, count, least=None, filters=None):
     """Children at positions of one text."""
     context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
     return proposals(context, distributions, [position - 1 for position in positions], count, least)
 
 
-def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
+def test_children_are_those_of_the_whole_perturbed_distribution():
     torch.manual_seed(0)
     distributions = (3 * torch.randn(5, 1000)).softmax(-1)
     noise, positions = Noise(4, 0, 1000), [3, 4, 4, 9, 70]
@@ -236,7 +214,7 @@ def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
         ][1::2] == [0, 0]
 
 
-def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
+def test_columns_of_a_shortlist_have_the_noise_of_their_tokens():
     torch.manual_seed(0)
     probs, tokens = (3 * torch.randn(1, 1000)).softmax(-1), torch.randperm(1000)[:300]
     part = probs[:, tokens] / probs[:, tokens].sum()
@@ -247,7 +225,7 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
     assert found == expected and np.allclose(chances, others, rtol=1e-5)
 
 
-def test_chances_of_children_come_true() -> None:
+def test_chances_of_children_come_true():
     """The model of `methods/children.py`: a target whose logits are the drafter's and a Gumbel
     error of scale 1."""
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
@@ -264,9 +242,7 @@ def test_chances_of_children_come_true() -> None:
 
 @pytest.mark.parametrize("vocab", [40, 64, 700, 3000])
 @pytest.mark.parametrize("likely", [1, 8])
-def test_all_nodes_at_once_emit_what_each_does(
-    vocab: int, likely: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_nodes_at_once_emit_what_each_does(vocab, likely, monkeypatch):
     """The way of accelerators, whose logits are far away."""
     monkeypatch.setattr("quickbeam.sampling.LIKELY", likely)
     torch.manual_seed(vocab)
@@ -290,7 +266,7 @@ def test_all_nodes_at_once_emit_what_each_does(
         most_probable(logits)
 
 
-def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten() -> None:
+def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten():
     """Eight chunks promise more than the ninth, which holds the token, and all others less."""
     vocab, position = 20 * CHUNK, 5
     noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
@@ -304,7 +280,7 @@ def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten() -> None:
     assert sampler.emitted_all(logits, noise, [position]) == [owners[LIKELY]]
 
 
-def test_a_row_with_one_possible_token_emits_it() -> None:
+def test_a_row_with_one_possible_token_emits_it():
     vocab = 20 * CHUNK
     noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
     tokens = [0, CHUNK - 1, 3 * CHUNK, vocab - 1]
@@ -314,7 +290,7 @@ def test_a_row_with_one_possible_token_emits_it() -> None:
     assert sampler.emitted_all(logits, noise, range(len(tokens))) == tokens
 
 
-def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
+def test_tokens_that_filters_rule_out_are_not_drafted():
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
     for filters, kept in (
         ({"top_p": 0.8}, 3),
@@ -339,9 +315,7 @@ def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
 @pytest.mark.parametrize(
     ("temperature", "filtered"), [(0.6, True), (0.6, False), (1.0, True), (1.0, False)]
 )
-def test_the_default_model_gives_a_seed_one_answer(
-    temperature: float, filtered: bool, smollm2: Path
-) -> None:
+def test_the_default_model_gives_a_seed_one_answer(temperature, filtered, smollm2):
     """All methods, with all that may change the probs, three answers side by side."""
     messages = [
         {"role": "user", "content": "List the days of the week twice, then say which one you like."}

@@ -6,8 +6,6 @@ pytest tests/test_draft_probabilities.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -28,18 +26,18 @@ draft_probabilities, summarise = acceptance.draft_probabilities, acceptance.summ
 DRAFTED = [name for name in DRAFTED if name != "ddtree"]
 
 
-def record(tree: TokenTree, path: list[int], token: int, taken: int | None = None) -> StepRecord:
+def record(tree, path, token, taken=None):
     emitted = [*(tree.token[node] for node in path[1:]), token]
     return StepRecord(tree, path, token, emitted[:taken], 0.0, 0.0, 0.0)
 
 
-def tried(*arguments) -> list[tuple[float, bool, bool]]:
+def tried(*arguments):
     found = acceptance.tried(record(*arguments))
     return [(round(one.probability, 6), *one[1:]) for one in found]
 
 
 @pytest.fixture
-def tree() -> TokenTree:
+def tree():
     """Certain children: 1 (0.5), 2 (0.3) and 3 (0.1) below the root; below 2: 4 (0.8) and 5 (0.2);
     below 4: 6 (0.9); below 1: 7 (0.6)."""
     tree = TokenTree(0)
@@ -56,7 +54,7 @@ def tree() -> TokenTree:
     return tree
 
 
-def test_only_what_had_its_turn_is_counted(tree: TokenTree) -> None:
+def test_only_what_had_its_turn_is_counted(tree):
     # 1 is rejected and 2 accepted: 3 had no turn, nor had 7 below 1. Then 4 is accepted, and 6
     # below it rejected.
     below_root = [(0.5, False, True), (0.6, True, False)]
@@ -71,13 +69,13 @@ def test_only_what_had_its_turn_is_counted(tree: TokenTree) -> None:
     assert tried(TokenTree(0), [0], 9) == []
 
 
-def test_what_lies_beyond_the_answers_end_is_left_out(tree: TokenTree) -> None:
+def test_what_lies_beyond_the_answers_end_is_left_out(tree):
     # 2 ended the answer, though the verifier went on to 4 and tried 6.
     assert len(tried(tree, [0, 2, 4], 9, 1)) == 2
     assert len(tried(tree, [0, 2, 4], 9, 2)) == 3
 
 
-def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding() -> None:
+def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding():
     probs = torch.tensor([1.0, 1e-9, 3e-9])
     tree = TokenTree(0)
     for token, probability in enumerate(probs.tolist()):
@@ -87,9 +85,7 @@ def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding() -> Non
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_every_policys_draft_probabilities_are_its_distributions(
-    name: str, temperature: float
-) -> None:
+def test_every_policys_draft_probabilities_are_its_distributions(name, temperature):
     model = ToyModel(vocab=8, zeros=0.0)
     policy, generator, later = policies(model.draft)[name], torch.Generator().manual_seed(3), 0
     for prompt in range(8):
@@ -105,7 +101,7 @@ def test_every_policys_draft_probabilities_are_its_distributions(
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_coupled_draft_probabilities_have_the_noise_counted_in(name: str) -> None:
+def test_coupled_draft_probabilities_have_the_noise_counted_in(name):
     model = ToyModel(vocab=8, zeros=0.0)
     policy, later = policies(model.draft)[name], 0
     for prompt in range(8):
@@ -126,13 +122,7 @@ def test_coupled_draft_probabilities_have_the_noise_counted_in(name: str) -> Non
     assert later > 0 or name == "chain"
 
 
-def steps(
-    draft: torch.Tensor,
-    target: Callable[[list[int]], torch.Tensor],
-    temperature: float,
-    count: int,
-    budget: int = 32,
-) -> list[StepRecord]:
+def steps(draft, target, temperature, count, budget=32):
     """`count` steps of DySpec from a drafter that always has the distribution `draft`."""
     policy, generator = DySpec(KnownDrafter(lambda _: draft)), torch.Generator().manual_seed(5)
     found = []
@@ -146,7 +136,7 @@ def steps(
     return found
 
 
-def test_a_drafter_equal_to_the_target_is_always_accepted() -> None:
+def test_a_drafter_equal_to_the_target_is_always_accepted():
     probs = torch.tensor([0.55, 0.33, 0.12])
     one = summarise(steps(probs, lambda _: probs, 1.0, 400), 10)
     assert one["tried"] == one["accepted"] > 600 and one["first_acceptance"] == 1
@@ -157,7 +147,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted() -> None:
     assert one["calibration_gap"] == pytest.approx(expected) and one["correlation"] is None
 
 
-def test_a_coupled_drafter_equal_to_the_target_is_always_accepted() -> None:
+def test_a_coupled_drafter_equal_to_the_target_is_always_accepted():
     model, found = ToyModel(vocab=9, zeros=0.0), []
     policy = DySpec(KnownDrafter(model.target))
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 9)
@@ -166,7 +156,7 @@ def test_a_coupled_drafter_equal_to_the_target_is_always_accepted() -> None:
         context.noise = noise
         tree = tree_of(policy, context, 16, 8)
 
-        def emitted(node: int) -> int:
+        def emitted(node):
             logits = model.target([0, *path_tokens(tree, node)]).log()  # noqa: B023
             return sampler.emitted(logits, noise, 1 + tree.depth[node])  # noqa: B023
 
@@ -175,7 +165,7 @@ def test_a_coupled_drafter_equal_to_the_target_is_always_accepted() -> None:
     assert one["tried"] == one["accepted"] > 120 and one["first_acceptance"] == 1
 
 
-def test_acceptance_is_that_of_the_rule() -> None:
+def test_acceptance_is_that_of_the_rule():
     # With draft distribution q and target p, a first child y is accepted with min(1, p[y] / q[y]):
     # 0.4 for token 0, 1 for the others. Where 0 is rejected all that is left is on token 2: drawn
     # next, 0.33 / 0.45 of token 1 is never accepted and 0.12 / 0.45 of 2 always.
@@ -191,7 +181,7 @@ def test_acceptance_is_that_of_the_rule() -> None:
     assert one["bins"][9]["probability"] == 1.0, "the third child has all that is left"
 
 
-def test_the_drafters_favourite_is_right_once() -> None:
+def test_the_drafters_favourite_is_right_once():
     # The drafter's favourite is 0. The target says 0 right below the root and then 1, the drafter's
     # second: 0.6 at depths 1 to 3, right at the first; 0.3 / 0.4 of the second children, right at
     # depth 2 and not in the tree at 3.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch
 from features import Pair, Text, context_of, grown, rounds
 from kernels import SETS, load
 from models import VOCAB, tiny
-from quickbeam.drafters.base import Context, Drafter, DraftRequest
+from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
@@ -29,11 +28,11 @@ Take = Callable[[str], torch.dtype]
 
 
 @pytest.fixture
-def take(monkeypatch: pytest.MonkeyPatch) -> Take:
+def take(monkeypatch):
     """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to
     test them in."""
 
-    def choose(way: str) -> torch.dtype:
+    def choose(way):
         if way == "eager":
             monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
             return torch.float32
@@ -45,7 +44,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Take:
     return choose
 
 
-def same(way: str, a: torch.Tensor, b: torch.Tensor) -> None:
+def same(way, a, b):
     """The same bits on the kernels, nearly the same numbers in float32."""
     if way == "eager":
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
@@ -53,11 +52,11 @@ def same(way: str, a: torch.Tensor, b: torch.Tensor) -> None:
         assert torch.equal(a, b)
 
 
-def words(rng: random.Random, count: int) -> list[int]:
+def words(rng, count):
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
+def shortlists(pair, window=40):
     """Two that share nothing: one with a router and the context, unless its `window` is None, and
     one of frequent tokens."""
     torch.manual_seed(0)
@@ -68,9 +67,7 @@ def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 
-def run_staggered(
-    drafter: Drafter, wishes: list[tuple[Context, TokenTree]], together: bool
-) -> list[list[torch.Tensor]]:
+def run_staggered(drafter, wishes, together):
     """The distributions of each sequence's tree, round by round; the i-th begins i calls after the
     first."""
     # every second one begins later
@@ -95,9 +92,7 @@ def run_staggered(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
-def test_sequences_get_the_distributions_that_they_get_alone(
-    kind: str, way: str, take: Take, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, monkeypatch):
     """At the root and deeper, with shortlists and without, at several temperatures, with much to
     read and with nothing; two steps."""
     pair = Pair(kind, take(way))
@@ -149,9 +144,7 @@ def test_sequences_get_the_distributions_that_they_get_alone(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
-def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
-    name: str, way: str, take: Take
-) -> None:
+def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(name, way, take):
     drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []
     for together in (True, False):
         rng, contexts = random.Random(4), list[Context]()
@@ -174,9 +167,7 @@ def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_that_fails_can_be_made_again(
-    way: str, take: Take, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
     """Without the sequence that made it fail; wherever it failed, nothing of the others is lost."""
     pair = Pair("attention", take(way))
     first, second, tree = pair.begin([5, 6, 7], 8), pair.begin([9, 10], 11), TokenTree(8)
@@ -186,7 +177,7 @@ def test_a_call_that_fails_can_be_made_again(
         pair.drafter.answer([first.request(tree, [0]), second.request(TokenTree(12), [0])])
     alone, run = pair.begin([5, 6, 7], 8), pair.drafter.passes.run
 
-    def failing(*args: Any) -> object:
+    def failing(*args):
         run(*args)
         raise RuntimeError("broken")
 
@@ -199,9 +190,7 @@ def test_a_call_that_fails_can_be_made_again(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(
-    kind: str, way: str, take: Take
-) -> None:
+def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, take):
     """Steps of lone roots, whose hidden states are heard; with the rows read meanwhile, and with
     all of them read at last."""
     pair, said = Pair(kind, take(way)), []
@@ -231,9 +220,7 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(
-    way: str, take: Take
-) -> None:
+def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way, take):
     drafter, said = LMDrafter(tiny("llama", take(way)), VOCAB), []
     # beyond and within what a tree makes up for
     for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):
@@ -257,7 +244,7 @@ def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "input", "ours"])
-def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take: Take) -> None:
+def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
     """Texts part right behind the chunks or later; nothing of the first text changes; what is kept
     outlives it; nothing leaks."""
     pair, rng, size = Pair(kind, take(way)), random.Random(2), 64
@@ -291,7 +278,7 @@ def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_pages_are_given_back(way: str, take: Take) -> None:
+def test_pages_are_given_back(way, take):
     """By sequences that were released, whatever they shared; what is kept beyond their lives stays
     until it is dropped."""
     pair, rng, size = Pair("attention", take(way)), random.Random(2), 64

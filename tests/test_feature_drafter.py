@@ -8,8 +8,6 @@ pytest tests/test_feature_drafter.py
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
-from quickbeam.drafters.eagle_passes import Passed, Rows
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.train.shards import Conversation, collate
@@ -30,7 +27,7 @@ from quickbeam.tree import TokenTree
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_pages() -> Iterator[None]:
+def small_pages():
     """Beginnings are shared in whole pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPool, "page", 2)
@@ -38,7 +35,7 @@ def small_pages() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> dict[str, Pair]:
+def pairs():
     return {kind: Pair(kind) for kind in KINDS}
 
 
@@ -47,14 +44,12 @@ def pairs() -> dict[str, Pair]:
 @given(
     rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
 )
-def test_distributions_are_those_of_the_equations(
-    pairs: dict[str, Pair], kind: str, rng: random.Random, temperature: float
-) -> None:
+def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature):
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
     draft; requests that share a prefix."""
     pair = pairs[kind]
 
-    def tokens(low: int, high: int) -> list[int]:
+    def tokens(low, high):
         return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
 
     ids = tokens(2, 20)
@@ -86,11 +81,11 @@ def test_distributions_are_those_of_the_equations(
             text = other
 
 
-def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_twice(monkeypatch):
     pair, passes = Pair("attention"), list[int]()
     run = pair.drafter.passes.run
 
-    def counted(rows: list[Rows], router: Any) -> Passed:
+    def counted(rows, router):
         passes.append(sum(len(one.tokens) for one in rows))
         return run(rows, router)
 
@@ -117,14 +112,14 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.shared(2) == 0
 
 
-def test_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_as_they_come(monkeypatch):
     """All but the last row, as distributions start from that one; those of several texts in passes
     of their
     own kind."""
     pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter.passes.run
 
-    def counted(rows: list[Rows], router: Any) -> Passed:
+    def counted(rows, router):
         passes.append([len(one.tokens) for one in rows])
         return run(rows, router)
 
@@ -143,7 +138,7 @@ def test_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["attention", "input", "ours"])
-def test_training_unrolls_what_drafting_computes(kind: str) -> None:
+def test_training_unrolls_what_drafting_computes(kind):
     """Pass k of training-time test at row i is the drafter's row k below the root i + 1."""
     pair, depths = Pair(kind), 4
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -167,9 +162,7 @@ def test_training_unrolls_what_drafting_computes(kind: str) -> None:
         text.go_on(tree, [0], ids[i + 2])
 
 
-def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(
-    pairs: dict[str, Pair],
-) -> None:
+def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs):
     text, tree = pairs["attention"].begin([1], 2), TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
     with pytest.raises(ValueError, match="ask for its root first"):
@@ -193,9 +186,7 @@ def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(
         text.distributions(TokenTree(3), [0])
 
 
-def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(caplog):
     pair = Pair("attention")
     probs = pair.begin([1], 2, 1e-40).distributions(TokenTree(2), [0])[0]
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
@@ -209,7 +200,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
     assert torch.equal(text.distributions(tree, [1]), torch.zeros(1, VOCAB))
 
 
-def test_bfloat16_does_not_round_the_rotary_angles() -> None:
+def test_bfloat16_does_not_round_the_rotary_angles():
     model = tiny("llama", torch.bfloat16)
     drafter = eagle_drafter(head_of(WIDE, model), make_model(model))
     x, at = torch.zeros(1), torch.tensor([[3000]])

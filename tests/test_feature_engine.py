@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
-from quickbeam.drafters.base import DraftProbs, DraftRequest
+from quickbeam.drafters.base import DraftProbs
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.engine.engine import Engine
@@ -35,7 +34,7 @@ from quickbeam.params import SamplingParams
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_pages() -> Iterator[None]:
+def small_pages():
     """Beginnings are shared in whole pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPool, "page", 6)
@@ -43,14 +42,12 @@ def small_pages() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> dict[str, Pair]:
+def pairs():
     return {kind: Pair(kind) for kind in KINDS}
 
 
 @pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
-def test_greedy_answers_are_plain_decodings_and_seeds_repeat(
-    pairs: dict[str, Pair], name: str, kind: str
-) -> None:
+def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs, name, kind):
     target, drafter, rng = pairs[kind].target, pairs[kind].drafter, random.Random(f"{name} {kind}")
     for budget in (1, 2, 7, 24):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
@@ -64,7 +61,7 @@ def test_greedy_answers_are_plain_decodings_and_seeds_repeat(
             drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
         )
 
-    def tell(seed: int) -> tuple[list[int], int]:
+    def tell(seed):
         params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
         sequence = answer(target, DRAFTED[name](drafter), params, [3, 3], budget=7)
         return sequence.output.token_ids, sequence.statistics.sources["drafter"].drafted
@@ -72,9 +69,7 @@ def test_greedy_answers_are_plain_decodings_and_seeds_repeat(
     assert tell(1) == tell(1) != tell(2) and tell(1)[1] > 0
 
 
-def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch):
     pair = Pair("attention")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompt = list(range(20))
@@ -87,9 +82,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
     for when, late, shared in itertools.product(range(1, 9), (False, True), (False, True)):
         calls = itertools.count(1)
 
-        def interrupted(
-            *args: Any, calls: Iterator[int] = calls, when: int = when, late: bool = late
-        ) -> Any:
+        def interrupted(*args, calls=calls, when=when, late=late):
             this = next(calls) == when
             if this and not late:
                 raise KeyboardInterrupt
@@ -110,9 +103,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
         engine.forget()
 
 
-def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch):
     pair = Pair("attention")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompt = list(range(20))
@@ -121,7 +112,7 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
     held, adopt = (target.pool.used, drafter.pool.used), EagleState.adopt
     assert min(held) > 0
 
-    def interrupted(self: EagleState, *args: Any) -> None:
+    def interrupted(self, *args):
         adopt(self, *args)
         raise KeyboardInterrupt
 
@@ -138,9 +129,7 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
 
 
 @pytest.mark.parametrize("ahead", [0, 7])  # tokens that the first of both answers drafts
-def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkeypatch):
     pair, prompt = Pair("attention"), list(range(40))
     target, drafter = pair.target, pair.drafter
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -156,7 +145,7 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
     alone.forget()
     monkeypatch.setattr(Engine, "_reads_along", lambda self, sequence: False)
 
-    def second(engine: Engine) -> Any:
+    def second(engine):
         """An answer after another one to the same prompt, of which the drafter reads nothing, or
         all when it is first asked."""
         answer(target, DRAFTED["dyspec"](drafter), short, prompt, budget=7, engine=engine)
@@ -198,7 +187,7 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
 
 
 @pytest.fixture(scope="module")
-def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head_folder(tmp_path_factory):
     torch.manual_seed(5)
     EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)).save(
         folder := tmp_path_factory.mktemp("head"), torch.float32
@@ -206,9 +195,7 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_saved_head_is_a_drafter_and_another_models_is_refused(
-    toy_folder: str, head_folder: Path, tmp_path: Path
-) -> None:
+def test_a_saved_head_is_a_drafter_and_another_models_is_refused(toy_folder, head_folder, tmp_path):
     llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(head_folder))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     drafted = llm.generate("abc abc", params)
@@ -233,8 +220,8 @@ def test_a_saved_head_is_a_drafter_and_another_models_is_refused(
 
 
 def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
-    toy_folder: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    toy_folder, head_folder, monkeypatch
+):
     # so that short texts are shared
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     monkeypatch.setattr("quickbeam.models.torch.TorchModel", partial(TorchModel, chunk=8))
@@ -243,7 +230,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
     said: list[torch.Tensor] = []
     answered: Callable[..., list[DraftProbs]] = EagleDrafter.answer
 
-    def heard(self: EagleDrafter, requests: list[DraftRequest]) -> list[DraftProbs]:
+    def heard(self, requests):
         found = answered(self, requests)
         said.extend(distributions.dense() for distributions in found)
         return found
@@ -282,7 +269,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
 
 
 @pytest.mark.slow
-def test_the_shipped_drafter_drafts_for_the_default_model(smollm2: Path) -> None:
+def test_the_shipped_drafter_drafts_for_the_default_model(smollm2):
     llm = LLM()
     params = SamplingParams(max_tokens=48 if THOROUGH else 24, ignore_eos=True)
     messages = [{"role": "user", "content": "Why do leaves fall in autumn?"}]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from drafters import tree_of
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.methods import DRAFTER, METHODS, make_method
-from quickbeam.methods.base import Method
 from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
 
@@ -23,7 +20,7 @@ depths = st.integers(0, 24)
 WITHOUT = [name for name, preset in METHODS.items() if DRAFTER not in preset.sources]
 
 
-def logits_in_order(order: Sequence[int], vocab: int) -> torch.Tensor:
+def logits_in_order(order, vocab):
     """`[vocab]` logits whose ranking begins with `order`; the other tokens follow by id."""
     ranking = [*order, *(token for token in range(vocab) if token not in order)]
     logits = torch.empty(vocab)
@@ -32,7 +29,7 @@ def logits_in_order(order: Sequence[int], vocab: int) -> torch.Tensor:
 
 
 @st.composite
-def contexts(draw: st.DrawFn) -> Context:
+def contexts(draw):
     """A text and logits that rank the root first, or, as after sampling, anywhere."""
     ids = draw(texts)
     ranking = draw(st.permutations(range(draw(st.sampled_from([6, 20, 100])))))
@@ -45,7 +42,7 @@ def contexts(draw: st.DrawFn) -> Context:
     )
 
 
-def started(policy: Method, context: Context) -> Context:
+def started(policy, context):
     """The context, the policy's sources fed as the engine does: the prompt, then what was
     emitted."""
     for source in policy.sources:
@@ -54,17 +51,12 @@ def started(policy: Method, context: Context) -> Context:
     return context
 
 
-def grown(
-    context: Context,
-    budget: int,
-    max_depth: int = 32,
-    method: str = "logitspec",
-) -> TokenTree:
+def grown(context, budget, max_depth=32, method="logitspec"):
     policy = make_method(method)
     return tree_of(policy, started(policy, context), budget, max_depth)
 
 
-def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
+def longest_match(text, suffix):
     """Where the continuation of the newest, longest (3 to 1 tokens) earlier occurrence begins, and
     the occurrence's length."""
     for n in range(min(3, len(suffix)), 0, -1):
@@ -74,7 +66,7 @@ def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
     return None
 
 
-def other_matches(text: list[int]) -> list[tuple[int, int]]:
+def other_matches(text):
     """Every match of the text's end whose next token no better one has: longest first, newest first
     among the newest 12 of a length."""
     found: dict[int, tuple[int, int]] = {}
@@ -89,7 +81,7 @@ def other_matches(text: list[int]) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def read_on(text: list[int], guessed: list[int], length: int) -> list[int]:
+def read_on(text, guessed, length):
     """The continuation of text and guess by their longest match, read on into itself; empty without
     a match."""
     match = longest_match(text, text + guessed)
@@ -101,11 +93,11 @@ def read_on(text: list[int], guessed: list[int], length: int) -> list[int]:
     return virtual[len(text) + len(guessed) :]
 
 
-def ranking(logits: torch.Tensor) -> list[int]:
+def ranking(logits):
     return logits.argsort(descending=True).tolist()
 
 
-def drafts(context: Context, max_depth: int) -> Iterator[list[int]]:
+def drafts(context, max_depth):
     """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then
     the branches by rank."""
     yield read_on(context.ids, [], 20)[:max_depth]
@@ -120,16 +112,16 @@ def drafts(context: Context, max_depth: int) -> Iterator[list[int]]:
             yield [token, *read_on(context.ids, [token], length - 1)][:max_depth]
 
 
-def prefixes(paths: Iterator[list[int]]) -> set[tuple[int, ...]]:
+def prefixes(paths):
     return {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
 
 
-def node_paths(tree: TokenTree) -> list[tuple[int, ...]]:
+def node_paths(tree):
     """Every node as the tokens that lead to it, the root's left out."""
     return [tuple(tree.token[node] for node in tree.path(node)[1:]) for node in range(len(tree))]
 
 
-def nodes(tree: TokenTree) -> list[tuple[int, int, int, str]]:
+def nodes(tree):
     return list(zip(tree.token, tree.parent, tree.depth, tree.source, strict=True))
 
 
@@ -143,9 +135,7 @@ def nodes(tree: TokenTree) -> list[tuple[int, int, int, str]]:
     depths,
     st.sampled_from(WITHOUT),
 )
-def test_every_tree_keeps_the_contract(
-    context: Context, budget: int, max_depth: int, method: str
-) -> None:
+def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
     before = (list(context.ids), context.logits.clone())
     tree = grown(context, budget, max_depth, method)
     assert 1 <= len(tree) <= budget
@@ -167,9 +157,7 @@ def test_every_tree_keeps_the_contract(
     depths,
     st.sampled_from(WITHOUT),
 )
-def test_a_smaller_budget_gives_the_beginning_of_the_tree(
-    context: Context, small: int, large: int, max_depth: int, method: str
-) -> None:
+def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large, max_depth, method):
     small, large = sorted((small, large))
     policy = make_method(method)
     started(policy, context)
@@ -180,7 +168,7 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
+def test_graft_shares_what_is_there_and_stops_at_the_limits():
     tree = TokenTree(0)
     assert graft(tree, 0, [1, 2, 3], "ngram", budget=9, max_depth=9) == 3
     assert graft(tree, 0, [1, 2, 4], "ngram", budget=9, max_depth=9) == 4
@@ -192,7 +180,7 @@ def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
     assert len(tree) == 7
 
 
-def test_last_logits_ranks() -> None:
+def test_last_logits_ranks():
     source = LastLogits()
     source.begin([1, 2]).extend([3])
     greedy = Context([5, 3], logits_in_order([3, 4, 0, 2], 6))
@@ -211,7 +199,7 @@ def test_last_logits_ranks() -> None:
 
 @examples(100, derandomize=True)
 @given(contexts(), budgets, depths)
-def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_depth: int) -> None:
+def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
     tree = grown(context, budget, max_depth, "pld")
     assert tree.token[1:] == read_on(context.ids, [], 60)[: min(10, budget - 1, max_depth)]
     assert tree.parent == list(range(-1, len(tree) - 1))
@@ -222,18 +210,14 @@ def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_d
 
 @examples(200, derandomize=True)
 @given(contexts(), depths)
-def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(
-    context: Context, max_depth: int
-) -> None:
+def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context, max_depth):
     tree = grown(context, 1000, max_depth)
     assert set(node_paths(tree)) == {(), *prefixes(drafts(context, max_depth))}
 
 
 @examples(200, derandomize=True)
 @given(contexts(), budgets, depths)
-def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(
-    context: Context, budget: int, max_depth: int
-) -> None:
+def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context, budget, max_depth):
     tree = grown(context, budget, max_depth)
     wanted = prefixes(drafts(context, max_depth))
     assert set(node_paths(tree)[1:]) <= wanted
@@ -242,7 +226,7 @@ def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(
 
 @examples(200, derandomize=True)
 @given(contexts(), budgets)
-def test_the_chain_goes_first_and_is_whole_with_room_for_all(context: Context, budget: int) -> None:
+def test_the_chain_goes_first_and_is_whole_with_room_for_all(context, budget):
     match = longest_match(context.ids, context.ids)
     chain = read_on(context.ids, [], 20)
     lead = min(3 * match[1], budget - 1) if match else 0
@@ -250,7 +234,7 @@ def test_the_chain_goes_first_and_is_whole_with_room_for_all(context: Context, b
     assert not chain or tuple(chain) in node_paths(grown(context, 1000))
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     #      0  1  2  3  4  5  6  7  8  9 10 11
     ids = [1, 2, 3, 9, 4, 5, 6, 7, 8, 9, 4, 1]
     context = Context(ids, logits_in_order([1, 9, 2, 6, 0], 40))
@@ -277,7 +261,7 @@ def test_by_hand() -> None:
     ]
 
 
-def test_sampled_root_is_left_out_where_it_ranks() -> None:
+def test_sampled_root_is_left_out_where_it_ranks():
     tree = grown(Context([0, 7], logits_in_order([4, 7, 5], 10)), 4)
     assert nodes(tree)[1:] == [
         (4, 0, 1, "last_logits"),
@@ -286,7 +270,7 @@ def test_sampled_root_is_left_out_where_it_ranks() -> None:
     ]
 
 
-def test_sequences_of_one_policy_do_not_share_state() -> None:
+def test_sequences_of_one_policy_do_not_share_state():
     for name in ("pld", "logitspec"):
         policy = make_method(name)
         first, second = (
@@ -310,7 +294,7 @@ def test_sequences_of_one_policy_do_not_share_state() -> None:
         ]
 
 
-def test_how_long_the_text_repeats_itself_is_the_situation() -> None:
+def test_how_long_the_text_repeats_itself_is_the_situation():
     policy = make_method("pld")
     for ids, expected in (
         ([1, 2, 3], 0),

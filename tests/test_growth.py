@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ from drafters import (
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTER, METHODS, children, make_method
-from quickbeam.methods.base import Method
 from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
@@ -45,21 +44,14 @@ from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 Change = Callable[[TokenTree], TokenTree]
 
 
-def p_value(
-    policy: Method,
-    model: ToyModel,
-    temperature: float,
-    count: int,
-    budget: int = 7,
-    change: Change | None = None,
-) -> float:
+def p_value(policy, model, temperature, count, budget=7, change=None):
     """Of the test that two sampled tokens after [0] have the target's distribution; `change` does
     something
     to each tree before verification."""
     target, _ = toy_distributions(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
-    def grow(ids: list[int], rng: random.Random) -> TokenTree:
+    def grow(ids, rng):
         tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
@@ -71,17 +63,17 @@ def p_value(
 
 
 @pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
-def test_sampled_output_has_the_targets_distribution(name: str, temperature: float) -> None:
+def test_sampled_output_has_the_targets_distribution(name, temperature):
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
     policy = policies(toy_distributions(model, temperature)[1])[name]
     assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
 
 
-def keep_best(size: int) -> Change:
+def keep_best(size):
     """Prune to the nodes of greatest value, which counts a node's own token: what no policy may do
     to draws."""
 
-    def prune(tree: TokenTree) -> TokenTree:
+    def prune(tree):
         kept, place = TokenTree(tree.token[0]), {0: 0}
         for node in sorted(sorted(range(1, len(tree)), key=lambda node: -tree.value[node])[:size]):
             place[node] = kept.add(
@@ -97,7 +89,7 @@ def keep_best(size: int) -> Change:
 
 
 @pytest.mark.parametrize("name", ["dyspec-printed", "dyspec-threshold", "specinfer", "sequoia"])
-def test_pruning_draws_by_value_is_found_out(name: str) -> None:
+def test_pruning_draws_by_value_is_found_out(name):
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     probs = toy_distributions(model)[1]
     policy = (
@@ -112,7 +104,7 @@ class Opposed(ToyModel):
     """What the drafter thinks likely is not: most draws are rejected, and it shows which were left
     out."""
 
-    def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _both(self, context):
         probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
         return probs.flip(0), probs
 
@@ -121,20 +113,18 @@ class Peeking(children.Drawn):
     """Tells the next token's own probability instead of its slot's."""
 
     _next: tuple[int, float] | None = None
-    left = property(  # type: ignore[assignment]
-        lambda self: self._next[1] if self._next else 0.0, lambda self, value: None
-    )
+    left = property(lambda self: self._next[1] if self._next else 0.0, lambda self, value: None)
 
-    def __init__(self, *about: object) -> None:
+    def __init__(self, *about):
         super().__init__(*about)
         self._next = super().draw()
 
-    def draw(self) -> tuple[int, float] | None:
+    def draw(self):
         now, self._next = self._next, super().draw()
         return now
 
 
-def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch):
     """The worth that deterministic children have, for nodes that count as draws."""
     model = Opposed(vocab=4)
     policy = policies(model.draft)["dyspec-threshold"]
@@ -143,12 +133,12 @@ def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch: pytest.Monke
     assert p_value(policy, model, 1.0, count=600, budget=6) < 1e-6
 
 
-def test_reranked_candidates_are_no_draws() -> None:
+def test_reranked_candidates_are_no_draws():
     """EAGLE-2's tree may not claim to be drawn."""
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     _, probs = toy_distributions(model)
 
-    def claim(tree: TokenTree) -> TokenTree:
+    def claim(tree):
         tree.probs[1:] = [
             probs([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))
         ]
@@ -162,12 +152,12 @@ def test_reranked_candidates_are_no_draws() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_greedy_output_is_plain_decodings(name: str) -> None:
+def test_greedy_output_is_plain_decodings(name):
     model, params = make_model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
     prompt = [3, 1, 4, 1, 5]
     plain = answer(model, make_method("ar"), params, prompt).output.token_ids
 
-    def probs(context: Sequence[int]) -> torch.Tensor:
+    def probs(context):
         """Right about two times in three, as far as the answer goes."""
         rng = random.Random(f"{list(context)}")
         logits = torch.tensor([rng.gauss(0, 1) for _ in range(VOCAB)])
@@ -187,7 +177,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
 # --- limits ---------------------------------------------------------------------------------------
 
 
-def makers(drafter: KnownDrafter) -> dict[str, Method]:
+def makers(drafter):
     return {name: make(drafter) for name, make in DRAFTED.items()} | {
         "five branches": SpecInfer(drafter, 5),
         "low threshold": Threshold(drafter, 0.01),
@@ -205,9 +195,7 @@ def makers(drafter: KnownDrafter) -> dict[str, Method]:
     st.integers(0, 9),
     st.sampled_from([0.0, 0.6, 1.0]),
 )
-def test_every_tree_keeps_the_contract(
-    seed: int, vocab: int, zeros: float, budget: int, max_depth: int, temperature: float
-) -> None:
+def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, temperature):
     model = ToyModel(vocab, seed, zeros=zeros)
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
     for name, policy in makers(drafter).items():
@@ -235,11 +223,11 @@ def test_every_tree_keeps_the_contract(
 
 
 @pytest.mark.parametrize("name", ["dyspec", "dyspec-printed", "chain", "specinfer"])
-def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name: str) -> None:
+def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name):
     policy = policies(ToyModel(3, 1, zeros=0.0).draft)[name]
     generator = torch.Generator().manual_seed(0)
 
-    def counts(budget: int) -> Counter:
+    def counts(budget):
         return Counter(
             tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4])
             for _ in range(1000)
@@ -257,7 +245,7 @@ def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name
 @pytest.mark.parametrize(
     "method", [name for name, preset in METHODS.items() if preset.sources == (DRAFTER,)]
 )
-def test_methods_draft_with_a_model(method: str) -> None:
+def test_methods_draft_with_a_model(method):
     budget, drafter = METHODS[method].budget, KnownDrafter(ToyModel().draft)
     policy = make_method(method, drafter)
     assert list(policy.sources) == [drafter]
@@ -266,7 +254,7 @@ def test_methods_draft_with_a_model(method: str) -> None:
         make_method(method)
 
 
-def test_what_methods_refuse() -> None:
+def test_what_methods_refuse():
     drafter = KnownDrafter(ToyModel().draft)
     with pytest.raises(InvalidInput, match="unknown method 'oak'; known: ar, pld, logitspec, "):
         make_method("oak")

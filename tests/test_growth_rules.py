@@ -7,7 +7,6 @@ pytest tests/test_growth_rules.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from itertools import permutations
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, ProbsOf, child_ranks, context_of, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, child_ranks, context_of, paths, tree_of, zipf_drafter
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
 from quickbeam.methods.acceptance import as_printed
@@ -32,7 +31,7 @@ seeds = st.integers(0, 10**6)
 # --- draws ----------------------------------------------------------------------------------------
 
 
-def test_draws_are_without_replacement() -> None:
+def test_draws_are_without_replacement():
     """All orders of four tokens of very unequal weight, in columns of their own."""
     weights, names = [0.96, 0.025, 0.01, 0.005], [7, 3, 0, 9]
     distributions = DraftProbs(
@@ -62,7 +61,7 @@ def test_draws_are_without_replacement() -> None:
     assert chi_square(counts, exact) > 1e-3
 
 
-def test_ranked_children_are_deterministic_and_have_probability() -> None:
+def test_ranked_children_are_deterministic_and_have_probability():
     rows = proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
     ranked, seen = Ranked(*rows), []
     while ranked.left:
@@ -75,21 +74,17 @@ def test_ranked_children_are_deterministic_and_have_probability() -> None:
 # --- DySpec, Alg. 1 -------------------------------------------------------------------------------
 
 
-def strike_out(residual: list[float], token: int) -> list[float]:
+def strike_out(residual, token):
     rest = [0.0 if t == token else r for t, r in enumerate(residual)]
     total = sum(rest)
     return [r / total for r in rest] if total else rest
 
 
-def algorithm_1(
-    probs: ProbsOf, size: int, max_depth: int, choose: Callable[[Path, list[float]], list[int]]
-) -> Iterator[tuple[float, tuple[Path, ...]]]:
+def algorithm_1(probs, size, max_depth, choose):
     """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try
     at a node with this R."""
 
-    def go_on(
-        chance: float, slots: Slots, nodes: tuple[Path, ...]
-    ) -> Iterator[tuple[float, tuple[Path, ...]]]:
+    def go_on(chance, slots, nodes):
         slots = [slot for slot in slots if sum(slot[1]) > 0]
         if not slots or len(nodes) == size:
             yield chance, nodes
@@ -109,20 +104,18 @@ def algorithm_1(
 
 @examples(60, derandomize=True)
 @given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 12))
-def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
-    seed: int, size: int, max_depth: int
-) -> None:
+def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_depth):
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
     model = ToyModel(vocab=6, seed=seed)
 
-    def draw_from(distributions: DraftProbs, row: int, *_: object) -> Drawn:
+    def draw_from(distributions, row, *_):
         """Draws that depend on nothing but the distribution."""
         seed = hash(tuple(distributions.values[row].tolist())) % 2**62
         return Drawn(distributions, row, torch.Generator().manual_seed(seed))
 
     orders: dict[Path, list[int]] = {}
 
-    def next_token(node: Path, residual: list[float]) -> list[int]:
+    def next_token(node, residual):
         if node not in orders:
             draws = draw_from(DraftProbs(model.draft([0, *node])[None]), 0)
             orders[node] = [draws.draw()[0] for _ in range(sum(r > 0 for r in residual))]
@@ -140,7 +133,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
 # --- temperature 0 --------------------------------------------------------------------------------
 
 
-def all_paths(probs: ProbsOf, max_depth: int, least: float) -> list[tuple[float, Path]]:
+def all_paths(probs, max_depth, least):
     """Every path of at least this probability, the likeliest first."""
     found, layer = [], [(1.0, ())]
     for _ in range(max_depth):
@@ -154,9 +147,7 @@ def all_paths(probs: ProbsOf, max_depth: int, least: float) -> list[tuple[float,
     return sorted(found, key=lambda one: -one[0])
 
 
-def likeliest_paths(
-    seed: int, size: int, max_depth: int, fraction: float, hope: float
-) -> tuple[Path, ...]:
+def likeliest_paths(seed, size, max_depth, fraction, hope):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FRACTION", fraction)
         patch.setattr(search, "HOPE", hope)
@@ -174,9 +165,7 @@ searches = given(
 
 @examples(80, derandomize=True)
 @searches
-def test_at_temperature_0_greedy_takes_the_likeliest_paths(
-    seed: int, size: int, max_depth: int, fraction: float
-) -> None:
+def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth, fraction):
     """However many distributions a call asks for."""
     likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
     assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(
@@ -191,9 +180,7 @@ def test_at_temperature_0_greedy_takes_the_likeliest_paths(
     max_depth=st.integers(1, 6),
     budget=st.integers(2, 60),
 )
-def test_at_temperature_0_threshold_takes_all_likely_paths(
-    seed: int, threshold: float, max_depth: int, budget: int
-) -> None:
+def test_at_temperature_0_threshold_takes_all_likely_paths(seed, threshold, max_depth, budget):
     model = ToyModel(vocab=5, seed=seed)
     tree = tree_of(
         Threshold(KnownDrafter(model.draft), threshold), context_of([0], 0.0), budget, max_depth
@@ -217,15 +204,11 @@ def test_at_temperature_0_threshold_takes_all_likely_paths(
 # --- DySpec, Alg. 2 -------------------------------------------------------------------------------
 
 
-def algorithm_2(
-    probs: ProbsOf, threshold: float, max_depth: int
-) -> Iterator[tuple[float, frozenset[tuple[Path, int]]]]:
+def algorithm_2(probs, threshold, max_depth):
     """The paper's layers without a cap: each tree with its probability, nodes as paths with their
     place among siblings."""
 
-    def fill(
-        chance: float, queue: list[tuple[float, Path]], nodes: frozenset
-    ) -> Iterator[tuple[float, frozenset]]:
+    def fill(chance, queue, nodes):
         if not queue:
             yield chance, nodes
             return
@@ -233,7 +216,7 @@ def algorithm_2(
         residual = probs([0, *node]).double().tolist() if len(node) < max_depth else []
         yield from draw(chance, v, node, residual, 0, rest, nodes)
 
-    def draw(chance, v, node, residual, place, rest, nodes) -> Iterator[tuple[float, frozenset]]:
+    def draw(chance, v, node, residual, place, rest, nodes):
         if v < threshold or not sum(residual):
             yield from fill(chance, rest, nodes)
             return
@@ -255,7 +238,7 @@ def algorithm_2(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_threshold_trees_have_the_probs_of_algorithm_2(seed: int) -> None:
+def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     model = ToyModel(vocab=3, seed=seed)
     policy = Threshold(KnownDrafter(model.draft), 0.25)
     generator = torch.Generator().manual_seed(seed)
@@ -264,7 +247,7 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed: int) -> None:
         exact[nodes] += chance
     assert len(exact) > 10
 
-    def grown() -> frozenset[tuple[Path, int]]:
+    def grown():
         tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
         return frozenset(
             (tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:]
@@ -273,7 +256,7 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed: int) -> None:
     assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
 
 
-def test_the_threshold_is_a_share_of_the_budget() -> None:
+def test_the_threshold_is_a_share_of_the_budget():
     drafter = zipf_drafter()
     for budget in (4, 16, 64):
         whole = tree_of(Threshold(drafter, 1 / budget), context_of([0], 0.0), budget, 20)
@@ -284,7 +267,7 @@ def test_the_threshold_is_a_share_of_the_budget() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_greedy_calls_the_drafter_about_once_a_layer(temperature: float) -> None:
+def test_greedy_calls_the_drafter_about_once_a_layer(temperature):
     generator, extra, wasted = torch.Generator().manual_seed(0), [], []
     for seed in range(20):
         drafter = zipf_drafter(seed=seed)
@@ -297,7 +280,7 @@ def test_greedy_calls_the_drafter_about_once_a_layer(temperature: float) -> None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_threshold_calls_the_drafter_once_a_layer(temperature: float) -> None:
+def test_threshold_calls_the_drafter_once_a_layer(temperature):
     for seed in range(20):
         drafter = zipf_drafter(seed=seed)
         tree = tree_of(Threshold(drafter), context_of([seed], temperature), 64, 40)

@@ -6,7 +6,6 @@ pytest tests/test_growth_shapes.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -16,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.pctree import pctree
-from quickbeam.methods.sequoia import Sequoia, Shape, Shapes
+from quickbeam.methods.sequoia import Sequoia, Shapes
 from toy import ToyModel
 
 Path = tuple[int, ...]
@@ -30,7 +29,7 @@ seeds = st.integers(0, 10**6)
 # --- EAGLE-2 --------------------------------------------------------------------------------------
 
 
-def expand_and_rerank(probs: ProbsOf, width: int, depth: int, size: int) -> set[Path]:
+def expand_and_rerank(probs, width, depth, size):
     candidates: list[tuple[float, Path]] = []
     layer: list[tuple[float, Path]] = [(1.0, ())]
     for _ in range(depth):
@@ -52,9 +51,7 @@ def expand_and_rerank(probs: ProbsOf, width: int, depth: int, size: int) -> set[
     st.integers(1, 5),
     st.sampled_from([0.0, 1.0]),
 )
-def test_eagle2_expands_and_reranks(
-    seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float
-) -> None:
+def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, temperature):
     model = ToyModel(vocab=6, seed=seed)
     tree = tree_of(
         Eagle2(KnownDrafter(model.draft), width, depth),
@@ -73,9 +70,7 @@ def test_eagle2_expands_and_reranks(
 
 @examples(40, derandomize=True)
 @given(seeds, st.integers(1, 16), st.integers(0, 4), st.sampled_from([0.0, 1.0]))
-def test_ddtree_has_the_likeliest_paths_by_the_marginals(
-    seed: int, budget: int, max_depth: int, temperature: float
-) -> None:
+def test_ddtree_has_the_likeliest_paths_by_the_marginals(seed, budget, max_depth, temperature):
     """Against all paths, with one request a depth."""
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(-1)
     drafter = KnownDrafter(lambda ids: rows[len(ids) - 1])
@@ -93,10 +88,10 @@ def test_ddtree_has_the_likeliest_paths_by_the_marginals(
 
 @examples(20, derandomize=True)
 @given(seeds, st.integers(2, 40), st.integers(1, 5))
-def test_pctree_keeps_four_parents_of_each_depth(seed: int, budget: int, max_depth: int) -> None:
+def test_pctree_keeps_four_parents_of_each_depth(seed, budget, max_depth):
     scores, bias = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)), torch.eye(6)
 
-    def probs(ids: Sequence[int]) -> torch.Tensor:
+    def probs(ids):
         return (2 * scores[len(ids) - 1] + bias[ids[-1]]).softmax(-1)
 
     tree = tree_of(pctree(KnownDrafter(probs)), context_of([0], 0.0), budget, max_depth)
@@ -107,11 +102,11 @@ def test_pctree_keeps_four_parents_of_each_depth(seed: int, budget: int, max_dep
 
 
 @lru_cache
-def all_shapes(nodes: int, depth: int) -> list[tuple]:
+def all_shapes(nodes, depth):
     """Every ordered tree of this many nodes and at most this depth, as nested tuples of
     children."""
 
-    def forests(left: int) -> Iterator[tuple]:
+    def forests(left):
         if left == 0:
             yield ()
         for first in range(1, left + 1):
@@ -121,7 +116,7 @@ def all_shapes(nodes: int, depth: int) -> list[tuple]:
     return [()] if nodes == 1 else list(forests(nodes - 1)) if depth > 0 else []
 
 
-def tokens_of(tree: tuple, acceptance: Sequence[float]) -> float:
+def tokens_of(tree, acceptance):
     if len(tree) > len(acceptance):
         return 0.0
     return 1 + sum(
@@ -130,13 +125,13 @@ def tokens_of(tree: tuple, acceptance: Sequence[float]) -> float:
     )
 
 
-def nested(shape: Shape, node: int = 0) -> tuple:
+def nested(shape, node=0):
     return tuple(nested(shape, child) for child in shape[node])
 
 
 @examples(60, derandomize=True)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 6))
-def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, depth: int) -> None:
+def test_sequoias_shape_is_the_best_of_all(acceptance, nodes, depth):
     shapes = Shapes(acceptance, 6)
     best = max(
         tokens_of(tree, acceptance)
@@ -148,7 +143,7 @@ def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, 
     assert len(shape) <= nodes
 
 
-def test_sequoia_fills_its_shape() -> None:
+def test_sequoia_fills_its_shape():
     policy = Sequoia(zipf_drafter(), (0.5, 0.3, 0.2))
     for temperature in (0.0, 1.0):
         for budget in (2, 7, 30):
@@ -157,7 +152,7 @@ def test_sequoia_fills_its_shape() -> None:
             assert nested([list(children.values()) for children in tree.children]) == nested(shape)
 
 
-def test_sequoia_learns_what_is_accepted() -> None:
+def test_sequoia_learns_what_is_accepted():
     """Second children always are: after a while nothing is put below the first ones."""
     policy, ids = Sequoia(zipf_drafter()), [0]
     first = tree_of(policy, context_of(ids, 0.0), 16, 20)

@@ -12,16 +12,15 @@ from drafters import DRAFTED, context_of, tree_of, zipf_drafter
 from kernels import every_set, load
 from quickbeam.drafters import largest as module
 from quickbeam.drafters.largest import largest, largest_plain
-from quickbeam.tree import TokenTree
 
 
-def plain(row: list[float], count: int, floor: float = -math.inf) -> list[int]:
+def plain(row, count, floor=-math.inf):
     """Columns by number, the largest first and of equal ones the first."""
     kept = [token for token, value in enumerate(row) if value > floor]
     return sorted(kept, key=lambda token: (-row[token], token))[:count]
 
 
-def rows() -> list[np.ndarray]:
+def rows():
     """All, some and few tokens near the peak; equal logits; ends of chunks; bad numbers."""
     generator = np.random.default_rng(0)
     found = [spread * generator.standard_normal(5000) for spread in (0.01, 1.0, 5.0)]
@@ -34,7 +33,7 @@ def rows() -> list[np.ndarray]:
 
 
 @every_set
-def test_the_kernels_find_the_largest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_find_the_largest(isa, monkeypatch):
     monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
     for row in rows():
         for count in (1, 2, 16, 60, 6000):
@@ -43,9 +42,7 @@ def test_the_kernels_find_the_largest(isa: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @every_set
-def test_floors_and_names_belong_to_rows_and_columns(
-    isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_floors_and_names_belong_to_rows_and_columns(isa, monkeypatch):
     distributions = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)).softmax(-1)
     floors = [0.0, 0.002, 0.01, 0.5, 0.004]
     names = 3 * torch.arange(700) + 1
@@ -59,7 +56,7 @@ def test_floors_and_names_belong_to_rows_and_columns(
             assert tokens == names[columns].tolist() and values == row[columns].tolist()
 
 
-def test_pytorchs_operators_find_the_same_numbers() -> None:
+def test_pytorchs_operators_find_the_same_numbers():
     for row in rows():
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             logits = torch.from_numpy(row).to(dtype)[None]
@@ -70,14 +67,14 @@ def test_pytorchs_operators_find_the_same_numbers() -> None:
                 assert values == logits[0, tokens].tolist() and len(set(tokens)) == len(tokens)
 
 
-def test_every_other_number_of_a_row() -> None:
+def test_every_other_number_of_a_row():
     row = torch.randn(400, generator=torch.Generator().manual_seed(1))
     assert largest(row[None, ::2], 8)[0][0] == plain(row[::2].tolist(), 8)
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_trees_are_those_of_the_plain_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def grown() -> list[TokenTree]:
+def test_trees_are_those_of_the_plain_way(name, monkeypatch):
+    def grown():
         policy = DRAFTED[name](zipf_drafter(vocab=1000))
         return [
             tree_of(policy, context_of([i], 0.0), budget, 12)

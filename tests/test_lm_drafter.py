@@ -19,12 +19,12 @@ from answers import answer
 from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
-from quickbeam.drafters.draft_model import GAP, LMDrafter, LMState, first_difference
+from quickbeam.drafters.draft_model import GAP, LMDrafter, first_difference
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS, make_method
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Draft, Model, Passed
+from quickbeam.models.base import Draft
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
@@ -47,25 +47,21 @@ def pairs():
     return {name: (LMDrafter(tiny(name, seed=7), VOCAB), tiny(name, seed=7)) for name in NAMES}
 
 
-def begin(drafter: LMDrafter, ids: list[int], temperature: float = 1.0) -> Context:
+def begin(drafter, ids, temperature=1.0):
     return Context(list(ids), torch.zeros(VOCAB), temperature).begin([drafter])
 
 
-def state_of(context: Context) -> LMState:
+def state_of(context):
     return context.states[LMDrafter.name]
 
 
-def distributions_of(
-    drafter: LMDrafter, context: Context, tree: TokenTree, nodes: list[int]
-) -> torch.Tensor:
+def distributions_of(drafter, context, tree, nodes):
     """`[len(nodes), vocab]`, from a call for this sequence alone."""
     return drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
 
 
 @torch.inference_mode()
-def expected(
-    model, ids: list[int], tree: TokenTree, nodes: list[int], temperature: float
-) -> torch.Tensor:
+def expected(model, ids, tree, nodes, temperature):
     """The distributions after `nodes` as transformers gives them, each path run on its own, the
     prefix
     included."""
@@ -75,12 +71,12 @@ def expected(
     ).softmax(-1)
 
 
-def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch):
     drafter, _ = pairs["llama"]
     context, alone, tree = begin(drafter, [5, 6, 7]), begin(drafter, [5, 6, 7]), TokenTree(7)
     tree.add(0, 3, "x")
 
-    def failing(batch: Batch) -> list[Passed]:
+    def failing(batch):
         raise RuntimeError("broken")
 
     for nodes in ([0], [1]):
@@ -98,9 +94,7 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch: pytest.MonkeyPa
 @given(
     rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
 )
-def test_distributions_are_those_of_a_plain_run_of_every_path(
-    pairs, name: str, rng: random.Random, temperature: float
-) -> None:
+def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, temperature):
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
     draft; requests one after another."""
     drafter, model = pairs[name]
@@ -144,13 +138,13 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(
     assert drafter.model.pool.used == pages
 
 
-def passes_of(drafter: LMDrafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def passes_of(drafter, monkeypatch):
     """What the drafter's model is made to run from here on: (read, tokens computed) and (draft,
     nodes computed)."""
     passes: list[tuple[str, int]] = []
     forward = drafter.model.forward
 
-    def counted(batch: Batch) -> list[Passed]:
+    def counted(batch):
         passes.extend(
             ("draft" if isinstance(part, Draft) else "read", part.rows) for part in batch.parts
         )
@@ -160,9 +154,7 @@ def passes_of(drafter: LMDrafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple
     return passes
 
 
-def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [5, 6, 7, 8])
@@ -188,9 +180,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(
     torch.testing.assert_close(again, probs, atol=1e-6, rtol=1e-4)
 
 
-def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
@@ -216,7 +206,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
     )
 
 
-def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
     drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(128)]
     monkeypatch.setattr(drafter.model, "chunk", 50)
     passes = passes_of(drafter, monkeypatch)
@@ -232,7 +222,7 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_nodes_are_asked_for_from_the_root_down() -> None:
+def test_nodes_are_asked_for_from_the_root_down():
     drafter = LMDrafter(tiny("llama"), VOCAB)
     context = begin(drafter, [1, 2])
     tree = TokenTree(2)
@@ -247,7 +237,7 @@ def test_nodes_are_asked_for_from_the_root_down() -> None:
 
 
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
-def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, asked: int) -> None:
+def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
     drafter = LMDrafter(tiny("llama"), asked)
     # where the target is wider, a token that the drafter has never heard of
     context = begin(drafter, [1, 2, asked - 1])
@@ -263,15 +253,13 @@ def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, aske
         torch.testing.assert_close(probs, full / full.sum(), atol=1e-5, rtol=1e-3)
 
 
-def broken() -> LMDrafter:
+def broken():
     model = tiny("gpt2")
     model.transformer.ln_f.weight.data.fill_(float("nan"))
     return LMDrafter(model, VOCAB)
 
 
-def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(caplog):
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
     probs = distributions_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
@@ -282,7 +270,7 @@ def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(
     assert "not finite (NaN)" in caplog.text
 
 
-def test_a_request_beyond_the_drafters_context_is_refused(target: Model) -> None:
+def test_a_request_beyond_the_drafters_context_is_refused(target):
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
     drafter.check_length(500, 12)
     with pytest.raises(
@@ -295,7 +283,7 @@ def test_a_request_beyond_the_drafters_context_is_refused(target: Model) -> None
         answer(target, make_method("chain", drafter), SamplingParams(max_tokens=13), [1] * 500)
 
 
-def tokenizer(*tokens: str | None) -> SimpleNamespace:
+def tokenizer(*tokens):
     return SimpleNamespace(
         get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token is not None}
     )
@@ -337,11 +325,11 @@ def tokenizer(*tokens: str | None) -> SimpleNamespace:
         ),
     ],
 )
-def test_other_vocabularies_are_told_apart(target, drafter, sizes, words: str) -> None:
+def test_other_vocabularies_are_told_apart(target, drafter, sizes, words):
     assert first_difference(tokenizer(*target), tokenizer(*drafter), sizes) == words
 
 
-def test_padded_tails_may_differ() -> None:
+def test_padded_tails_may_differ():
     assert first_difference(tokenizer("a", "b"), tokenizer("a", "b"), (5, 2)) is None
     assert first_difference(tokenizer("a", "b", "<tool>"), tokenizer("a", "b"), (5, 4)) is None
     assert first_difference(tokenizer("a", "b"), tokenizer("a", "b", "<tool>"), (3, 5)) is None
@@ -351,16 +339,14 @@ def test_padded_tails_may_differ() -> None:
 
 
 @pytest.fixture(scope="module")
-def target() -> Model:
+def target():
     return make_model(tiny("llama", seed=3))
 
 
 @pytest.mark.parametrize("method", DRAFTING)
 @examples(5)
 @given(data=st.data())
-def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
-    target: Model, pairs, method: str, data: st.DataObject
-) -> None:
+def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target, pairs, method, data):
     params = SamplingParams(
         max_tokens=data.draw(st.integers(1, 40)),
         repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
@@ -392,9 +378,7 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
 @pytest.mark.parametrize(
     ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
 )
-def test_a_drafter_equal_to_the_target_is_nearly_always_right(
-    target: Model, temperature: float, coupling: str
-) -> None:
+def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperature, coupling):
     params = SamplingParams(
         max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling
     )
@@ -413,8 +397,8 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", DRAFTING)
 def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(
-    target: Model, method: str, temperature: float
-) -> None:
+    target, method, temperature
+):
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=6, ignore_eos=True)
     plain = answer(target, NoDraft(), params, [4, 5, 6])
     drafted = answer(target, make_method(method, broken()), params, [4, 5, 6])
@@ -424,9 +408,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
     )
 
 
-def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
-    target: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):
     drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
     fresh = answer(target, make_method("chain", drafter), params, prompt, budget=6, engine=engine)
@@ -456,13 +438,13 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name: str) -> None:
+def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
     """Fresh, after some reading, and with what was taken over of another text, which stays as it
     was."""
     drafter, rng = LMDrafter(tiny(name, torch.bfloat16), VOCAB), random.Random(3)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
 
-    def laws(context: Context) -> torch.Tensor:
+    def laws(context):
         request = DraftRequest(context, TokenTree(context.ids[-1]), [0])
         return drafter.answer([request])[0].dense()
 

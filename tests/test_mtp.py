@@ -10,9 +10,6 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +39,6 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -98,12 +94,7 @@ class Head(Pair):
     `load_mtp`.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype = torch.float32,
-        config: PreTrainedConfig | None = None,
-    ) -> None:
+    def __init__(self, kind, dtype=torch.float32, config=None):
         self.kind = kind
         self.model = tiny("", seed=3, config=config or KINDS[kind]).to(dtype).float()
         layers, config = self.model.model.layers, copy.deepcopy(self.model.config)
@@ -119,7 +110,7 @@ class Head(Pair):
             buffer.zero_()
         self.layer.to(dtype).float()
 
-    def stored(self) -> dict[str, torch.Tensor]:
+    def stored(self):
         """The head's tensors by the names of published checkpoints, each expert's apart."""
         parts, found = NAMES.get(self.kind, QWEN), dict[str, torch.Tensor]()
         for name, tensor in self.layer.state_dict().items():
@@ -135,7 +126,7 @@ class Head(Pair):
                 found |= {f"{at}.experts.{i}.{part}_proj.weight": w for part, w in apart.items()}
         return found
 
-    def open(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Head:
+    def open(self, folder, dtype=torch.float32, **options):
         """Have a target and its drafter read what is written to `folder`."""
         self.model.config.save_pretrained(folder)
         tensors = {name: one.to(dtype).contiguous() for name, one in self.stored().items()}
@@ -145,7 +136,7 @@ class Head(Pair):
         self.drafter = load_mtp(folder, self.target, **options)
         return self
 
-    def run(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    def run(self, hidden, tokens):
         """The equations over a whole text by transformers' class, `[n, d]` before the last norm."""
         n = len(tokens)
         embedded = self.model.get_input_embeddings()(torch.tensor([list(tokens)]))
@@ -155,7 +146,7 @@ class Head(Pair):
         self.layer.use_post_norm = False
         return self.layer(embedded, hidden[None], angles, mask, positions, None)[0]
 
-    def states(self, ids: Sequence[int]) -> torch.Tensor:
+    def states(self, ids):
         """The model's hidden states, before or behind its last norm."""
         caught = list[torch.Tensor]()
         norm = self.model.model.norm
@@ -167,9 +158,7 @@ class Head(Pair):
         return caught[0][0]
 
     @torch.inference_mode()
-    def expected(
-        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
-    ) -> torch.Tensor:
+    def expected(self, ids, tree, nodes, temperature):
         certain, distributions = self.states(ids[:-1]), []
         for node in nodes:
             tokens, hidden = ids[1:], certain
@@ -184,11 +173,11 @@ class Head(Pair):
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def heads(tmp_path_factory):
     """By kind and dtype, each made once."""
     made = dict[tuple[str, torch.dtype], Head]()
 
-    def get(kind: str, dtype: torch.dtype = torch.bfloat16) -> Head:
+    def get(kind, dtype=torch.bfloat16):
         if (kind, dtype) not in made:
             made[kind, dtype] = Head(kind, dtype).open(tmp_path_factory.mktemp(kind), dtype)
         return made[kind, dtype]
@@ -198,9 +187,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("normed", [True, False])
 @every_kind
-def test_distributions_are_those_of_transformers_class(
-    kind: str, normed: bool, tmp_path: Path
-) -> None:
+def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
     head, rng = Head(kind).open(tmp_path, normed=normed), random.Random(kind)
     text = head.begin([rng.randrange(VOCAB) for _ in range(9)], 5)
     for _ in range(2):
@@ -216,16 +203,16 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 
 
 @every_kind
-def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind: str, heads: Any) -> None:
+def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind, heads):
     head = heads(kind)
     same_as_plain(head.target, head.drafter, PROMPTS)
 
 
-def accepted(head: Head) -> float:
+def accepted(head):
     return mean_accepted(head.target, DRAFTED["chain"](head.drafter), PROMPTS, 5)
 
 
-def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -> None:
+def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path):
     """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
     some around. The head reads the next token off the hidden state, so it must know them turned."""
     size = 32
@@ -245,9 +232,7 @@ def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path: Path) -
     assert accepted(head.open(tmp_path, torch.bfloat16, normed=False)) < 2.5
 
 
-def test_keys_one_place_off_lose_acceptance_and_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_one_place_off_lose_acceptance_and_no_answer(tmp_path, monkeypatch):
     """The head is the model's only layer, on the embedding alone: it knows all but the first."""
     head = Head("mimo", config=Qwen2Config(**SIZES | {"num_hidden_layers": 1}))
     table = head.model.model.embed_tokens.weight.data
@@ -262,7 +247,7 @@ def test_keys_one_place_off_lose_acceptance_and_no_answer(
     right = accepted(head.open(tmp_path, torch.bfloat16))
 
     class Off(RowList):
-        def add(self, *args: Any) -> None:
+        def add(self, *args):
             table, tokens, positions, orders, prefix, paths, *rest = args
             prefix = [max(1, one - 1) for one in prefix]  # the newest row is not seen
             super().add(table, tokens, positions, orders, prefix, paths, *rest)
@@ -271,9 +256,7 @@ def test_keys_one_place_off_lose_acceptance_and_no_answer(
     assert accepted(head.open(tmp_path, torch.bfloat16)) < right - 0.1, right
 
 
-def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(
-    tmp_path: Path, heads: Any
-) -> None:
+def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(tmp_path, heads):
     params, target = SamplingParams(max_tokens=12, ignore_eos=True), heads("qwen3_5").target
     plain = answer(target, NoDraft(), params, [3, 1]).output.token_ids
     for weights, value in ((BFLOAT16, 1.0), (None, float("nan"))):
@@ -285,7 +268,7 @@ def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(
         assert (drafted.statistics.sources["drafter"].drafted > 0) == (weights is not None)
 
 
-def with_head(folder: Path, source: str, **changes: Any) -> Path:
+def with_head(folder, source, **changes):
     """A copy of a Llama's folder whose files hold a head of DeepSeek's layout besides."""
     shutil.copytree(source, folder)
     path = folder / "model.safetensors"
@@ -303,7 +286,7 @@ def with_head(folder: Path, source: str, **changes: Any) -> Path:
     return folder
 
 
-def test_a_head_in_the_models_own_files_drafts_by_itself(toy_folder: str, tmp_path: Path) -> None:
+def test_a_head_in_the_models_own_files_drafts_by_itself(toy_folder, tmp_path):
     assert hub.shipped_drafter(toy_folder) is None
     folder = with_head(tmp_path / "model", toy_folder)
     assert hub.shipped_drafter(str(folder)) == "mtp"
@@ -317,7 +300,7 @@ def test_a_head_in_the_models_own_files_drafts_by_itself(toy_folder: str, tmp_pa
         assert llm.generate("abc", params, method="dyspec").statistics.drafter_calls > 0
 
 
-def test_what_is_no_head_is_refused_by_name(toy_folder: str, tmp_path: Path) -> None:
+def test_what_is_no_head_is_refused_by_name(toy_folder, tmp_path):
     with pytest.raises(InvalidInput, match="no MTP head of a known layout"):
         LLM(toy_folder, drafter="mtp")
     missing = with_head(tmp_path / "a", toy_folder, **{"@.mlp.up_proj.weight": None})
@@ -331,8 +314,8 @@ def test_what_is_no_head_is_refused_by_name(toy_folder: str, tmp_path: Path) -> 
 
 
 def test_where_pytorch_runs_the_model_a_head_is_left_alone_unless_it_is_asked_for(
-    toy_folder: str, tmp_path: Path
-) -> None:
+    toy_folder, tmp_path
+):
     folder = str(with_head(tmp_path / "model", toy_folder))
     with LLM(folder, dtype="float16") as llm:
         assert llm.method == "logitspec"

@@ -6,7 +6,6 @@ pytest tests/test_native_drafter.py
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,7 @@ from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
 from quickbeam.drafters.eagle import eagle_drafter
-from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
 from quickbeam.drafters.shortlist.context import ContextTokens
 from quickbeam.drafters.shortlist.layout import Layout, Scores
@@ -46,11 +45,11 @@ SINGLE, HALF = 2.0**-23, 2.0**-8
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def native(monkeypatch):
     """Makes targets and drafters use the kernels of an instruction set, or PyTorch's operators
     ("eager")."""
 
-    def take(isa: str) -> None:
+    def take(isa):
         if isa == "eager":
             monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
             monkeypatch.delenv("QUICKBEAM_ISA", raising=False)
@@ -62,7 +61,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return take
 
 
-def distance(pair: Pair) -> float:
+def distance(pair):
     """Mean total variation between a drafter's distributions and those of the equations, over
     trees in an
     answer."""
@@ -88,8 +87,8 @@ def distance(pair: Pair) -> float:
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
-    isa: str, kind: str, native: Callable[[str], None]
-) -> None:
+    isa, kind, native
+):
     """The head's rows in 8 bits add little to what rounding does."""
     found = {}
     for way in (isa, "eager"):
@@ -106,9 +105,7 @@ def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operato
 
 
 @every_set
-def test_every_set_computes_the_same_distributions_up_to_rounding(
-    isa: str, native: Callable[[str], None]
-) -> None:
+def test_every_set_computes_the_same_distributions_up_to_rounding(isa, native):
     native("eager")
     usual = distance(Pair("ours", torch.bfloat16, native=True))
     native(isa)
@@ -117,9 +114,7 @@ def test_every_set_computes_the_same_distributions_up_to_rounding(
 
 
 @best_set
-def test_a_drafter_that_computes_something_else_is_seen(
-    isa: str, native: Callable[[str], None]
-) -> None:
+def test_a_drafter_that_computes_something_else_is_seen(isa, native):
     native(isa)
     pair = Pair("attention", torch.bfloat16)
     before = distance(pair)
@@ -129,15 +124,13 @@ def test_a_drafter_that_computes_something_else_is_seen(
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "input", "ours", "own-head"])
-def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(
-    isa: str, kind: str, native: Callable[[str], None]
-) -> None:
+def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(isa, kind, native):
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(0)
     ids = [rng.randrange(VOCAB) for _ in range(70)]
     text, tree = pair.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 30)
 
-    def distributions_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
+    def distributions_of(calls, asked):
         """Each in a tree of its own, as a node is asked for once in a tree."""
         return {
             node: probs
@@ -158,7 +151,7 @@ def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(
         assert all(torch.equal(together[node], mixed[node]) for node in together)
 
 
-def copy_of(tree: TokenTree) -> TokenTree:
+def copy_of(tree):
     other = TokenTree(tree.token[0])
     for parent, token in zip(tree.parent[1:], tree.token[1:], strict=True):
         other.add(parent, token, "x")
@@ -166,9 +159,7 @@ def copy_of(tree: TokenTree) -> TokenTree:
 
 
 @every_set
-def test_chunks_of_the_certain_text_give_the_same_distributions(
-    isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_the_certain_text_give_the_same_distributions(isa, native, monkeypatch):
     native(isa)
     pair, distributions = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
@@ -185,7 +176,7 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(
 
 
 @st.composite
-def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:
+def heads(draw):
     vocab, size, half = (draw(st.integers(1, most)) for most in (200, 50, 40))
     seed = draw(st.integers(0, 99))
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
@@ -197,14 +188,12 @@ def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int
     return number(vocab, 2 * half, seed=seed), h, layout, clusters
 
 
-def scored(blocks: NativeBlocks, h: torch.Tensor, clusters: Sequence[int]) -> Scores:
+def scored(blocks, h, clusters):
     prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
     return Scores(blocks.score(h, prepared), prepared.tokens)
 
 
-def of_rows(
-    isa: str, rows: NativeRows, weight: torch.Tensor, h: torch.Tensor, count: int, name: str = INT8
-) -> torch.Tensor:
+def of_rows(isa, rows, weight, h, count, name=INT8):
     """The logits of the first `count` rows that stand beside no block."""
     alone = NativeBlocks(weight, Layout.nothing(len(weight)), load(isa), name)
     tokens = torch.zeros(count, dtype=torch.int64)
@@ -214,9 +203,7 @@ def of_rows(
 @every_set
 @examples(60, derandomize=True)
 @given(heads())
-def test_blocks_give_the_rows_of_the_head(
-    isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]
-) -> None:
+def test_blocks_give_the_rows_of_the_head(isa, case):
     """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens,
     nothing at all."""
     weight, h, layout, clusters = case
@@ -233,9 +220,7 @@ def test_blocks_give_the_rows_of_the_head(
 @every_set
 @examples(40, derandomize=True)
 @given(heads(), st.lists(st.integers(0, 10**6), max_size=30))
-def test_rows_of_8_bits_are_those_of_the_reference(
-    isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]], others: list[int]
-) -> None:
+def test_rows_of_8_bits_are_those_of_the_reference(isa, case, others):
     """In blocks, and one by one: bit for bit, whatever stands beside them."""
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
@@ -258,7 +243,7 @@ def test_rows_of_8_bits_are_those_of_the_reference(
 
 
 @best_set
-def test_rows_that_are_not_finite_stay_as_they_are(isa: str) -> None:
+def test_rows_that_are_not_finite_stay_as_they_are(isa):
     weight, h = number(40, 64), number(3, 64, seed=1)
     weight[7, 3], weight[9, 0] = float("nan"), float("inf")
     layout = Layout.by_frequency(torch.arange(40), 40, 40)
@@ -274,9 +259,7 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa: str) -> None:
     window=st.integers(1, 60),
     d=st.integers(1, 40).map(lambda half: 2 * half),
 )
-def test_tokens_of_the_context_have_the_rows_of_the_head(
-    isa: str, rng: random.Random, window: int, d: int
-) -> None:
+def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
     """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
     weight, skip = number(100, d), {token for token in range(100) if token % 7 == 0}
     rows = NativeRows(weight, load(isa), BFLOAT16)
@@ -292,7 +275,7 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(
 
 
 @best_set
-def test_a_shortlist_takes_the_kernels_by_itself(isa: str, native: Callable[[str], None]) -> None:
+def test_a_shortlist_takes_the_kernels_by_itself(isa, native):
     weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
     native(isa)
     for given_weight, fits in ((weight, True), (weight.float(), False), (weight[:, :15], False)):
@@ -318,9 +301,7 @@ def test_a_shortlist_takes_the_kernels_by_itself(isa: str, native: Callable[[str
     n=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_the_router_scores_clusters(
-    isa: str, sizes: tuple[int, int], width: int, clusters: int, n: int, seed: int
-) -> None:
+def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     """Widths that are odd and numbers of clusters that are no multiples of 16; scores of the rows
     that are wanted."""
     kernels, rng = load(isa), random.Random(seed)
@@ -332,7 +313,7 @@ def test_the_router_scores_clusters(
     embedded = number(n, sizes[1], seed=seed + 1)
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
 
-    def scored(name: str | None) -> torch.Tensor:
+    def scored(name):
         made, program = NativeRouter(router, kernels, name), Program(kernels)
         named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
         made.add(program, *named, program.given("routed", made.clusters, True))
@@ -362,9 +343,7 @@ def test_the_router_scores_clusters(
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(
-    isa: str, kind: str, native: Callable[[str], None]
-) -> None:
+def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(isa, kind, native):
     """With a router, clusters and the context: the full distribution on the tokens that are
     scored, whatever
     is asked for together."""
@@ -396,7 +375,7 @@ def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(
         )
 
 
-def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators() -> None:
+def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators():
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
         target = make_model(tiny("llama", torch.bfloat16))
@@ -409,9 +388,7 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
     "config",
     [replace(WIDE, layers=(1, 2, 3)), replace(WIDE, layers=(3,), join="input", final_norm=False)],
 )
-def test_an_embedding_that_scales_is_not_passed_over(
-    isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_embedding_that_scales_is_not_passed_over(isa, config, native, monkeypatch):
     monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
     found = {}
     for way in (isa, "eager"):
@@ -421,7 +398,7 @@ def test_an_embedding_that_scales_is_not_passed_over(
 
 
 @best_set
-def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> None:
+def test_the_bias_of_a_head_counts(isa, native):
     native(isa)
     for fast in (False, True):
         model = tiny("llama", torch.bfloat16)

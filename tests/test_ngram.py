@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,7 @@ small = st.lists(st.integers(0, 2), max_size=40)
 sizes = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))
 
 
-def search(ids: Sequence[int], suffix: Sequence[int], min_n: int, max_n: int) -> Match | None:
+def search(ids, suffix, min_n, max_n):
     """The definition: longest first, newest first, at least one token after it."""
     for n in range(min(max_n, len(suffix)), min_n - 1, -1):
         for start in range(len(ids) - n - 1, -1, -1):
@@ -28,11 +27,11 @@ def search(ids: Sequence[int], suffix: Sequence[int], min_n: int, max_n: int) ->
     return None
 
 
-def indexed(ids: Sequence[int], min_n: int = 1, max_n: int = 3) -> NgramIndex:
+def indexed(ids, min_n=1, max_n=3):
     return Ngram(min_n, max_n).begin(ids)
 
 
-def draft(ids: Sequence[int], length: int) -> list[int]:
+def draft(ids, length):
     """What follows the text by its own longest suffix match."""
     index = indexed(ids)
     match = index.match(ids)
@@ -41,9 +40,7 @@ def draft(ids: Sequence[int], length: int) -> list[int]:
 
 @examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
-def test_match_is_what_a_full_search_finds(
-    chunks: list[list[int]], size: tuple[int, int], guessed: list[int]
-) -> None:
+def test_match_is_what_a_full_search_finds(chunks, size, guessed):
     index = Ngram(*size).begin(chunks[0])
     text = list(chunks[0])
     for chunk in [[], *chunks[1:]]:
@@ -58,9 +55,7 @@ def test_match_is_what_a_full_search_finds(
 
 @examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.integers(1, 4))
-def test_matches_are_all_that_a_full_search_finds(
-    chunks: list[list[int]], size: tuple[int, int], limit: int
-) -> None:
+def test_matches_are_all_that_a_full_search_finds(chunks, size, limit):
     index = Ngram(*size).begin(chunks[0])
     for chunk in chunks[1:]:
         index.extend(chunk)
@@ -81,9 +76,7 @@ def test_matches_are_all_that_a_full_search_finds(
 
 @examples(100, derandomize=True)
 @given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
-def test_continuation_is_the_text_read_on_into_itself(
-    text: list[int], guessed: list[int], length: int
-) -> None:
+def test_continuation_is_the_text_read_on_into_itself(text, guessed, length):
     index = indexed(text)
     match = index.match(text + guessed)
     if match is None:
@@ -96,7 +89,7 @@ def test_continuation_is_the_text_read_on_into_itself(
 
 @examples(100, derandomize=True)
 @given(small, st.lists(st.lists(st.integers(0, 2), max_size=3), max_size=20))
-def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -> None:
+def test_chunks_make_no_difference(prompt, chunks):
     fed = indexed(prompt)
     for chunk in chunks:
         fed.extend(chunk)
@@ -105,15 +98,15 @@ def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -
     assert (fed._after, fed._older) == (whole._after, whole._older)
 
 
-def test_newest_occurrence_wins() -> None:
+def test_newest_occurrence_wins():
     assert draft([1, 2, 5, 1, 2, 6, 1, 2], 1) == [6]
 
 
-def test_longer_match_wins_over_newer() -> None:
+def test_longer_match_wins_over_newer():
     assert draft([7, 1, 2, 5, 8, 2, 6, 1, 2], 1) == [5]
 
 
-def test_the_end_of_the_text_hides_nothing() -> None:
+def test_the_end_of_the_text_hides_nothing():
     index = indexed([4, 9, 4])
     assert index.match([4]) == Match(1, 1)
     assert index.continuation(Match(1, 1), 2) == [9, 4]
@@ -121,20 +114,20 @@ def test_the_end_of_the_text_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("period", [[5], [1, 2], [1, 2, 3, 9], [1, 1, 2]])
-def test_periodic_text_is_continued_with_its_period(period: list[int]) -> None:
+def test_periodic_text_is_continued_with_its_period(period):
     text = [8, *(period * 10)][: 2 * len(period) + 3]
     whole = [8, *(period * 30)]
     assert draft(text, 20) == whole[len(text) : len(text) + 20]
 
 
-def test_guessed_tokens_are_part_of_what_is_read_on() -> None:
+def test_guessed_tokens_are_part_of_what_is_read_on():
     index = indexed([1, 2, 3, 1])
     match = index.match([3, 1, 2])  # 1 is followed by a guessed 2, as before
     assert match == Match(2, 2)
     assert index.continuation(match, 5, [2]) == [3, 1, 2, 3, 1]
 
 
-def test_suffix_shorter_than_max_n_and_empty_text() -> None:
+def test_suffix_shorter_than_max_n_and_empty_text():
     assert indexed([1, 2, 1, 2]).match([]) is None
     assert indexed([]).match([1]) is None
     assert indexed([1]).match([1]) is None
@@ -142,7 +135,7 @@ def test_suffix_shorter_than_max_n_and_empty_text() -> None:
 
 
 @pytest.mark.parametrize("max_n", [1, 3, 6])
-def test_memory_is_linear(max_n: int) -> None:
+def test_memory_is_linear(max_n):
     text = random.Random(0).choices(range(1000), k=3000)
     index = indexed(text, max_n=max_n)
     index.match([0])
@@ -152,13 +145,13 @@ def test_memory_is_linear(max_n: int) -> None:
     assert 0 < len(repeated._after) <= 4 * max_n
 
 
-def test_work_per_token_does_not_grow() -> None:
+def test_work_per_token_does_not_grow():
     """Counts the entries written per token, early and late in the text."""
 
     class Counting(dict[tuple[int, ...], int]):
         writes = 0
 
-        def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+        def __setitem__(self, key, value):
             self.writes += 1
             super().__setitem__(key, value)
 
@@ -175,14 +168,14 @@ def test_work_per_token_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])
-def test_sizes_that_make_no_sense(min_n: int, max_n: int) -> None:
+def test_sizes_that_make_no_sense(min_n, max_n):
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
         NgramIndex(min_n, max_n)
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
         Ngram(min_n, max_n)
 
 
-def test_ngram_is_a_source_that_holds_no_text() -> None:
+def test_ngram_is_a_source_that_holds_no_text():
     source: Source = Ngram(max_n=2)
     states = [source.begin([1, 2]), source.begin([3, 4])]
     assert source.name == "ngram"

@@ -14,12 +14,12 @@ from quickbeam.methods.dyspec import DySpec
 from toy import path_tokens
 
 
-def flat(node: float, nodes: int = 64, explore: bool = False) -> MarginalCost:
+def flat(node, nodes=64, explore=False):
     return replace(MarginalCost.of_passes([1, nodes], [0.0, node * (nodes - 1)]), explore=explore)
 
 
 @pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])
-def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
+def test_a_tree_holds_every_path_that_promises_its_price(node):
     policy, drafter = DySpec(zipf_drafter(), as_printed), zipf_drafter()
     context = context_of([3], 0.0)
     context.marginal_cost = flat(node)
@@ -44,7 +44,7 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
     )
 
 
-def test_what_promises_too_little_is_not_asked_for() -> None:
+def test_what_promises_too_little_is_not_asked_for():
     drafter = zipf_drafter()
     policy = DySpec(drafter, as_printed)
     context, calls = context_of([0], 0.0), []
@@ -62,7 +62,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
     assert len(drafter.calls) > 1
 
 
-def test_only_the_first_call_of_a_block_drafter_costs_anything() -> None:
+def test_only_the_first_call_of_a_block_drafter_costs_anything():
     rounds, sizes = [], []
     for one_call in (False, True):
         drafter = zipf_drafter()
@@ -78,7 +78,7 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything() -> None:
 
 
 @pytest.mark.parametrize("promised", [0.0, 0.5])
-def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
+def test_a_drafter_that_is_never_right_ends_nothing(promised):
     policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
     for _ in range(60_000):
         policy.calibration.observe(0, promised, 1.0, 2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cases import examples
 from quickbeam.drafters.shortlist.context import WINDOW, ContextTokens
-from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
@@ -23,7 +23,7 @@ from quickbeam.errors import InvalidInput
 VOCAB, D, EMBED = 120, 16, 8
 
 
-def spread(scores: Scores, vocab: int) -> torch.Tensor:
+def spread(scores, vocab):
     """`[n, vocab]` logits by token, -inf where it has no column; fails where a token has two that
     count."""
     out = torch.full((len(scores.logits), vocab), -torch.inf)
@@ -35,7 +35,7 @@ def spread(scores: Scores, vocab: int) -> torch.Tensor:
     return out
 
 
-def make(kind: str = "all", chosen: int = 4, **options: object) -> Shortlist:
+def make(kind="all", chosen=4, **options):
     """`kind`: frequency (20 tokens), context, router (20 frequent ones, clusters of 9, the last one
     short) or all."""
     torch.manual_seed(0)
@@ -51,18 +51,12 @@ def make(kind: str = "all", chosen: int = 4, **options: object) -> Shortlist:
     return Shortlist(weight, layout, router=router, chosen=chosen, window=window, **options)
 
 
-def nodes(n: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def nodes(n, seed=1):
     torch.manual_seed(seed)
     return torch.randn(n, D), torch.randn(n, EMBED)
 
 
-def route(
-    shortlist: Shortlist,
-    hidden: torch.Tensor,
-    embedded: torch.Tensor,
-    depths: list[int],
-    above: torch.Tensor | None = None,
-) -> torch.Tensor:
+def route(shortlist, hidden, embedded, depths, above=None):
     """The clusters of one call, as a drafter asks for them."""
     if not shortlist.routes(depths, above):
         return shortlist.kept(above)
@@ -74,7 +68,7 @@ def route(
 # Room
 
 
-def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -> None:
+def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did():
     shortlist = make(deepest=1)
     hidden, embedded = nodes(2)
     root = route(shortlist, hidden[:1], embedded[:1], [0])
@@ -87,7 +81,7 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -
     assert len(route(shortlist, hidden, embedded, [2, 2])) == 4
 
 
-def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
+def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
     layout = Layout(torch.arange(115), 15, 10, 120)
     assert [layout.room(share) for share in (9999, 115, 114, 65, 34, 25)] == [10, 10, 9, 5, 1, 1]
     with pytest.raises(InvalidInput, match="must be at least 25"):
@@ -107,9 +101,7 @@ def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refuse
     st.integers(1, 12),
     st.sets(st.integers(0, 19)),
 )
-def test_the_context_holds_what_was_seen_last(
-    calls: list[list[int]], window: int, skipped: set[int]
-) -> None:
+def test_the_context_holds_what_was_seen_last(calls, window, skipped):
     context = ContextTokens(window, skipped)
     seen: list[int] = []  # the least recently seen first
     for tokens in calls:
@@ -128,7 +120,7 @@ def test_the_context_holds_what_was_seen_last(
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_inference_mode_may_come_and_go(first: bool) -> None:
+def test_inference_mode_may_come_and_go(first):
     shortlist = make()
     with torch.inference_mode() if first else nullcontext():
         state = shortlist.begin([1, 2, 3])
@@ -139,7 +131,7 @@ def test_inference_mode_may_come_and_go(first: bool) -> None:
     state.extend(range(VOCAB))
 
 
-def test_a_window_of_nothing_is_refused() -> None:
+def test_a_window_of_nothing_is_refused():
     with pytest.raises(InvalidInput, match="at least 1"):
         ContextTokens(window=0)
 
@@ -147,7 +139,7 @@ def test_a_window_of_nothing_is_refused() -> None:
 # Routing
 
 
-def choose(scores: torch.Tensor, count: int) -> list[int]:
+def choose(scores, count):
     """The clusters of a call from the router's scores."""
     clusters = scores.shape[1]
     layout = Layout(torch.arange(clusters), 0, 1, clusters)
@@ -158,9 +150,7 @@ def choose(scores: torch.Tensor, count: int) -> list[int]:
 
 @examples(200, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
-def test_the_clusters_are_those_that_the_nodes_want_most(
-    n: int, clusters: int, data: st.DataObject
-) -> None:
+def test_the_clusters_are_those_that_the_nodes_want_most(n, clusters, data):
     row = st.lists(st.floats(-6, 6, width=32), min_size=clusters, max_size=clusters)
     logits = torch.tensor(data.draw(st.lists(row, min_size=n, max_size=n)))
     count = data.draw(st.integers(1, clusters))
@@ -174,7 +164,7 @@ def test_the_clusters_are_those_that_the_nodes_want_most(
     assert sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
 
 
-def test_bad_scores_come_last() -> None:
+def test_bad_scores_come_last():
     bad, infinite = math.nan, math.inf
     for row, count, expected in (
         ([0.0, 1.0, 1.0, 0.0, 1.0], 3, [1, 2, 4]),
@@ -189,21 +179,21 @@ def test_bad_scores_come_last() -> None:
     assert choose(logits, 2) == [1, 3]
 
 
-def test_a_node_that_is_certain_leaves_room_to_one_that_is_not() -> None:
+def test_a_node_that_is_certain_leaves_room_to_one_that_is_not():
     logits = torch.full((2, 8), -9.0)
     logits[0, 6] = 9.0  # the first node wants one cluster
     logits[1, :4] = 1.0  # the second any of four
     assert choose(logits, 5) == [0, 1, 2, 3, 6]
 
 
-def test_making_a_shortlist_leaves_chance_alone() -> None:
+def test_making_a_shortlist_leaves_chance_alone():
     layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
     before = torch.get_rng_state()
     Shortlist(torch.zeros(30, 4), layout, router=router, chosen=2)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_a_router_nothing_is_routed() -> None:
+def test_without_a_router_nothing_is_routed():
     for kind in ("frequency", "context"):
         assert route(make(kind), *nodes(2), [0, 1]).tolist() == []
 
@@ -212,7 +202,7 @@ def test_without_a_router_nothing_is_routed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["frequency", "context", "router", "all"])
-def test_what_is_scored_is_what_is_held_and_counted(kind: str) -> None:
+def test_what_is_scored_is_what_is_held_and_counted(kind):
     shortlist = make(kind)
     weight, state = shortlist.weight, shortlist.begin(range(0, VOCAB, 7))
     state.extend([1, 2])
@@ -232,7 +222,7 @@ def test_what_is_scored_is_what_is_held_and_counted(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["context", "all"])
-def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
+def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     shortlist, (hidden, embedded) = make(kind), nodes(1)
     routed = route(shortlist, hidden, embedded, [0])
     empty = shortlist.begin([])
@@ -250,13 +240,13 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
         assert set(first.score(hidden, routed).tokens.tolist()) == {rare[1], rare[0], rare[3]}
 
 
-def test_a_context_alone_must_hold_a_token() -> None:
+def test_a_context_alone_must_hold_a_token():
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
         shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden, [0]))
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(InvalidInput, match=r"\[29, 4\]: must be \[30, d\]"):
         Shortlist(torch.randn(29, 4), Layout(torch.arange(30), 10, 5, 30))
     with pytest.raises(InvalidInput, match="empty"):

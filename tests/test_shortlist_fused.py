@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,9 +29,7 @@ runs_kernels = pytest.mark.skipif(
 )
 
 
-def expected(
-    weight: torch.Tensor, h: torch.Tensor, layout: Layout, clusters: list[int]
-) -> torch.Tensor:
+def expected(weight, h, layout, clusters):
     out = torch.full((len(h), layout.vocab), -torch.inf)
     parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in clusters)]
     for token in torch.cat(parts).tolist():
@@ -41,7 +38,7 @@ def expected(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is in it already")
-def test_all_of_this_holds_in_tritons_interpreter() -> None:
+def test_all_of_this_holds_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
@@ -62,9 +59,7 @@ def test_all_of_this_holds_in_tritons_interpreter() -> None:
         (1, 1, 3, 1, 1, [1]),
     ],
 )
-def test_the_kernel_gives_what_the_reference_does(
-    n: int, d: int, vocab: int, frequent: int, size: int, clusters: list[int]
-) -> None:
+def test_the_kernel_gives_what_the_reference_does(n, d, vocab, frequent, size, clusters):
     torch.manual_seed(0)
     weight, h = torch.randn(vocab, d, device=DEVICE), torch.randn(n, d, device=DEVICE)
     layout = Layout(torch.randperm(vocab), frequent, size, vocab)
@@ -87,7 +82,7 @@ def test_the_kernel_gives_what_the_reference_does(
 
 
 @runs_kernels
-def test_a_shortlist_takes_it_by_itself_and_puts_the_context_beside() -> None:
+def test_a_shortlist_takes_it_by_itself_and_puts_the_context_beside():
     torch.manual_seed(0)
     weight, h = torch.randn(290, 24, device=DEVICE), torch.randn(3, 24, device=DEVICE)
     layout = Layout(torch.randperm(290), 40, 50, 290)
@@ -105,7 +100,7 @@ def test_a_shortlist_takes_it_by_itself_and_puts_the_context_beside() -> None:
 
 
 @runs_kernels
-def test_a_strided_input_and_no_rows_are_fine() -> None:
+def test_a_strided_input_and_no_rows_are_fine():
     weight, layout = torch.randn(60, 8, device=DEVICE), Layout(torch.randperm(60), 10, 20, 60)
     made = FusedHead(weight, layout, layout.clusters)
     wide, chosen = torch.randn(4, 16, device=DEVICE), torch.tensor([2], device=DEVICE)
@@ -117,7 +112,7 @@ def test_a_strided_input_and_no_rows_are_fine() -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
+def test_half_precision_is_summed_in_single(dtype):
     torch.manual_seed(0)
     weight = torch.randn(60, 512, device=DEVICE).to(dtype)
     h = torch.randn(3, 512, device=DEVICE).to(dtype)
@@ -135,7 +130,7 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
-def test_a_captured_call_follows_the_clusters_it_is_given() -> None:
+def test_a_captured_call_follows_the_clusters_it_is_given():
     torch.manual_seed(0)
     weight, h = torch.randn(290, 64, device=DEVICE), torch.randn(3, 64, device=DEVICE)
     layout = Layout(torch.randperm(290), 40, 50, 290)
@@ -154,9 +149,7 @@ def test_a_captured_call_follows_the_clusters_it_is_given() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_the_kernel_compiles_for_cuda_without_one(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_compiles_for_cuda_without_one(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -6,7 +6,6 @@ pytest tests/test_shortlist_layout.py
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,26 +22,24 @@ from quickbeam.errors import InvalidInput
 VOCAB = 40
 
 
-def shuffled(size: int, seed: int = 0) -> torch.Tensor:
+def shuffled(size, seed=0):
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
 
 
-def some_router(clusters: int) -> Router:
+def some_router(clusters):
     torch.manual_seed(3)
     return Router(RouterConfig(hidden_size=6, embed_size=4, width=8, clusters=clusters))
 
 
 @pytest.fixture
-def artefact() -> Artefact:
+def artefact():
     layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
     return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters), 4)
 
 
 @examples(100, derandomize=True)
 @given(st.integers(1, 50), st.data(), st.integers(1, 20))
-def test_every_token_of_the_order_is_frequent_or_in_one_cluster(
-    vocab: int, data: st.DataObject, size: int
-) -> None:
+def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab, data, size):
     order = shuffled(vocab)[: data.draw(st.integers(0, vocab))]
     layout = Layout(order, data.draw(st.integers(0, len(order))), size, vocab)
     parts = [
@@ -57,7 +54,7 @@ def test_every_token_of_the_order_is_frequent_or_in_one_cluster(
     assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
 
 
-def test_there_is_no_cluster_before_the_first_or_after_the_last() -> None:
+def test_there_is_no_cluster_before_the_first_or_after_the_last():
     layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
     assert layout.clusters == 5 and len(layout.tokens(4)) == 2
     for cluster in (-1, 5):
@@ -65,7 +62,7 @@ def test_there_is_no_cluster_before_the_first_or_after_the_last() -> None:
             layout.tokens(cluster)
 
 
-def test_a_layout_by_frequency_is_the_head_of_the_ranking() -> None:
+def test_a_layout_by_frequency_is_the_head_of_the_ranking():
     ranking = shuffled(VOCAB)
     layout = Layout.by_frequency(ranking, 6, VOCAB)
     assert (layout.order.tolist(), layout.frequent, layout.clusters) == (ranking[:6].tolist(), 6, 0)
@@ -89,14 +86,12 @@ def test_a_layout_by_frequency_is_the_head_of_the_ranking() -> None:
         (torch.tensor([1, 2]), 1, 1, 0, "0 tokens"),
     ],
 )
-def test_an_impossible_layout_is_refused(
-    order: torch.Tensor, frequent: int, size: int, vocab: int, says: str
-) -> None:
+def test_an_impossible_layout_is_refused(order, frequent, size, vocab, says):
     with pytest.raises(InvalidInput, match=says):
         Layout(order, frequent, size, vocab)
 
 
-def test_a_router_scores_clusters_from_two_normed_inputs() -> None:
+def test_a_router_scores_clusters_from_two_normed_inputs():
     router, (hidden, embedded) = some_router(5), (torch.randn(2, 3, 6), torch.randn(2, 3, 4))
     normed = [x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() for x in (hidden, embedded)]
     up = torch.cat(normed, -1) @ router.up.weight.T + router.up.bias
@@ -107,15 +102,13 @@ def test_a_router_scores_clusters_from_two_normed_inputs() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
-def test_a_router_of_impossible_size_is_refused(wrong: object) -> None:
+def test_a_router_of_impossible_size_is_refused(wrong):
     with pytest.raises(InvalidInput, match="width="):
-        RouterConfig(6, 4, wrong, 5)  # type: ignore[arg-type]
+        RouterConfig(6, 4, wrong, 5)
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_an_artefact_comes_back_as_it_was_saved(
-    artefact: Artefact, tmp_path: Path, routed: bool
-) -> None:
+def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     folder = tmp_path / "new" / "folder"
     assert not Artefact.there(folder)
     before = artefact if routed else Artefact(artefact.layout, artefact.ranking)
@@ -144,7 +137,7 @@ def test_an_artefact_comes_back_as_it_was_saved(
         assert found.dtype is torch.float32 and torch.equal(found, tensor.bfloat16().float())
 
 
-def test_what_is_written_is_small(artefact: Artefact, tmp_path: Path) -> None:
+def test_what_is_written_is_small(artefact, tmp_path):
     artefact.save(tmp_path)
     dtypes = {
         name: tensor.dtype for name, tensor in load_file(tmp_path / "shortlist.safetensors").items()
@@ -154,7 +147,7 @@ def test_what_is_written_is_small(artefact: Artefact, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["shortlist.json", "shortlist.safetensors"])
-def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, name: str) -> None:
+def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
     artefact.save(tmp_path)
     (tmp_path / name).write_bytes(b'{"frequent": 1')
     with pytest.raises(InvalidInput, match=name):
@@ -185,9 +178,7 @@ def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, n
         ({"router": {"hidden_size": 6, "embed_size": 4, "width": 0, "clusters": 5}}, "width=0"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(
-    artefact: Artefact, tmp_path: Path, change: dict[str, object], says: str
-) -> None:
+def test_fields_that_do_not_fit_are_refused(artefact, tmp_path, change, says):
     artefact.save(tmp_path)
     path = tmp_path / "shortlist.json"
     record = json.loads(path.read_text())
@@ -202,7 +193,7 @@ def test_fields_that_do_not_fit_are_refused(
         Artefact.load(tmp_path)
 
 
-def test_tensors_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_refused(artefact, tmp_path):
     artefact.save(tmp_path)
     path = tmp_path / "shortlist.safetensors"
     whole = load_file(path)
@@ -223,12 +214,10 @@ def test_tensors_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path)
             Artefact.load(tmp_path)
 
 
-def test_a_save_that_fails_leaves_the_last_one(
-    artefact: Artefact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_the_last_one(artefact, tmp_path, monkeypatch):
     artefact.save(tmp_path)
 
-    def full_disk(tensors: object, path: Path) -> None:
+    def full_disk(tensors, path):
         path.write_bytes(b"half")
         raise OSError("no space left")
 
@@ -239,7 +228,7 @@ def test_a_save_that_fails_leaves_the_last_one(
     assert torch.equal(Artefact.load(tmp_path).layout.order, artefact.layout.order)
 
 
-def test_a_small_shortlist_cuts_the_frequent_block_and_keeps_the_clusters() -> None:
+def test_a_small_shortlist_cuts_the_frequent_block_and_keeps_the_clusters():
     layout = Layout(torch.randperm(40, generator=torch.Generator().manual_seed(0)), 12, 5, 40)
     assert layout.within(17) is layout and layout.within(400) is layout
     small = layout.within(9)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +40,7 @@ from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.stages import TextStage
 from quickbeam.train.target import FrozenTarget, KeptStates
-from quickbeam.train.trainer import Report, Trainer
+from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
 
 VOCAB, D, SIZE = 40, 16, 4
@@ -51,7 +49,7 @@ CONFIG = BlockConfig(D, 24, 4, 2, 4, 2, (1, 2), D, VOCAB, **SIZES)
 SMALL = Recipe(batch=128, lr=5e-3, warmup=2, loss_vocab=VOCAB, spacing=2)
 
 
-def model() -> LlamaForCausalLM:
+def model():
     """A target whose next token is told by the last one."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -70,7 +68,7 @@ def model() -> LlamaForCausalLM:
     return made
 
 
-def own_text(target: LlamaForCausalLM, count: int, seed: int = 0) -> list[Conversation]:
+def own_text(target, count, seed=0):
     """Greedy text of the target, behind three random tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB - 1, (count, 3), generator=generator)
@@ -89,7 +87,7 @@ def own_text(target: LlamaForCausalLM, count: int, seed: int = 0) -> list[Conver
     ]
 
 
-def written(folder: Path, count: int) -> Path:
+def written(folder, count):
     writer = ShardWriter(folder)
     for conversation in own_text(model(), count):
         writer.add(conversation)
@@ -98,26 +96,24 @@ def written(folder: Path, count: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     return written(tmp_path_factory.mktemp("own") / "text", 60)
 
 
-def target() -> FrozenTarget:
+def target():
     return FrozenTarget(model(), (*CONFIG.taps, 3))
 
 
-def untrained(of: FrozenTarget) -> BlockNetwork:
+def untrained(of):
     return new_network(CONFIG, of, 0)
 
 
-def trainer(
-    text: Path, folder: Path, tokens: int = 4000, recipe: Recipe = SMALL, every: float = 0.0
-) -> Trainer:
+def trainer(text, folder, tokens=4000, recipe=SMALL, every=0.0):
     of = target()
     return Trainer(untrained(of), of, text, recipe, tokens, folder, every, report_every=0.0)
 
 
-def lively(of: FrozenTarget) -> BlockNetwork:
+def lively(of):
     """A network whose weights are large enough for all of its inputs to show."""
     torch.manual_seed(0)
     made = untrained(of)
@@ -129,9 +125,7 @@ def lively(of: FrozenTarget) -> BlockNetwork:
 # --- the mask -------------------------------------------------------------------------------------
 
 
-def drafted_alone(
-    of: FrozenTarget, made: BlockNetwork, ids: list[int], chain: list[int]
-) -> torch.Tensor:
+def drafted_alone(of, made, ids, chain):
     """What the block drafter itself says along a `chain` behind `ids`: `[len(chain), vocab]`."""
     served = make_model(model())
     network = BlockNetwork(CONFIG, served.embedding, served.head)
@@ -149,9 +143,7 @@ def drafted_alone(
     return probs.dense()
 
 
-def trained_probs(
-    of: FrozenTarget, made: BlockNetwork, conversations: list[Conversation], anchors: torch.Tensor
-) -> torch.Tensor:
+def trained_probs(of, made, conversations, anchors):
     """The same by the pass that training makes of many blocks, `[b, a, k, vocab]`."""
     batch = of.read(collate(conversations))
     counts = torch.ones(*anchors.shape, SIZE, dtype=torch.bool)
@@ -160,7 +152,7 @@ def trained_probs(
     return probs.view(*counts.shape, VOCAB)
 
 
-def difference_to_drafting() -> float:
+def difference_to_drafting():
     of = target()
     made, conversations = lively(of), own_text(model(), 2, seed=5)
     anchors = torch.tensor([[1, 4, 5], [2, 3, 4]])
@@ -174,7 +166,7 @@ def difference_to_drafting() -> float:
     return max(gaps)
 
 
-def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor() -> None:
+def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor():
     assert difference_to_drafting() < 5e-3
 
 
@@ -186,14 +178,12 @@ def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor() -> No
         lambda anchors, n: torch.ones(*anchors.shape, n, dtype=torch.bool),  # all that follows
     ],
 )
-def test_a_wrong_mask_is_noticed(
-    wrong: Callable[[torch.Tensor, int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_mask_is_noticed(wrong, monkeypatch):
     monkeypatch.setattr(block, "sees", wrong)
     assert difference_to_drafting() > 1e-2
 
 
-def test_blocks_are_at_random_places_whose_tokens_are_there() -> None:
+def test_blocks_are_at_random_places_whose_tokens_are_there():
     conversations = own_text(model(), 6)
     batch, n = collate(conversations), max(len(c.tokens) for c in conversations)
     for answers in (False, True):
@@ -222,7 +212,7 @@ def test_blocks_are_at_random_places_whose_tokens_are_there() -> None:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-def test_the_loss_and_its_gradients_are_those_of_the_formula() -> None:
+def test_the_loss_and_its_gradients_are_those_of_the_formula():
     of = target()
     made, batch = lively(of).requires_grad_(True), of.read(collate(own_text(model(), 3, seed=2)))
     blocks = place_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
@@ -252,7 +242,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula() -> None:
         torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-3, msg=name)
 
 
-def test_rows_in_parts_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_parts_give_the_same_loss(monkeypatch):
     generator, found = torch.Generator().manual_seed(0), []
     x, second, hidden, head, shift, weight = (
         torch.randn(*shape, generator=generator)
@@ -267,7 +257,7 @@ def test_rows_in_parts_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(one, other)
 
 
-def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
+def test_a_sampled_vocabulary_estimates_the_whole_softmax():
     vocab, generator = 2000, torch.Generator().manual_seed(0)
     scores = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
     vocabulary = LossVocabulary(torch.arange(vocab).flip(0), 400)
@@ -285,7 +275,7 @@ def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-def test_a_toy_target_is_learnt(tmp_path: Path) -> None:
+def test_a_toy_target_is_learnt(tmp_path):
     text = written(tmp_path / "text", 400)
     recipe = replace(SMALL, batch=512, lr=2e-2, spacing=1)
     run = trainer(text, tmp_path / "out", 20_000, recipe, every=1e9)
@@ -304,9 +294,7 @@ def test_a_toy_target_is_learnt(tmp_path: Path) -> None:
         assert torch.equal(weight, run.network.state_dict()[name].bfloat16())
 
 
-def test_held_out_figures_are_those_of_a_plain_walk(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_figures_are_those_of_a_plain_walk(text, monkeypatch):
     """Agreement, overlap and tokens a step, against a loop over single blocks."""
     monkeypatch.setattr(block, "CHECK_SPACING", 2)
     monkeypatch.setattr(block, "autocast", lambda device: torch.autocast("cpu", enabled=False))
@@ -336,12 +324,12 @@ def test_held_out_figures_are_those_of_a_plain_walk(
     assert held.overlap == pytest.approx(means[1], abs=1e-3) and 1 < held.mat_drawn < 1 + SIZE
 
 
-def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_as_if_it_had_not_been(text, tmp_path):
     """From a checkpoint in the middle of a round, whatever was done after it; bit for bit."""
     whole = trainer(text, tmp_path / "whole", 2000)
     whole.run(lambda report: None)
 
-    def stop(report: Report) -> None:
+    def stop(report):
         if report.step in (1, 3, 15):
             raise KeyboardInterrupt
 
@@ -362,7 +350,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(text: Path, tmp_path: P
     assert not (tmp_path / "cut" / "hidden").exists()
 
 
-def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
+def test_nothing_held_out_is_trained_on(text, tmp_path):
     run, seen = trainer(text, tmp_path / "out"), set[tuple[int, ...]]()
     batches = run._batches()
     while run.round < 2:
@@ -374,12 +362,12 @@ def test_nothing_held_out_is_trained_on(text: Path, tmp_path: Path) -> None:
     assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
 
 
-def test_hidden_states_are_read_once_as_far_as_they_fit(text: Path, tmp_path: Path) -> None:
+def test_hidden_states_are_read_once_as_far_as_they_fit(text, tmp_path):
     of, shards, reads = target(), Shards(text), list[int]()
     batch = collate([shards[i] for i in (3, 1, 4)])
     plain = of.read(batch).hidden
     read = of.read
-    of.read = lambda given: reads.append(len(given.tokens)) or read(given)  # type: ignore[method-assign,func-returns-value]
+    of.read = lambda given: reads.append(len(given.tokens)) or read(given)
     kept = KeptStates(of, tmp_path / "kept")
     for _ in range(2):
         hidden = kept.read(batch, (3, 1, 4)).hidden
@@ -395,11 +383,11 @@ def test_hidden_states_are_read_once_as_far_as_they_fit(text: Path, tmp_path: Pa
     assert reads == [3, 3, 3] and len(list((tmp_path / "small").iterdir())) == 1
 
 
-def test_what_goes_wrong_is_named(text: Path, tmp_path: Path) -> None:
+def test_what_goes_wrong_is_named(text, tmp_path):
     for what in ("loss", "gradient"):
         run = trainer(text, tmp_path / what)
 
-        def diverge(report: Report, run: Trainer = run, what: str = what) -> None:
+        def diverge(report, run=run, what=what):
             weight = run.network.fc.weight
             if what == "loss":
                 weight.data.fill_(float("nan"))
@@ -419,21 +407,21 @@ def test_what_goes_wrong_is_named(text: Path, tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments):
     sizes = "--tokens 1500 --length 64 --slots 8 --batch 256 --loss-vocab 128 --rank 8 --block 5"
     return ["train", *sizes.split(), *arguments]
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     return path
 
 
 def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
-    toy_folder: str, prompts: Path, tmp_path: Path
-) -> None:
+    toy_folder, prompts, tmp_path
+):
     out = tmp_path / "out"
     arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2")
     bench = ["--limit", "2", "--max-tokens", "8"]
@@ -474,8 +462,8 @@ def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
             assert method == "auto" or answer.statistics.sources["drafter"].drafted > 0
 
 
-def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path) -> None:
-    def told(*arguments: str) -> str:
+def test_bad_input_to_the_command(toy_folder, tmp_path):
+    def told(*arguments):
         given = command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
         result = CliRunner().invoke(app, given)
         assert result.exit_code == 2
@@ -487,12 +475,10 @@ def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path) -> None:
     assert "choose among" in told("--languages", "xx")
 
 
-def test_prompts_are_answered_once_over_all_runs(
-    toy_folder: str, prompts: Path, tmp_path: Path
-) -> None:
+def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
     plan, told = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
 
-    def stop(tokens: int, rate: float) -> None:
+    def stop(tokens, rate):
         if tokens > 4 * 64:  # more than four unfinished ones can have
             raise KeyboardInterrupt
 

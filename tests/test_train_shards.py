@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,14 +28,14 @@ from quickbeam.train.shards import (
 )
 
 
-def conversation(seed: int) -> Conversation:
+def conversation(seed):
     generator = torch.Generator().manual_seed(seed)
     n = 3 + seed % 5
     tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
     return Conversation(tokens, tokens % 2 == 0, seed / 8)
 
 
-def write(folder: Path, *seeds: int) -> None:
+def write(folder, *seeds):
     writer = ShardWriter(folder)
     for seed in seeds:
         writer.add(conversation(seed))
@@ -44,14 +43,14 @@ def write(folder: Path, *seeds: int) -> None:
     writer.flush()
 
 
-def same(found: Shards, seeds: list[int]) -> bool:
+def same(found, seeds):
     pairs = list(zip(found, map(conversation, seeds), strict=True))
     return all(
         all(map(torch.equal, a[:2], b[:2])) and a.temperature == b.temperature for a, b in pairs
     )
 
 
-def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD", 12)
     with pytest.raises(InvalidInput, match="holds no text"):
         Shards(tmp_path)
@@ -75,9 +74,7 @@ def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("damage", ["cut", "other tensors"])
-def test_a_broken_file_is_named_and_its_place_taken_by_no_other(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage):
     for seed in range(3):
         write(tmp_path, seed)
     broken = tmp_path / "text-00001.safetensors"
@@ -97,12 +94,12 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
-    tmp_path: Path, error: BaseException, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, error, after, monkeypatch
+):
     writer, replace = ShardWriter(tmp_path), os.replace
     writer.add(conversation(1))
 
-    def broken_off(source: Path, target: Path) -> None:
+    def broken_off(source, target):
         if after:
             replace(source, target)
         raise error
@@ -117,7 +114,7 @@ def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
     assert same(Shards(tmp_path), [1, 2])
 
 
-def test_prompts_have_three_forms(tmp_path: Path) -> None:
+def test_prompts_have_three_forms(tmp_path):
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
     records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
@@ -151,7 +148,7 @@ def test_prompts_have_three_forms(tmp_path: Path) -> None:
             read_prompts(unreadable)
 
 
-def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
+def test_batches_hold_every_index_once_and_no_more_than_asked():
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
     lengths = [rng.randint(1, 300) for _ in range(400)]
     batches = spread_lengths(lengths, 1000, generator)
@@ -164,9 +161,7 @@ def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
     assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
 
 
-def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(
-    tmp_path: Path,
-) -> None:
+def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(tmp_path):
     write(tmp_path, 0)
     with pytest.raises(InvalidInput, match=r"a single conversation.*--tokens"):
         split(Shards(tmp_path))

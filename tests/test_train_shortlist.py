@@ -10,7 +10,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,11 @@ from quickbeam.drafters.shortlist.router import RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
 from quickbeam.train.clusters import CLUSTERINGS, halve
-from quickbeam.train.places import Places, collect_places
+from quickbeam.train.places import collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import RouterRecipe, routed, train_router
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
-from quickbeam.train.target import Batch
 from scripts import script
 
 VOCAB, D = 60, 16
@@ -45,19 +43,19 @@ class CodedTarget:
 
     device, head = torch.device("cpu"), HEAD
 
-    def read(self, batch: Batch) -> Batch:
+    def read(self, batch):
         tokens = batch.tokens
         noise = torch.randn(1, 99, D, generator=torch.Generator().manual_seed(1))
         noise = noise[:, : tokens.shape[1]] + 0.01 * tokens[..., None]
         last = 0.7 * HEAD[(tokens + 3) % VOCAB]
         return batch._replace(hidden=torch.cat([noise, last], -1).bfloat16())
 
-    def hidden(self, conversation: Conversation) -> torch.Tensor:
+    def hidden(self, conversation):
         """`[n, 2 * D]`."""
         return self.read(collate([conversation])).hidden[0]
 
 
-def conversations(count: int, seed: int = 0) -> list[Conversation]:
+def conversations(count, seed=0):
     """Text whose next token is told by the last one."""
     generator = torch.Generator().manual_seed(seed)
     text = []
@@ -68,7 +66,7 @@ def conversations(count: int, seed: int = 0) -> list[Conversation]:
     return text
 
 
-def written(folder: Path, text: list[Conversation]) -> Shards:
+def written(folder, text):
     writer = ShardWriter(folder)
     for conversation in text:
         writer.add(conversation)
@@ -77,7 +75,7 @@ def written(folder: Path, text: list[Conversation]) -> Shards:
 
 
 @pytest.fixture(scope="module")
-def network() -> EagleHead:
+def network():
     torch.manual_seed(0)
     net = EagleHead(CONFIG, torch.nn.Embedding(VOCAB, D)).requires_grad_(False)
     for parameter in net.parameters():
@@ -86,16 +84,16 @@ def network() -> EagleHead:
 
 
 @pytest.fixture(scope="module")
-def collected(network: EagleHead, tmp_path_factory: pytest.TempPathFactory) -> Places:
+def collected(network, tmp_path_factory):
     shards = written(tmp_path_factory.mktemp("text"), conversations(40))
     return collect_places(network, CodedTarget(), shards, range(len(shards)), 2, 10**6)
 
 
-def layout_of(order: torch.Tensor, size: int) -> Layout:
+def layout_of(order, size):
     return Layout(torch.cat([torch.arange(5), REST[order]]), 5, size, VOCAB)
 
 
-def full_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def full_causal(query, key, value):
     shared = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
@@ -104,7 +102,7 @@ def full_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 @torch.no_grad()
-def read(net: EagleHead, conversation: Conversation, at: int, depth: int) -> torch.Tensor:
+def read(net, conversation, at, depth):
     """What the layer reads at row `at` after `depth` drafts, over the rows that it sees."""
     hidden = list(net.fuse(CodedTarget().hidden(conversation)[: at + 1].float()))
     embedded = net.embedding(conversation.tokens.long()).float()
@@ -115,9 +113,7 @@ def read(net: EagleHead, conversation: Conversation, at: int, depth: int) -> tor
     return hidden[-1]
 
 
-def test_places_are_those_of_the_text(
-    network: EagleHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
     """Against a plain walk over each conversation."""
     monkeypatch.setattr(places, "OFFERED", 2)
     monkeypatch.setattr(places, "autocast", lambda device: torch.autocast("cpu", enabled=False))
@@ -151,7 +147,7 @@ def test_places_are_those_of_the_text(
     assert len(collect_places(network, CodedTarget(), shards, range(5), 2, 7).tokens) == 7
 
 
-def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> None:
+def test_text_without_answers_is_refused(network, tmp_path):
     silent = [c._replace(answer=torch.zeros_like(c.answer)) for c in conversations(3)]
     shards = written(tmp_path, silent)
     for chosen in ([0, 1, 2], []):
@@ -160,7 +156,7 @@ def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", [5, 10, 30])
-def test_neighbours_in_the_order_are_alike(size: int) -> None:
+def test_neighbours_in_the_order_are_alike(size):
     torch.manual_seed(1)
     groups = torch.arange(90) % 3
     rows = (torch.eye(8)[groups] + 0.01 * torch.randn(90, 8)) * (0.1 + 5 * torch.rand(90, 1))
@@ -172,9 +168,7 @@ def test_neighbours_in_the_order_are_alike(size: int) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
-def test_a_router_finds_what_the_context_lacks(
-    network: EagleHead, collected: Places, name: str
-) -> None:
+def test_a_router_finds_what_the_context_lacks(network, collected, name):
     features = CLUSTERINGS[name](network, HEAD, collected)
     layout = layout_of(halve(features[REST], 4), 4)
     cluster_of = layout.cluster_of
@@ -191,9 +185,7 @@ def test_a_router_finds_what_the_context_lacks(
     assert torch.equal(everything, clustered)
 
 
-def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(
-    network: EagleHead, collected: Places
-) -> None:
+def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(network, collected):
     cluster_of, recipe = layout_of(torch.arange(len(REST)), 5).cluster_of, RouterRecipe(epochs=1)
     one, again, other = (
         train_router(network, collected, cluster_of, replace(recipe, seed=seed)).down.weight
@@ -206,7 +198,7 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(
 
 
 @pytest.fixture(scope="module")
-def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(toy_folder, tmp_path_factory):
     """The folder of a feature drafter, with text of the model."""
     folder = tmp_path_factory.mktemp("drafter")
     prompts = folder / "prompts.jsonl"
@@ -218,19 +210,19 @@ def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
+def folder(made, tmp_path):
     """A copy of it."""
     return Path(shutil.copytree(made, tmp_path / "drafter"))
 
 
-def run(folder: Path, model: str, *arguments: str, code: int = 0) -> str:
+def run(folder, model, *arguments, code=0):
     result = CliRunner().invoke(app, ["train", "--out", str(folder), "--model", model, *arguments])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("kind", CLUSTERINGS)
-def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str) -> None:
+def test_the_command_makes_a_shortlist(toy_folder, folder, kind):
     given = f"--only shortlist --clusters {kind} --listed 6 --size 12 --depths 2"
     given += " --rows 400 --router-epochs 3 --width 32"
     said = run(folder, toy_folder, *given.split())
@@ -245,12 +237,10 @@ def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str)
     assert not list(folder.glob("*.part"))
 
 
-def test_nothing_held_out_is_trained_on(
-    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
     taken: list[list[int]] = []
 
-    def watched(net: Any, of: Any, shards: Any, chosen: list[int], *rest: Any) -> Places:
+    def watched(net, of, shards, chosen, *rest):
         taken.append(list(chosen))
         return collect_places(net, of, shards, chosen, *rest)
 
@@ -266,10 +256,8 @@ def test_nothing_held_out_is_trained_on(
     assert stage.counts().tolist() == torch.bincount(texts, minlength=len(stage.head)).tolist()
 
 
-def test_bad_input_to_the_command(
-    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*arguments: str) -> str:
+def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
+    def refused(*arguments):
         return run(folder, toy_folder, "--only", "shortlist", *arguments, code=2)
 
     assert "--listed 257: must be 1 to 256" in refused("--listed", "257")
@@ -288,9 +276,7 @@ def test_bad_input_to_the_command(
     assert "no text" in refused()
 
 
-def test_ways_to_choose_are_held_against_each_other(
-    toy_folder: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ways_to_choose_are_held_against_each_other(toy_folder, folder, tmp_path, monkeypatch):
     """The script: `benchmarks/recall.py`."""
     out = tmp_path / "r.json"
     given = ["--drafter", str(folder), "--model", toy_folder, "--train", "300", "--held", "200"]

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from quickbeam.train import text
-from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import RepetitionDetector
 from quickbeam.train.text import Quote, Recipe, Template, Writer
 
@@ -25,7 +22,7 @@ LENGTH, QUESTION = 80, 12
 
 
 @torch.inference_mode()
-def plain(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+def plain(model, ids):
     """Logits `[n, vocab]` by transformers."""
     logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits
@@ -37,7 +34,7 @@ def plain(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 class Chat:
     """A tiny chat model and what writes with it."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
@@ -51,12 +48,10 @@ class Chat:
         self.model.lm_head.bias.data[list(self.template.stops)] = 2.0  # turns end now and then
         self.openers = [self.encode("Why"), self.encode("Tell me")]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def writer(
-        self, prompts: list[list[int]] | None = None, fond: float = 0.0, **recipe: Any
-    ) -> Writer:
+    def writer(self, prompts=None, fond=0.0, **recipe):
         model = copy.deepcopy(self.model)
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
         template = self.template if prompts is None else None
@@ -72,17 +67,17 @@ class Chat:
 
 
 @pytest.fixture(scope="module")
-def chat(toy_folder: str) -> Chat:
+def chat(toy_folder):
     torch.manual_seed(2)
     return Chat(toy_folder)
 
 
 @pytest.fixture(scope="module")
-def written(chat: Chat) -> list[Conversation]:
+def written(chat):
     return list(itertools.islice(chat.writer(), 48))
 
 
-def test_greedy_answers_are_greedy(chat: Chat, written: list[Conversation]) -> None:
+def test_greedy_answers_are_greedy(chat, written):
     kinds = set()
     for tokens, answer, temperature in written:
         assert len(tokens) == len(answer) <= LENGTH
@@ -97,7 +92,7 @@ def test_greedy_answers_are_greedy(chat: Chat, written: list[Conversation]) -> N
     )
 
 
-def turns(chat: Chat, ids: list[int]) -> Iterator[tuple[int, int, bool]]:
+def turns(chat, ids):
     """Where each turn is said, from and to, and whether it is an answer; in between stands what the
     template and openers force."""
     t, at, forced, answering = chat.template, 0, chat.template.begin, False
@@ -117,9 +112,7 @@ def turns(chat: Chat, ids: list[int]) -> Iterator[tuple[int, int, bool]]:
         at, answering = end, not answering
 
 
-def test_turns_follow_the_template_and_answers_are_marked(
-    chat: Chat, written: list[Conversation]
-) -> None:
+def test_turns_follow_the_template_and_answers_are_marked(chat, written):
     answers = list[int]()
     for tokens, answer, _ in written:
         ids, marks = tokens.tolist(), [False] * len(tokens)
@@ -132,7 +125,7 @@ def test_turns_follow_the_template_and_answers_are_marked(
     assert {1, 2} <= set(answers)
 
 
-def test_users_speak_at_a_temperature_of_their_own(chat: Chat) -> None:
+def test_users_speak_at_a_temperature_of_their_own(chat):
     spoken = 0
     for tokens, _, _ in itertools.islice(chat.writer(user_temperature=1e-4), 16):
         ids, likeliest = tokens.tolist(), plain(chat.model, tokens.tolist()).argmax(-1).tolist()
@@ -143,7 +136,7 @@ def test_users_speak_at_a_temperature_of_their_own(chat: Chat) -> None:
     assert spoken > 60
 
 
-def test_what_the_template_says_takes_no_passes_of_its_own(chat: Chat) -> None:
+def test_what_the_template_says_takes_no_passes_of_its_own(chat):
     for seed in range(4):
         passes, ours = list[int](), {"openers": ("Why", "Tell me"), "documents": ()}
         recipe = Recipe(LENGTH, QUESTION, quote=0.0, repetition=LENGTH, seed=seed, **ours)
@@ -159,7 +152,7 @@ def test_what_the_template_says_takes_no_passes_of_its_own(chat: Chat) -> None:
 QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 
 
-def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat: Chat) -> None:
+def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat):
     t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
     words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
     for tokens, answer, _ in itertools.islice(
@@ -186,9 +179,7 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat:
     assert min(found) > 5 and longer > 2
 
 
-def test_documents_are_written_without_the_template_and_quoted(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_written_without_the_template_and_quoted(chat, monkeypatch):
     monkeypatch.setattr(text, "LEAST", 3)
     writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
     before, opening = chat.encode("aaa "), chat.encode("zzz")
@@ -217,13 +208,13 @@ def test_documents_are_written_without_the_template_and_quoted(
         assert not chat.template.stops & set(words[:-1])
 
 
-def spans(marks: list[bool]) -> Iterator[tuple[int, int]]:
+def spans(marks):
     """Where runs of True begin and end."""
     edges = [i for i, (a, b) in enumerate(itertools.pairwise([False, *marks, False])) if a != b]
     return zip(edges[::2], edges[1::2], strict=True)
 
 
-def pieces(ids: list[int], between: list[int]) -> list[list[int]]:
+def pieces(ids, between):
     """Split at every `between`."""
     for i in range(len(ids)):
         if ids[i : i + len(between)] == between:
@@ -231,7 +222,7 @@ def pieces(ids: list[int], between: list[int]) -> list[list[int]]:
     return [ids]
 
 
-def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
+def test_pieces_make_up_what_the_template_says(chat):
     t = chat.template
     turns = [
         {"role": role, "content": text}
@@ -269,22 +260,20 @@ def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
         ),
     ],
 )
-def test_templates_that_cannot_be_read_off_are_refused(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, source: str, words: str
-) -> None:
+def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source, words):
     monkeypatch.setattr(chat.tokenizer, "chat_template", source)
     with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
         Template.of(chat.tokenizer, {7})
 
 
-def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> None:
+def test_a_seed_repeats_the_text(chat, written):
     again, other = (
         [c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1)
     )
     assert again == [c.tokens.tolist() for c in written[:6]] != other
 
 
-def test_answers_that_go_in_circles_end(chat: Chat) -> None:
+def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
         repetition, ids, runs = RepetitionDetector(), tokens.tolist(), list[int]()
@@ -302,7 +291,7 @@ def test_answers_that_go_in_circles_end(chat: Chat) -> None:
     assert runs == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
 
 
-def test_every_prompt_is_answered_once(chat: Chat) -> None:
+def test_every_prompt_is_answered_once(chat):
     prompts = [chat.encode(f"user: {word}\n> ") for word in ("a", "bb", "ccc", "d", "e", "ff", "g")]
     found = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
     assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in found) == sorted(prompts)
@@ -316,17 +305,17 @@ def test_every_prompt_is_answered_once(chat: Chat) -> None:
         chat.writer([[1] * LENGTH])
 
 
-def test_who_stops_listening_gets_the_room_back(chat: Chat) -> None:
+def test_who_stops_listening_gets_the_room_back(chat):
     made = make_model(copy.deepcopy(chat.model))
     settings = Recipe(LENGTH, QUESTION, quote=0.0)
     writer = Writer(made, 4, chat.encode, chat.template, chat.template.stops, settings)
     conversations = iter(writer)
     assert len(list(itertools.islice(conversations, 3))) == 3 and made.pool.used > 0
-    conversations.close()  # type: ignore[attr-defined]
+    conversations.close()
     assert made.pool.used == 0
 
 
-def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat: Chat) -> None:
+def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
     model = copy.deepcopy(chat.model)
     model.config.max_position_embeddings = 40
     prompts = [chat.encode("say"), chat.encode("aa")]

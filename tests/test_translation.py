@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,6 @@ from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import BYTES
 from quickbeam.params import SamplingParams
@@ -40,7 +37,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
 
 
-def tokenizer(characters: list[str]) -> Any:
+def tokenizer(characters):
     """One whose tokens are single bytes."""
     backend = Tokenizer(models.BPE({one: i for i, one in enumerate(characters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,7 +45,7 @@ def tokenizer(characters: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def pair(shift: int = 0, own: int = 10, seed: int = 7) -> tuple[Model, TranslatedDrafter]:
+def pair(shift=0, own=10, seed=7):
     """A model, and itself with other ids as its drafter, which lacks its first `own` tokens.
 
     `shift`: by how much the drafter's ids are mapped wrongly.
@@ -65,7 +62,7 @@ def pair(shift: int = 0, own: int = 10, seed: int = 7) -> tuple[Model, Translate
     return make_model(source), TranslatedDrafter(LMDrafter(twin, VOCAB), translation)
 
 
-def steps(target: Model, drafter: TranslatedDrafter, **more: Any) -> int:
+def steps(target, drafter, **more):
     """The steps of some answers, each of which is plain decoding's."""
     total, params = 0, SamplingParams(max_tokens=30, ignore_eos=True, seed=2, **more)
     for prompt in PROMPTS:
@@ -77,14 +74,14 @@ def steps(target: Model, drafter: TranslatedDrafter, **more: Any) -> int:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature: float) -> None:
+def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature):
     right = steps(*pair(own=0), temperature=temperature)
     some = steps(*pair(own=10), temperature=temperature)
     wrong = steps(*pair(own=0, shift=1), temperature=temperature)
     assert right <= some < wrong and right < wrong / 1.5, (right, some, wrong)
 
 
-def test_many_answers_in_one_call_are_plain_decodings() -> None:
+def test_many_answers_in_one_call_are_plain_decodings():
     target, drafter = pair()
     for temperature in (0.0, 0.8):
         params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
@@ -101,7 +98,7 @@ def test_many_answers_in_one_call_are_plain_decodings() -> None:
             engine.close()
 
 
-def test_beyond_its_context_it_drafts_nothing() -> None:
+def test_beyond_its_context_it_drafts_nothing():
     _, drafter = pair(own=0)
     drafter.context_length, context = 24, context_of([5] * 22)
     state = context.states["drafter"] = drafter.begin(context.ids)
@@ -113,14 +110,12 @@ def test_beyond_its_context_it_drafts_nothing() -> None:
     assert not probs.values.any() and state.waiting
 
 
-def test_too_few_shared_tokens_are_told() -> None:
+def test_too_few_shared_tokens_are_told():
     with pytest.raises(InvalidInput, match=r"shares 40 of 97 tokens with the target \(41%\)"):
         pair(own=57)
 
 
-def test_a_drafter_with_another_tokenizer_is_loaded_by_name(
-    toy_folder: str, tmp_path: Path
-) -> None:
+def test_a_drafter_with_another_tokenizer_is_loaded_by_name(toy_folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(toy_folder, other)
     stored = json.loads((other / "tokenizer.json").read_text())
@@ -134,5 +129,5 @@ def test_a_drafter_with_another_tokenizer_is_loaded_by_name(
         assert one.token_ids == llm.generate("abc cba", params, method="ar").token_ids
 
 
-def test_the_bytes_of_characters_are_those_of_byte_level_vocabularies() -> None:
+def test_the_bytes_of_characters_are_those_of_byte_level_vocabularies():
     assert {character: byte for byte, character in bytes_to_unicode().items()} == BYTES

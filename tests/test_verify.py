@@ -29,11 +29,11 @@ SEEDS = 4
 MISTAKES = ["siblings stay in Q", "accept with Q", "R stays p", "emit from p"]
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
+def tokens(tree, verdict):
     return [*path_tokens(tree, verdict.path[-1]), verdict.token]
 
 
@@ -41,14 +41,14 @@ def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", few(range(SEEDS), [1]))
-def test_sampled_output_has_the_targets_probs(seed: int) -> None:
+def test_sampled_output_has_the_targets_probs(seed):
     model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
     counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / SEEDS
 
 
 @pytest.mark.parametrize("certain", [0.0, 1.0])
-def test_drawn_only_and_certain_only_trees_have_the_targets_probs(certain: float) -> None:
+def test_drawn_only_and_certain_only_trees_have_the_targets_probs(certain):
     model = ToyModel(seed=11)
     counts = sample_sequences(
         model, partial(random_tree, model, certain=certain), count=3000, seed=1
@@ -56,7 +56,7 @@ def test_drawn_only_and_certain_only_trees_have_the_targets_probs(certain: float
     assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / 2
 
 
-def test_reference_has_the_targets_probs() -> None:
+def test_reference_has_the_targets_probs():
     model = ToyModel(seed=0)
     counts = sample_sequences(
         model, partial(random_tree, model), reference_verify, count=10_000, seed=2
@@ -65,7 +65,7 @@ def test_reference_has_the_targets_probs() -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_verifier_is_found_out(mistake: str) -> None:
+def test_a_wrong_verifier_is_found_out(mistake):
     model = ToyModel(seed=0)
     counts = sample_sequences(
         model,
@@ -76,13 +76,13 @@ def test_a_wrong_verifier_is_found_out(mistake: str) -> None:
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
-def test_dropping_a_drawn_token_for_its_own_value_is_found_out() -> None:
+def test_dropping_a_drawn_token_for_its_own_value_is_found_out():
     model = ToyModel(seed=0)
     counts = sample_sequences(model, partial(random_tree, model, prune=0.3), count=4000)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
-def test_distributions_that_depend_on_the_path_are_kept() -> None:
+def test_distributions_that_depend_on_the_path_are_kept():
     """Penalties make the target's distribution depend on every token before, drafted ones
     included."""
     model = ToyModel(vocab=5, seed=3, zeros=0.0)
@@ -94,12 +94,12 @@ def test_distributions_that_depend_on_the_path_are_kept() -> None:
         presence_penalty=0.4,
     )
 
-    def probs(context: list[int]) -> torch.Tensor:
+    def probs(context):
         return Sampler(params, [0], model.vocab).probs(model.target(context).log(), context[1:])
 
     cached = {}
 
-    def cached_probs(context: list[int]) -> torch.Tensor:
+    def cached_probs(context):
         if tuple(context) not in cached:
             cached[tuple(context)] = probs(context)
         return cached[tuple(context)]
@@ -111,7 +111,7 @@ def test_distributions_that_depend_on_the_path_are_kept() -> None:
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6  # the penalties matter
 
 
-def test_toy_trees_are_deep_wide_and_mixed() -> None:
+def test_toy_trees_are_deep_wide_and_mixed():
     model, rng = ToyModel(seed=0), random.Random(0)
     trees = [random_tree(model, [0], rng) for _ in range(500)]
     assert sum(max(tree.depth) >= 3 for tree in trees) > 100
@@ -137,11 +137,11 @@ def test_toy_trees_are_deep_wide_and_mixed() -> None:
 @given(
     seed=st.integers(0, 10**6), vocab=st.integers(2, 8), certain=st.sampled_from([0.0, 0.4, 1.0])
 )
-def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) -> None:
+def test_same_verdict_as_the_reference(seed, vocab, certain):
     model, rng = ToyModel(vocab, seed, noise=1.5), random.Random(seed)
     tree = random_tree(model, [0], rng, budget=20, certain=certain)
 
-    def probs(node: int) -> torch.Tensor:
+    def probs(node):
         return model.target([0, *path_tokens(tree, node)])
 
     verdict = verify_residual(tree, probs, generator(seed))
@@ -151,19 +151,19 @@ def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) ->
     assert all(probs(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
 
 
-def test_only_accepted_nodes_are_asked() -> None:
+def test_only_accepted_nodes_are_asked():
     model, rng = ToyModel(seed=5), random.Random(5)
     for seed in range(50):
         tree, asked = random_tree(model, [0], rng), []
 
-        def probs(node: int) -> torch.Tensor:
+        def probs(node):
             asked.append(node)  # noqa: B023 (called in this round only)
             return model.target([0, *path_tokens(tree, node)])  # noqa: B023
 
         assert verify_residual(tree, probs, generator(seed)).path == asked
 
 
-def test_a_drafter_with_the_targets_probs_is_always_accepted() -> None:
+def test_a_drafter_with_the_targets_probs_is_always_accepted():
     p = torch.tensor([0.2, 0.5, 0.3])
     for seed in range(100):
         tree = TokenTree(0)
@@ -171,7 +171,7 @@ def test_a_drafter_with_the_targets_probs_is_always_accepted() -> None:
         assert verify_residual(tree, lambda node: p, generator(seed)).path == [0, 1]
 
 
-def test_impossible_tokens_are_never_accepted() -> None:
+def test_impossible_tokens_are_never_accepted():
     p = torch.tensor([0.0, 0.0, 1.0, 0.0])
     tree = TokenTree(0)
     tree.add(0, 0, "drawn", probs=torch.tensor([0.7, 0.1, 0.0, 0.2]))
@@ -181,9 +181,7 @@ def test_impossible_tokens_are_never_accepted() -> None:
         assert verify_residual(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
 
 
-def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(monkeypatch):
     p = torch.tensor([0.0, 1.0])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 0.0)
     for probs in (None, torch.tensor([0.5, 0.5])):
@@ -192,7 +190,7 @@ def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(
         assert verify_residual(tree, lambda node: p, generator()) == Verdict([0], 1)
 
 
-def test_a_token_its_own_probs_rules_out_counts_as_certain() -> None:
+def test_a_token_its_own_probs_rules_out_counts_as_certain():
     p = torch.tensor([0.5, 0.3, 0.2])
     certain = TokenTree(0)
     certain.add(0, 1, "certain")
@@ -207,9 +205,7 @@ def test_a_token_its_own_probs_rules_out_counts_as_certain() -> None:
             )
 
 
-def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch):
     p = torch.tensor([0.25, 0.75])
     tree = TokenTree(0)
     tree.add(0, 1, "drawn", probs=p.clone())
@@ -223,9 +219,7 @@ def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(
 @pytest.mark.parametrize(
     ("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))]
 )
-def test_tiny_residuals_keep_their_proportions(
-    chance: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiny_residuals_keep_their_proportions(chance, verdict, monkeypatch):
     p = torch.tensor([1.0, 1e-9, 3e-9])  # once token 0 is rejected, token 1 has a quarter
     tree = TokenTree(0)
     tree.add(0, 0, "certain")
@@ -242,7 +236,7 @@ def test_tiny_residuals_keep_their_proportions(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_draft_distributions_of_any_precision(dtype: torch.dtype) -> None:
+def test_draft_distributions_of_any_precision(dtype):
     # exact in every precision
     p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])
     same, other = TokenTree(0), TokenTree(0)
@@ -255,7 +249,7 @@ def test_draft_distributions_of_any_precision(dtype: torch.dtype) -> None:
         )
 
 
-def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
+def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token():
     p = torch.tensor([0.0, 0.0, 0.5, 0.5])
     tree = TokenTree(0)
     tree.add(0, 0, "certain")
@@ -266,10 +260,10 @@ def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
     assert torch.rand((), generator=used) == torch.rand((), generator=plain)
 
 
-def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
+def test_a_seed_gives_plain_decodings_answer_under_certain_proposals():
     model, rng = ToyModel(seed=9), random.Random(9)
 
-    def answer(budget: int) -> list[int]:
+    def answer(budget):
         context, used = [0], generator(4)
         while len(context) < 40:
             tree = random_tree(model, context, rng, budget, certain=1.0)
@@ -289,10 +283,10 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
 
 @examples(200)
 @given(seed=st.integers(0, 10**6), vocab=st.integers(1, 5), hit=st.floats(0, 1))
-def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> None:
+def test_greedy_follows_plain_decoding(seed, vocab, hit):
     rng, model = random.Random(seed), ToyModel(vocab, seed)
 
-    def best(context: list[int]) -> int:
+    def best(context):
         return int(model.target(context).argmax())
 
     tree = TokenTree(0)
@@ -314,7 +308,7 @@ def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> Non
     )
 
 
-def test_no_draft_is_plain_decoding() -> None:
+def test_no_draft_is_plain_decoding():
     p = torch.tensor([0.1, 0.6, 0.3])
     assert verify_equal(TokenTree(4), lambda node: 1) == Verdict([0], 1)
     counts = [0, 0, 0]

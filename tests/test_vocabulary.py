@@ -8,7 +8,6 @@ pytest tests/test_vocabulary.py
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
-from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
@@ -38,9 +36,7 @@ from quickbeam.tree import TokenTree
 SHORT = tuple(word for word in VOCABS if word != "full")
 
 
-def artefact(
-    vocab: int, size: int, frequent: int = 6, cluster: int = 5, router: bool = True
-) -> Artefact:
+def artefact(vocab, size, frequent=6, cluster=5, router=True):
     """A random one for a drafter whose states are `size` wide."""
     torch.manual_seed(2)
     layout = Layout(torch.randperm(vocab), frequent, cluster, vocab)
@@ -52,7 +48,7 @@ def artefact(
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shortlist")
     artefact(VOCAB, 32).save(folder)
     made = {kind: Pair(kind) for kind in ("attention", "input", "plain", "ours")}
@@ -65,8 +61,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 @pytest.mark.parametrize("vocab", SHORT)
 @pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours"])
 def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
-    pairs: dict[str, Pair], kind: str, vocab: str, temperature: float
-) -> None:
+    pairs, kind, vocab, temperature
+):
     pair = pairs[kind]
     shortlist = make_shortlist(pair.drafter, pair.target, vocab, 30 if vocab == "context" else 14)
     prompt, tree = [3, 9, 4, 9, 30, 17], TokenTree(21)
@@ -94,7 +90,7 @@ def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
 
 
 @pytest.mark.parametrize(("name", "vocab"), spread(list(DRAFTED), SHORT))
-def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, vocab: str) -> None:
+def test_greedy_answers_are_plain_decodings(pairs, name, vocab):
     rng = random.Random(f"{name} {vocab}")
     for pair in pairs.values():
         target, drafter = pair.target, pair.drafter
@@ -115,9 +111,7 @@ def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, v
             )
 
 
-def test_what_was_scored_and_what_was_wanted_is_counted(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_scored_and_what_was_wanted_is_counted(pairs, monkeypatch):
     """Against the distributions that were made and the answer."""
     pair = pairs["attention"]
     drafter = pair.drafter
@@ -126,7 +120,7 @@ def test_what_was_scored_and_what_was_wanted_is_counted(
     asked: list[tuple[TokenTree, list[int], list[set[int]]]] = []
     answered = drafter.answer
 
-    def remembered(requests: list[DraftRequest]) -> list[DraftProbs]:
+    def remembered(requests):
         found = answered(requests)
         for request, distributions in zip(requests, found, strict=True):
             assert distributions.tokens is not None
@@ -171,7 +165,7 @@ def test_what_was_scored_and_what_was_wanted_is_counted(
     )
 
 
-def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -> None:
+def test_the_context_may_stand_beside_every_vocabulary(pairs):
     assert {plain_vocab(word + "+context") for word in SHORT if "+" not in word} == {
         "frequency+context",
         "context",
@@ -192,21 +186,21 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_head_are_its_weights(pairs: dict[str, Pair], dtype: torch.dtype) -> None:
+def test_rows_of_a_head_are_its_weights(pairs, dtype):
     linear = nn.Linear(32, VOCAB, bias=False, dtype=dtype)
     target = pairs["attention"].target
     for head in (linear, nn.Sequential(linear)):
         target_like = type("T", (), {"vocab_size": VOCAB, "dtype": dtype, "device": target.device})
-        assert torch.equal(rows_of(head, 32, target_like), linear.weight)  # type: ignore[arg-type]
+        assert torch.equal(rows_of(head, 32, target_like), linear.weight)
 
 
-def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(pairs, tmp_path):
     pair = pairs["attention"]
     drafter, target = pair.drafter, pair.target
 
-    def told(vocab: str, size: int | None = None, one: object = drafter) -> str:
+    def told(vocab, size=None, one=drafter):
         with pytest.raises(InvalidInput) as caught:
-            make_shortlist(one, target, vocab, size)  # type: ignore[arg-type]
+            make_shortlist(one, target, vocab, size)
         return str(caught.value)
 
     assert make_shortlist(drafter, target, "full") is None
@@ -242,7 +236,7 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
         drafter.folder = folder
 
 
-def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) -> None:
+def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
     drafter = Pair("attention").drafter
     assert not is_listed(drafter)
     drafter.folder = tmp_path
@@ -262,9 +256,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
     )
 
 
-def test_words_and_sizes_are_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
     with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
         LLM(method="dyspec", vocab="half")

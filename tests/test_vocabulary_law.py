@@ -7,8 +7,6 @@ pytest tests/test_vocabulary_probs.py
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +49,7 @@ ALWAYS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     artefact(TOKENS, 16, frequent=1, cluster=1).save(folder := tmp_path_factory.mktemp("probs"))
     return folder
 
@@ -60,9 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "vocab", "temperature"),
     few([(*case, heat) for case in CASES for heat in (0.6, 1.0)], ALWAYS),
 )
-def test_sampled_answers_have_the_models_probs(
-    folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_answers_have_the_models_probs(folder, name, vocab, temperature, monkeypatch):
     monkeypatch.setattr(feature, "OFFERED", 1)
     torch.manual_seed(0)
     sizes = dict(
@@ -80,7 +76,7 @@ def test_sampled_answers_have_the_models_probs(
     distributions: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.inference_mode()
-    def probs(ids: Sequence[int]) -> torch.Tensor:
+    def probs(ids):
         if tuple(ids) not in distributions:
             distributions[tuple(ids)] = (
                 model(torch.tensor([list(ids)])).logits[0, -1] / temperature

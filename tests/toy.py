@@ -35,21 +35,19 @@ class ToyModel:
     at all, each its own (`zeros`: how often), as filters and shortlists do.
     """
 
-    def __init__(
-        self, vocab: int = 6, seed: int = 0, noise: float = 1.0, zeros: float = 0.15
-    ) -> None:
+    def __init__(self, vocab=6, seed=0, noise=1.0, zeros=0.15):
         self.vocab, self._seed, self._noise, self._zeros = vocab, seed, noise, zeros
         self._laws: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def target(self, context: Sequence[int]) -> torch.Tensor:
+    def target(self, context):
         """`[vocab]` float32."""
         return self._both(context)[0]
 
-    def draft(self, context: Sequence[int]) -> torch.Tensor:
+    def draft(self, context):
         """`[vocab]` float32."""
         return self._both(context)[1]
 
-    def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _both(self, context):
         key = tuple(context[-3:])
         if key not in self._laws:
             rng = np.random.default_rng([self._seed, *key])
@@ -60,25 +58,18 @@ class ToyModel:
             )
         return self._laws[key]
 
-    def _law(self, logits: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+    def _law(self, logits, rng):
         weights = np.exp(logits) * (rng.random(self.vocab) >= self._zeros)
         weights[rng.integers(self.vocab)] += 0.1  # at least one token
         return torch.tensor(weights / weights.sum(), dtype=torch.float32)
 
 
-def path_tokens(tree: TokenTree, node: int) -> list[int]:
+def path_tokens(tree, node):
     """Tokens below the root, down to `node`."""
     return [tree.token[n] for n in tree.path(node)[1:]]
 
 
-def random_tree(
-    model: ToyModel,
-    context: list[int],
-    rng: random.Random,
-    budget: int = 12,
-    certain: float = 0.35,
-    prune: float = 0.0,
-) -> TokenTree:
+def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without
     replacement side by side.
 
@@ -112,15 +103,7 @@ def random_tree(
     return tree
 
 
-def sample_sequences(
-    model: ToyModel,
-    grow: Grow,
-    verify: Verify = verify_residual,
-    count: int = 5000,
-    length: int = 3,
-    seed: int = 0,
-    probs: Probs | None = None,
-) -> Counter[tuple[int, ...]]:
+def sample_sequences(model, grow, verify=verify_residual, count=5000, length=3, seed=0, probs=None):
     """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `probs`:
     the target's (the model's own)."""
     target = probs or model.target
@@ -141,7 +124,7 @@ def sample_sequences(
     return counts
 
 
-def exact_probs(probs: Probs, vocab: int, length: int = 3) -> dict[tuple[int, ...], float]:
+def exact_probs(probs, vocab, length=3):
     """The probability of each possible answer of `length` tokens to the prompt [0]."""
     answers = {}
     for answer in itertools.product(range(vocab), repeat=length):
@@ -152,7 +135,7 @@ def exact_probs(probs: Probs, vocab: int, length: int = 3) -> dict[tuple[int, ..
     return answers
 
 
-def chi_square(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
+def chi_square(counts, probs):
     """The p-value of Pearson's test that `counts` were drawn from `probs`; 0 where an impossible
     answer occurred.
 
@@ -179,12 +162,7 @@ def chi_square(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], fl
     )
 
 
-def reference_verify(
-    tree: TokenTree,
-    probs: Callable[[int], torch.Tensor],
-    generator: torch.Generator,
-    mistake: str = "",
-) -> Verdict:
+def reference_verify(tree, probs, generator, mistake=""):
     """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show
     that the tests would find it.
 
@@ -228,19 +206,19 @@ def reference_verify(
             return Verdict(path, pick(bonus, generator))
 
 
-def pick(weights: list[float], generator: torch.Generator) -> int:
+def pick(weights, generator):
     threshold = uniform(generator) * sum(weights)
     return next(
         token for token, below in enumerate(itertools.accumulate(weights)) if below > threshold
     )
 
 
-def normalised(weights: list[float]) -> list[float]:
+def normalised(weights):
     total = sum(weights)
     return [weight / total for weight in weights] if total else weights
 
 
-def reached(tree: TokenTree, probs: Callable[[int], torch.Tensor]) -> list[float]:
+def reached(tree, probs):
     """Return the probability that verification (`verify.py`) accepts each node, 1 for the root.
 
     It is the product, over the nodes of its path, of
