@@ -4,7 +4,7 @@ pytest tests/test_slow_drafter.py"""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
@@ -29,6 +29,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
 PASS, ROW = 1.0, 0.02  # seconds of a pass, and of each further row
+EXACT = {1: PASS, 64: PASS + 63 * ROW}
 PROMPT, ANSWER, ANSWERS = 150, 64, 8
 
 
@@ -109,9 +110,11 @@ def simulated(
     right: float,
     mode: str | None,
     busy: bool = False,
+    costs: Mapping[int, float] = EXACT,
 ) -> tuple[list[float], SlowDrafter]:
     """The seconds of each answer, its prompt counted, and the drafter. `mode`: the only one, None
-    for all. `busy`: every tenth pass and call takes four times as long, more so at first."""
+    for all. `busy`: every tenth pass and call takes four times as long, more so at first. `costs`:
+    seconds of passes that were measured before."""
     asked, clock, rng = questions(), Clock(), random.Random(5)
     monkeypatch.setattr("time.perf_counter", clock)
     target, drafter = make_model(tiny("llama", seed=3)), SlowDrafter(clock, call, call / 10, right)
@@ -124,7 +127,7 @@ def simulated(
         return forward(batch)
 
     target.forward = timed  # type: ignore[method-assign]
-    budget = Budget(CostModel({1: PASS, 64: PASS + 63 * ROW}))
+    budget = Budget(CostModel(dict(costs)))
     if mode is not None:
         only = Comparison({mode: 1.2})
         budget.comparison = lambda *_: only  # type: ignore[method-assign]
@@ -159,6 +162,18 @@ def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_o
     ours, _ = simulated(monkeypatch, call, 0.5, None, busy=True)
     plain, _ = simulated(monkeypatch, call, 0.5, PLAIN, busy=True)
     assert ours[0] < 1.05 * plain[0] and sum(ours) < sum(plain)
+
+
+@pytest.mark.parametrize("call", [0.1, 0.4])
+def test_costs_that_a_busy_machine_measured_are_corrected(
+    monkeypatch: pytest.MonkeyPatch, call: float
+) -> None:
+    """By them no node is ever worth its time, so that only a trial can show that they are wrong."""
+    wrong = {1: PASS, 8: 12 * PASS, 64: 80 * PASS}
+    ours, _ = simulated(monkeypatch, call, 0.9, None, costs=wrong)
+    plain, _ = simulated(monkeypatch, call, 0.9, PLAIN)
+    right, _ = simulated(monkeypatch, call, 0.9, None)
+    assert sum(ours) < sum(plain) and ours[-1] < 1.2 * right[-1] < 0.8 * plain[-1]
 
 
 def test_loading_measures_passes_and_gives_a_smaller_model_the_same_weights(

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import WIDER, WIDTHS, CostModel
+from quickbeam.models.base import Model
 
 Held = TypeVar("Held")
 MAX_NODES = 64  # the most nodes of a tree under the measured budget
@@ -37,6 +38,7 @@ class Budget:
 
     MEMORY = 64  # steps after which an observed tree has lost most of its weight
     TRUST = 3  # how many observed trees a guess counts for
+    DOUBT = 32  # the first step in which costs that allow no tree are doubted
     HOLD = 4  # how many steps a decision is kept, if the pass stays about as wide
     ACCEPTED = 0.7  # a guess: how often a drafter's token is accepted
     # a guess: the share of a drafter's gain that is left if it knows so many tokens of the text
@@ -50,7 +52,7 @@ class Budget:
         self._accepted: dict[tuple[Hashable, Hashable], list[list[float]]] = {}
         self._held: dict[Hashable, tuple[int, int, Any]] = {}
         self.answer_tokens = 128.0  # a fading mean of answers' lengths, at first a guess
-        self._step = 0
+        self._step, self._doubted = 0, 0
         self.begin({}, {})
 
     def begin(
@@ -68,6 +70,18 @@ class Budget:
         reading = self._many * self.cost.reading(1, self._context)
         # seconds of this step without drafts and prompts
         self.plain = self.cost.alone(self._many, self._many) + reading + OVERHEAD
+
+    def doubt(self, model: Model) -> None:
+        """Measure passes anew where by what they take now they were measured on a busy machine.
+
+        To be called where no tree is worth its time. Without trees, nothing else would correct
+        their costs. It looks ever more seldom: after twice as many steps as the last time.
+        """
+        if self._step < max(self.DOUBT, 2 * self._doubted) or model.streamed is not None:
+            return
+        self._doubted = self._step
+        if self.cost.too_steep(model):
+            self.cost = CostModel.kept(model, self.limit)
 
     def comparison(self, setting: Hashable, modes: Sequence[str], drafter: Hashable) -> Comparison:
         """Return the comparison of a setting's modes under a load of about as many sequences.

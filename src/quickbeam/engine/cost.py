@@ -176,7 +176,7 @@ class CostModel:
             )
             experts = ExpertsRead(read, model.expert_share) if read else None
             measured = cls(passes, tokens, float(found[2]), experts)
-            if not measured._too_steep(model):
+            if not measured.too_steep(model):
                 return measured
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
             pass
@@ -190,12 +190,12 @@ class CostModel:
             os.replace(part, path)
         return measured
 
-    def _too_steep(self, model: Model) -> bool:
+    def too_steep(self, model: Model) -> bool:
         """Whether a few nodes cost clearly less now, by what a row does, than was measured."""
-        few = max(width for width in self._seconds if width <= FEW)
+        few = max(width for width in WIDTHS if width <= min(FEW, max(self._seconds)))
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
         now = _time(model, few, 0, 1) / _time(model, 1, 0, 1)
-        return self._seconds[few] / self._seconds[1] > STEEPER * now
+        return self.alone(few) / self.alone(1) > STEEPER * now
 
     # passes
 

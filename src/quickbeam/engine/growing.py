@@ -189,6 +189,8 @@ class Drafting:
             else:
                 chosen = situation(policy, context)
                 nodes = self.budget.nodes(request.setting, chosen, self.rate, sequence.drafter)
+            if nodes == 1:
+                self.budget.doubt(self.model)
         remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
         depth = remaining - 1
         growth = policy.grow(context, nodes, depth)
