@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 
 import torch
@@ -46,6 +45,34 @@ def head_of(config, model, seed=0):
     return network
 
 
+def normed(weight, x, eps):
+    """An RMS norm, plainly."""
+    return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def rotated(x, positions):
+    """`[n, heads, d]` with plain rotary angles."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+
+def attended(query, key, value, visible=None):
+    """`[n, heads * d]` of `[n, heads, d]` over `[m, kv_heads, d]`, which are `visible` `[n, m]`."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+
+def causal(query, key, value):
+    """The same of the last n of m rows, each of which sees the rows up to itself."""
+    n, m = len(query), len(key)
+    return attended(query, key, value, torch.ones(n, m, dtype=torch.bool).tril(m - n))
+
+
 class Pair:
     """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of
     the drafter and its target, whose weights both pairs then have; `native`: None takes the
@@ -74,15 +101,7 @@ class Pair:
         weight = {name: value for name, value in self.network.named_parameters()}
 
         def norm(name, x):
-            return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
-
-        def rotated(x):
-            half = c.head_dim // 2
-            angle = torch.arange(n)[:, None, None] / 10000.0 ** (torch.arange(half) / half)
-            a, b = x[..., :half], x[..., half:]
-            return torch.cat(
-                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1
-            )
+            return normed(weight[f"{name}.weight"], x, c.eps)
 
         embedded = self.model.get_input_embeddings()(torch.tensor(list(tokens)))
         if c.join == "attention":
@@ -95,14 +114,8 @@ class Pair:
         q, k, v = (
             (x @ part.T).view(n, -1, c.head_dim) for part in weight["qkv.weight"].split(sizes)
         )
-        k, v = (x.repeat_interleave(c.heads // c.kv_heads, 1) for x in (rotated(k), v))
-        scores = torch.einsum("qhd,khd->hqk", rotated(q), k) / math.sqrt(c.head_dim)
-        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        x = (
-            hidden
-            + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-            @ weight["out.weight"].T
-        )
+        q, k = (rotated(x, torch.arange(n)) for x in (q, k))
+        x = hidden + causal(q, k, v) @ weight["out.weight"].T
         gate, up = (norm("mlp_norm", x) @ weight["gate_up.weight"].T).chunk(2, -1)
         return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
 
@@ -117,10 +130,7 @@ class Pair:
         parts = [states[min(layer, 3)][0] for layer in self.config.layers]
         if self.config.feature_norms:
             norms = self.network.feature_norms
-            parts = [
-                n.weight * x * (x.pow(2).mean(-1, keepdim=True) + n.eps).rsqrt()
-                for n, x in zip(norms, parts, strict=True)
-            ]
+            parts = [normed(n.weight, x, n.eps) for n, x in zip(norms, parts, strict=True)]
         certain = torch.cat(parts, -1)
         if self.config.join == "attention":
             certain = certain @ self.network.fc.weight.T

@@ -62,9 +62,8 @@ def test_every_tree_keeps_the_contract(seed, vocab, budget, max_depth, text):
     context = Context(ids, torch.arange(vocab).float())
     tree = tree_of(auto(drafter, guesses=True), context, budget, max_depth)
     assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
-    assert set(tree.source[1:]) <= {"drafter", "ngram", "last_logits"} and not any(
-        probs is not None for probs in tree.probs
-    )
+    assert set(tree.source[1:]) <= {"drafter", "ngram", "last_logits"}
+    assert not any(probs is not None for probs in tree.probs)
     for node in range(1, len(tree)):
         assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
@@ -75,9 +74,8 @@ def test_without_repeats_the_tree_is_the_drafters():
     both, alone = auto(zipf_drafter()), DySpec(zipf_drafter())
     for budget in (2, 9, 30):
         trees = [tree_of(policy, context_of(ids, 0.0), budget, 12) for policy in (both, alone)]
-        assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(
-            trees[1].value
-        )
+        assert paths(trees[0]) == paths(trees[1])
+        assert trees[0].value == pytest.approx(trees[1].value)
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked():

@@ -19,7 +19,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
 from drafters import DRAFTED
-from features import context_of, grown, rounds
+from features import attended, causal, context_of, grown, normed, rotated, rounds
 from kernels import best_set, load
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -81,15 +81,7 @@ class Toy:
         c, weight = self.config, {k: v.float() for k, v in self.network.state_dict().items()}
 
         def norm(name, x):
-            return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
-
-        def rotated(x, positions):
-            half = c.head_dim // 2
-            angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
-            a, b = x[..., :half], x[..., half:]
-            return torch.cat(
-                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1
-            )
+            return normed(weight[f"{name}.weight"], x, c.eps)
 
         anchor, size = len(ids) - 1, c.block_size
         context = norm("hidden_norm", self.hidden(ids[:-1]) @ weight["fc.weight"].T)
@@ -105,12 +97,7 @@ class Toy:
             both = torch.cat([context, h])
             q = rotated(norm(f"{name}.q_norm", heads("q", h)), rows[anchor:])
             k = rotated(norm(f"{name}.k_norm", heads("k", both)), rows)
-            k, v = (y.repeat_interleave(c.heads // c.kv_heads, 1) for y in (k, heads("v", both)))
-            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(c.head_dim)
-            if c.causal:
-                later = rows[None, :] > rows[anchor:, None]
-                scores = scores.masked_fill(later, -torch.inf)
-            out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+            out = (causal if c.causal else attended)(q, k, heads("v", both))
             x = x + out @ weight[f"{name}.o_proj.weight"].T
             h, mlp = norm(f"layers.{i}.post_attention_layernorm", x), f"layers.{i}.mlp"
             gate, up = (h @ weight[f"{mlp}.{part}_proj.weight"].T for part in ("gate", "up"))
@@ -182,10 +169,8 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys):
     embedding = toy.model.get_input_embeddings().weight
     theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
 
-    def attend(i, query, key, value):
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+    def attend(i, *rows):
+        return causal(*rows)
 
     with torch.no_grad():
         expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
@@ -399,15 +384,10 @@ def trained(toy, ids, prompt, leak=False):
             end = len(ids) if leak else anchor
             fused, positions = network.fuse(hidden[:end]), torch.arange(end)
 
-            def attend(i, query, key, value, fused=fused, positions=positions):
+            def attend(i, query, *key_value, fused=fused, positions=positions):
                 earlier = network.key_value(i, fused, positions)
-                k, v = (
-                    torch.cat(pair).transpose(0, 1)
-                    for pair in zip(earlier, (key, value), strict=True)
-                )
-                k, v = (x.repeat_interleave(query.shape[1] // len(k), 0) for x in (k, v))
-                out = F.scaled_dot_product_attention(query.transpose(0, 1), k, v)
-                return out.transpose(0, 1).flatten(1)
+                both = (torch.cat(pair) for pair in zip(earlier, key_value, strict=True))
+                return attended(query, *both)
 
             rows = network([ids[anchor]], [anchor], attend)
             assert rows.shape[1] == size

@@ -199,10 +199,8 @@ def test_a_saved_head_is_a_drafter_and_another_models_is_refused(toy_folder, hea
     llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(head_folder))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     drafted = llm.generate("abc abc", params)
-    assert (
-        isinstance(llm.prepare("dyspec"), EagleDrafter)
-        and drafted.statistics.sources["drafter"].drafted > 0
-    )
+    assert isinstance(llm.prepare("dyspec"), EagleDrafter)
+    assert drafted.statistics.sources["drafter"].drafted > 0
     assert drafted.token_ids == llm.generate("abc abc", params, method="ar").token_ids
     EagleHead(replace(WIDE, hidden_size=16, target_size=16, layers=(1, 2, 3), vocab_size=257)).save(
         tmp_path
@@ -263,9 +261,8 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
             # its trees are as wide as times measured tell, so they differ from one run to the next
             if method != "logitspec":
                 assert again.statistics.steps == completion.statistics.steps
-            assert len(said) == len(drafted) and all(
-                torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True)
-            )
+            assert len(said) == len(drafted)
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True))
 
 
 @pytest.mark.slow
@@ -276,8 +273,7 @@ def test_the_shipped_drafter_drafts_for_the_default_model(smollm2):
     plain = llm.chat(messages, params, method="ar")
     for method in ("dyspec", "specinfer", "eagle2", "sequoia")[: None if THOROUGH else 3]:
         drafted = llm.chat(messages, params, method=method)
-        assert (
-            drafted.token_ids == plain.token_ids and drafted.statistics.mean_accepted_tokens > 1.4
-        )
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.statistics.mean_accepted_tokens > 1.4
     card = (Path(hub.shipped_drafter(None) or "") / "README.md").read_text()
     assert "quickbeam train --only drafter" in card and "| 1 |" in card

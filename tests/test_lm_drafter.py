@@ -169,9 +169,8 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     assert state_of(context).waiting == 1
     tree = TokenTree(50)
     probs = distributions_of(drafter, context, tree, [0])
-    assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len(
-        [5, 6, 7, 8, 20, 22]
-    )
+    assert passes[3:] == [("draft", 2)]
+    assert state_of(context).cache.length == len([5, 6, 7, 8, 20, 22])
     torch.testing.assert_close(
         probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
@@ -213,10 +212,8 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
     probs = distributions_of(
         drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
     )
-    assert (
-        passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
-        and state_of(context).calls == 1
-    )
+    assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
+    assert state_of(context).calls == 1
     torch.testing.assert_close(
         probs, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
@@ -242,11 +239,9 @@ def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
     # where the target is wider, a token that the drafter has never heard of
     context = begin(drafter, [1, 2, asked - 1])
     probs = distributions_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
-    assert (
-        probs.shape == (asked,)
-        and probs.dtype == torch.float32
-        and float(probs.sum()) == pytest.approx(1)
-    )
+    assert probs.shape == (asked,)
+    assert probs.dtype == torch.float32
+    assert float(probs.sum()) == pytest.approx(1)
     assert not probs[own:].any()
     if asked <= own:
         full = expected(tiny("llama"), context.ids, tree, [0], 1.0)[0, :asked]
@@ -403,9 +398,8 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
     plain = answer(target, NoDraft(), params, [4, 5, 6])
     drafted = answer(target, make_method(method, broken()), params, [4, 5, 6])
     assert drafted.output.token_ids == plain.output.token_ids
-    assert (
-        drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
-    )
+    assert drafted.statistics.sources["drafter"].drafted == 0
+    assert drafted.statistics.drafter_calls > 0
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):

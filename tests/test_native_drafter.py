@@ -167,9 +167,8 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(isa, native, mon
         monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", chunk)
         text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
         distributions.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
-    assert torch.equal(distributions[0], distributions[1]) and torch.equal(
-        distributions[0], distributions[2]
-    )
+    assert torch.equal(distributions[0], distributions[1])
+    assert torch.equal(distributions[0], distributions[2])
 
 
 # --- the head on parts of the vocabulary ---

@@ -73,9 +73,8 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did():
     hidden, embedded = nodes(2)
     root = route(shortlist, hidden[:1], embedded[:1], [0])
     first = route(shortlist, hidden, embedded, [1, 2], root)
-    assert (
-        first is not root and first.tolist() == route(shortlist, hidden, embedded, [1, 2]).tolist()
-    )
+    assert first is not root
+    assert first.tolist() == route(shortlist, hidden, embedded, [1, 2]).tolist()
     assert route(shortlist, hidden, embedded, [2, 3], first) is first
     # nothing above: routed
     assert len(route(shortlist, hidden, embedded, [2, 2])) == 4

@@ -47,9 +47,8 @@ def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab, data, siz
         *(layout.tokens(cluster) for cluster in range(layout.clusters)),
     ]
     assert torch.equal(torch.cat(parts), order)
-    assert all(len(part) == size for part in parts[1:-1]) and all(
-        1 <= len(part) <= size for part in parts[1:]
-    )
+    assert all(len(part) == size for part in parts[1:-1])
+    assert all(1 <= len(part) <= size for part in parts[1:])
     found = {int(token): cluster for cluster, part in enumerate(parts, FREQUENT) for token in part}
     assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
 
@@ -121,9 +120,8 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     state = torch.get_rng_state()
     after = Artefact.load(folder)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(after.layout.order, before.layout.order) and torch.equal(
-        after.ranking, before.ranking
-    )
+    assert torch.equal(after.layout.order, before.layout.order)
+    assert torch.equal(after.ranking, before.ranking)
     for field in ("frequent", "size", "vocab", "clusters"):
         assert getattr(after.layout, field) == getattr(before.layout, field)
     assert after.deepest == before.deepest == 4 * routed

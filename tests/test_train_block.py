@@ -198,9 +198,8 @@ def test_blocks_are_at_random_places_whose_tokens_are_there():
                 assert len(set(places)) == len(places)  # no block twice
                 for anchor, counts in zip(places, blocks.counts[b][used].tolist(), strict=True):
                     ahead = range(anchor + 1, anchor + 1 + SIZE)
-                    assert anchor >= 1 and counts == [
-                        i <= last and (not answers or i >= 3) for i in ahead
-                    ]
+                    assert anchor >= 1
+                    assert counts == [i <= last and (not answers or i >= 3) for i in ahead]
                     seen.add((b, anchor))
         first = 2 if answers else 1
         everywhere = {

@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from features import causal
 from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
@@ -93,14 +94,6 @@ def layout_of(order, size):
     return Layout(torch.cat([torch.arange(5), REST[order]]), 5, size, VOCAB)
 
 
-def full_causal(query, key, value):
-    shared = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
-    scores += torch.full_like(scores, float("-inf")).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-
-
 @torch.no_grad()
 def read(net, conversation, at, depth):
     """What the layer reads at row `at` after `depth` drafts, over the rows that it sees."""
@@ -108,7 +101,7 @@ def read(net, conversation, at, depth):
     embedded = net.embedding(conversation.tokens.long()).float()
     for _ in range(depth):
         n = len(hidden)
-        out = net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), full_causal)
+        out = net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), causal)
         hidden.append(out[-1])
     return hidden[-1]
 

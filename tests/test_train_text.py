@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import text
+from quickbeam.train import openers, stages, text
+from quickbeam.train.recipes import Plan
 from quickbeam.train.talk import RepetitionDetector
 from quickbeam.train.text import Quote, Recipe, Template, Writer
 
@@ -84,12 +86,10 @@ def test_greedy_answers_are_greedy(chat, written):
         logits = plain(chat.model, tokens.tolist())
         said = answer.nonzero()[:, 0]
         kinds.add(greedy := temperature == 0)
-        assert temperature < 1 and (
-            not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
-        )
-    assert kinds == {True, False} and 0 < sum(len(c.tokens) == LENGTH for c in written) < len(
-        written
-    )
+        assert temperature < 1
+        assert not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
+    assert kinds == {True, False}
+    assert 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
 
 
 def turns(chat, ids):
@@ -118,9 +118,8 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
         ids, marks = tokens.tolist(), [False] * len(tokens)
         for begin, end, answering in turns(chat, ids):
             marks[begin:end] = [answering] * (end - begin)
-        assert marks == answer.tolist() and (
-            len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops)
-        )
+        assert marks == answer.tolist()
+        assert len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops)
         answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
     assert {1, 2} <= set(answers)
 
@@ -168,9 +167,8 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat)
             passage, rest = asked[len(before) : end], asked[end + len(after) :]
             assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
             parts = [",".join(map(str, part)) for part in pieces(passage, chat.encode("\n\n"))]
-            assert all(part in " ".join(earlier) for part in parts) and len(set(parts)) == len(
-                parts
-            )
+            assert all(part in " ".join(earlier) for part in parts)
+            assert len(set(parts)) == len(parts)
             assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
             assert rest == t.reply or kind == 1
             longer += len(rest) > len(t.reply)
@@ -190,10 +188,8 @@ def test_documents_are_written_without_the_template_and_quoted(chat, monkeypatch
         # trained on as they are: all but how they begin is the model's own
         if ids[: len(raw + opening)] == raw + opening:
             documents.append(ids[len(raw) :])
-            assert (
-                answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))]
-                and temperature == text.Recipe.document_temperature
-            )
+            assert answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))]
+            assert temperature == text.Recipe.document_temperature
             continue
         assert ids[: len(begin)] == begin and answer.any()
         asked = ids[len(begin) :]
@@ -297,9 +293,8 @@ def test_every_prompt_is_answered_once(chat):
     assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in found) == sorted(prompts)
     for tokens, answer, _ in found:
         said = tokens[answer].tolist()
-        assert answer[-len(said) :].all() and not any(
-            token in chat.template.stops for token in said[:-1]
-        )
+        assert answer[-len(said) :].all()
+        assert not any(token in chat.template.stops for token in said[:-1])
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
     with pytest.raises(InvalidInput, match="raise --length"):
         chat.writer([[1] * LENGTH])
@@ -338,3 +333,26 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
             chat.template.stops,
             Recipe(8),
         )
+
+
+# --- how text begins, by language ---
+
+WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
+
+
+def test_every_language_has_questions_and_documents():
+    assert set(openers.QUESTIONS) == set(openers.DOCUMENTS) == set(openers.LANGUAGES)
+
+
+@pytest.mark.parametrize(("made", "words"), WORDS)
+def test_languages_have_equal_parts(made, words):
+    of = {opener: language for language in ("ar", "en", "ru") for opener in words[language]}
+    drawn = made(["en", "ru", "ar"])
+    assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
+    assert set(drawn) == set(of)
+
+
+@pytest.mark.parametrize("languages", [["en", "tlh"], []])
+def test_an_unknown_language_is_named_before_the_model_is_loaded(languages, tmp_path):
+    with pytest.raises(InvalidInput, match=r"language .* choose among en, code"):
+        stages.TextStage(Plan("no such model", tmp_path, languages=languages))

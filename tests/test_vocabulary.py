@@ -8,30 +8,39 @@ pytest tests/test_vocabulary.py
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from answers import answer
-from cases import spread
+from answers import answer, request
+from cases import few, spread
 from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
+from quickbeam.drafters import feature
+from quickbeam.drafters.base import HeadUse
 from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.eagle import eagle_drafter
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.drafting import Drafting
+from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.opening import make_model
 from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
+from toy import chi_square, exact_probs
 
 SHORT = tuple(word for word in VOCABS if word != "full")
 
@@ -73,11 +82,9 @@ def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
         text = pair.begin(prompt, 21, temperature, use)
         found.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
     for whole, part in zip(*found, strict=True):
-        assert (
-            whole.tokens is None
-            and part.tokens is not None
-            and len(part.tokens.unique()) <= len(part.tokens)
-        )
+        assert whole.tokens is None
+        assert part.tokens is not None
+        assert len(part.tokens.unique()) <= len(part.tokens)
         scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(
             0, part.tokens[(part.values > 0).any(0)], True
         )
@@ -122,14 +129,14 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs, monkeypatch):
 
     def remembered(requests):
         found = answered(requests)
-        for request, distributions in zip(requests, found, strict=True):
+        for one, distributions in zip(requests, found, strict=True):
             assert distributions.tokens is not None
             tokens = distributions.tokens.tolist()
             scored = [
                 {token for token, p in zip(tokens, row, strict=True) if p > 0}
                 for row in distributions.values
             ]
-            asked.append((request.tree, list(request.nodes), scored))
+            asked.append((one.tree, list(one.nodes), scored))
         return found
 
     monkeypatch.setattr(drafter, "answer", remembered)
@@ -138,10 +145,8 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs, monkeypatch):
     )
     head = sequence.statistics.head
     assert head is not None and head.calls == len(asked) == sequence.statistics.drafter_calls
-    assert (
-        head.tokens == sum(len(rows[0]) for *_, rows in asked)
-        and 0 < head.seconds < sequence.statistics.drafter_seconds
-    )
+    assert head.tokens == sum(len(rows[0]) for *_, rows in asked)
+    assert 0 < head.seconds < sequence.statistics.drafter_seconds
     told, wanted, held = sequence.output.token_ids[1:], 0, 0
     for tree in {id(tree): tree for tree, *_ in asked}.values():
         scored = {
@@ -157,12 +162,10 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs, monkeypatch):
                 wanted, held = wanted + 1, held + (token in scored[node])
             node = tree.child(node, token)
     # The last step's tokens are not read any more.
-    assert (
-        0 < head.held < head.wanted
-        and head.wanted <= wanted
-        and wanted - head.wanted <= 5
-        and head.held <= held
-    )
+    assert 0 < head.held < head.wanted
+    assert head.wanted <= wanted
+    assert wanted - head.wanted <= 5
+    assert head.held <= held
 
 
 def test_the_context_may_stand_beside_every_vocabulary(pairs):
@@ -205,9 +208,8 @@ def test_what_cannot_be_is_refused(pairs, tmp_path):
 
     assert make_shortlist(drafter, target, "full") is None
     assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in told("half")
-    assert f"must be 1 to {VOCAB}" in told(
-        "frequency", VOCAB + 1
-    ) and f"must be 1 to {VOCAB}" in told("router", 0)
+    assert f"must be 1 to {VOCAB}" in told("frequency", VOCAB + 1)
+    assert f"must be 1 to {VOCAB}" in told("router", 0)
     assert "must be at least 5, a cluster's" in told("router", 3)
     lm = LMDrafter(tiny("llama"), VOCAB)
     assert "a head of its own" in told("router", one=lm)
@@ -220,14 +222,11 @@ def test_what_cannot_be_is_refused(pairs, tmp_path):
             answer(target, DRAFTED["dyspec"](one), params, [1], shortlist=shortlist)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
-        assert "quickbeam train --only shortlist" in told(
-            "frequency"
-        ) and "quickbeam train --only shortlist" in told("router")
+        assert "quickbeam train --only shortlist" in told("frequency")
+        assert "quickbeam train --only shortlist" in told("router")
         artefact(VOCAB, 32, router=False).save(tmp_path)
-        assert (
-            "has clusters but no router" in told("router")
-            and make_shortlist(drafter, target, "frequency", 9) is not None
-        )
+        assert "has clusters but no router" in told("router")
+        assert make_shortlist(drafter, target, "frequency", 9) is not None
         artefact(VOCAB, 16).save(tmp_path)
         assert "a router for states of 16, the drafter's are 32" in told("router")
         artefact(VOCAB + 1, 32).save(tmp_path)
@@ -250,10 +249,8 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
     for listed, expected in ((True, "frequency+context"), (False, "full")):
         drafting.listed = listed
         assert drafting.setting("auto", None, None).vocab == expected
-    assert (
-        drafting.setting("dynaspec", None, None).vocab == "router"
-        and drafting.setting("auto", "router", 9).vocab == "router"
-    )
+    assert drafting.setting("dynaspec", None, None).vocab == "router"
+    assert drafting.setting("auto", "router", 9).vocab == "router"
 
 
 def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
@@ -267,3 +264,102 @@ def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
     ):
         result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
         assert result.exit_code == 2 and options[-1] in result.output
+
+
+# --- sampled answers ---
+
+TOKENS, PROMPT = 4, [0]
+TOGETHER = 20  # answers, of which each draws as if it was alone (test_many.py)
+CASES = [(name, "full") for name in DRAFTED] + [
+    ("dyspec", "frequency"),
+    ("dyspec", "frequency+context"),
+    ("dyspec", "context"),
+    ("dyspec", "clusters"),
+    ("dyspec", "router"),
+    ("specinfer", "router"),
+    ("eagle2", "frequency"),
+]
+ALWAYS = [
+    ("sequoia", "full", 1.0),
+    ("dyspec", "frequency", 1.0),
+    ("dyspec", "frequency+context", 1.0),
+    ("dyspec", "context", 0.6),
+    ("dyspec", "clusters", 1.0),
+    ("dyspec", "router", 0.6),
+    ("eagle2", "frequency", 0.6),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    artefact(TOKENS, 16, frequent=1, cluster=1).save(folder := tmp_path_factory.mktemp("probs"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "temperature"),
+    few([(*case, heat) for case in CASES for heat in (0.6, 1.0)], ALWAYS),
+)
+def test_sampled_answers_have_the_models_probs(folder, name, vocab, temperature, monkeypatch):
+    monkeypatch.setattr(feature, "OFFERED", 1)
+    torch.manual_seed(0)
+    sizes = dict(
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes
+        )
+    ).eval()
+    distributions: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def probs(ids):
+        if tuple(ids) not in distributions:
+            distributions[tuple(ids)] = (
+                model(torch.tensor([list(ids)])).logits[0, -1] / temperature
+            ).softmax(-1)
+        return distributions[tuple(ids)]
+
+    expected = exact_probs(probs, TOKENS, 3)
+    target = make_model(model)
+    config = EagleConfig(
+        16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS
+    )
+    torch.manual_seed(1)
+    drafter = eagle_drafter(EagleHead(config, target.embedding, target.head), target)
+    drafter.folder = folder
+    shortlist = make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3))
+    engine, counts, head = Engine(target), Counter[tuple[int, ...]](), HeadUse()
+    accepted = 0
+    for start in range(0, 600, TOGETHER):
+        sequences = []
+        for seed in range(start, start + TOGETHER):
+            params = SamplingParams(
+                max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True
+            )
+            sequences.append(
+                engine.add(
+                    request(
+                        target,
+                        DRAFTED[name](drafter),
+                        params,
+                        PROMPT,
+                        budget=5,
+                        shortlist=shortlist,
+                    )
+                )
+            )
+        while not all(sequence.over for sequence in sequences):
+            engine.step()
+        for sequence in sequences:
+            assert sequence.error is None and sequence.statistics.head is not None
+            counts[tuple(sequence.output.token_ids)] += 1
+            accepted += sequence.statistics.sources["drafter"].accepted
+            head = head.plus(sequence.statistics.head)
+    assert chi_square(counts, expected) > 1e-4 and accepted > 100
+    assert vocab == "full" or 0 < head.tokens < TOKENS * head.calls
