@@ -83,7 +83,6 @@ class Pair:
         native = usual if native is None else native
         self.model = tiny(layout, seed=3).to(dtype).float()
         self.network = head_of(self.config, self.model).to(dtype).float()
-        self.network.rotary = self.config.rotary()  # no rounded angles
         # pages of the kernels are longer than the beginnings that tests share in float32
         self.target = make_model(
             copy.deepcopy(self.model).to(dtype),

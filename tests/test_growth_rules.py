@@ -1,4 +1,4 @@
-"""Draws, and trees against plain references of the papers' algorithms; what they ask of the drafter.
+"""Draws, and trees against plain references of the papers' algorithms; what they ask the drafter.
 
 pytest tests/test_growth_rules.py
 """

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.eagle_model import Beside, Norm, rotated
+from quickbeam.drafters.eagle_model import Beside, Norm
 from quickbeam.drafters.folder import (
     SIZES,
     TargetParts,
@@ -39,7 +39,6 @@ from quickbeam.drafters.folder import (
     write_folder,
 )
 from quickbeam.errors import InvalidInput
-from quickbeam.models.angles import RotaryEmbedding
 from quickbeam.models.base import check_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -133,10 +132,6 @@ class BlockConfig:
             confidence=confidence,
         )
 
-    def rotary(self) -> RotaryEmbedding:
-        """Return the module of the rotary angles."""
-        return RotaryEmbedding(self.rope, self.head_dim)
-
     def record(self) -> dict[str, Any]:
         """Return the fields that `of` reads."""
         return {
@@ -218,18 +213,6 @@ class BlockNetwork(Beside):
         if config.confidence:
             proj = nn.Linear(d + config.markov_rank, 1)
             self.confidence_head = nn.ModuleDict({"proj": proj})
-        self._rotary = (config.rotary(),)  # in a tuple: angles stay float32
-
-    @property
-    def rotary(self) -> RotaryEmbedding:
-        """The module of the rotary angles."""
-        return self._rotary[0]
-
-    def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Apply the rotary angles of `positions` `[n]` to `[n, heads, head_dim]`."""
-        rotary = self.rotary.to(x.device)
-        cos, sin = (angle[0, :, None] for angle in rotary(x, positions[None]))
-        return rotated(x, cos, sin)
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the vectors `[n, d]` of committed tokens from the target's hidden states.
@@ -339,7 +322,6 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
             raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
         with torch.device("meta"):
             network = BlockNetwork(config, target.embedding, target.head)
-        network._rotary = (config.rotary(),)
         state = assemble(network, read_tensors(folder), ignored=IGNORED)
     network.load_state_dict(state, assign=True)
     return network.requires_grad_(False)

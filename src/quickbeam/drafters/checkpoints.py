@@ -107,7 +107,6 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
                 state, config.draft_vocab_size, fields.get("vocab_size"), target.vocab
             )
         _check_target(config, weights.get("tokens"), target)
-    network.rotary = config.rotary()
     network.load_state_dict(weights, assign=True)
     return network.requires_grad_(False)
 

@@ -243,7 +243,6 @@ def eagle_drafter(
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    network.rotary = config.rotary().to(model.device)  # the angles stay float32
     found = usable_kernels(model, network)
     passes: Passes
     if native and found is not None and config.activation == "silu":

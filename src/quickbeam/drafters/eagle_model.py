@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import write_folder
+from quickbeam.drafters.folder import rotary_angles, write_folder
 from quickbeam.errors import InvalidInput
-from quickbeam.models.angles import RotaryEmbedding
+from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
@@ -84,10 +84,6 @@ class EagleConfig:
     def own_head(self) -> bool:
         return self.draft_vocab_size is not None
 
-    def rotary(self) -> RotaryEmbedding:
-        """Return the module of the rotary angles."""
-        return RotaryEmbedding(self.rope, self.head_dim)
-
 
 class Norm(nn.Module):
     """RMS norm over the last dimension."""
@@ -107,6 +103,8 @@ class Beside(nn.Module):
     These two are not among its parameters and are not saved.
     """
 
+    config: Any
+
     def __init__(self, embedding: nn.Module | None, head: nn.Module | None) -> None:
         super().__init__()
         # in a dictionary, so that they don't become parameters of this module
@@ -125,11 +123,16 @@ class Beside(nn.Module):
         assert module is not None, f"built without the target's {name}"
         return module
 
+    @cached_property
+    def angles(self) -> Angles:
+        """Of its layers. They stay float32, whatever the module is moved to."""
+        return rotary_angles(self.config.rope, self.config.head_dim)
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return `[..., heads, head_dim]` turned by angles `[..., 1, head_dim]`."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply the rotary angles of `positions` `[..., n]` to `[..., n, heads, head_dim]`."""
+        cos, sin = (angle.to(x.dtype)[..., None, :] for angle in self.angles.at(positions))
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class EagleHead(Beside):
@@ -177,7 +180,6 @@ class EagleHead(Beside):
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
             # the target's token for each row of the head
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
-        self.rotary = config.rotary()
         if config.activation not in ACTIVATIONS:
             raise InvalidInput(
                 f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
@@ -227,9 +229,7 @@ class EagleHead(Beside):
                 x = self.input_norm(x)
         qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
         turned = config.heads + config.kv_heads
-        cos, sin = self.rotary(qkv, positions.reshape(-1, positions.shape[-1]))
-        cos, sin = (angle.view(*positions.shape, 1, -1) for angle in (cos, sin))
-        qk = rotated(qkv[..., :turned, :], cos, sin)
+        qk = self.rotated(qkv[..., :turned, :], positions)
         query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
         return residual, query, key, qkv[..., turned:, :]
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.angles import RotaryEmbedding
+from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
 
 WEIGHTS = (
@@ -88,10 +88,25 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     sizes |= whole_numbers(fields, {"head_dim": "head_dim"})
     rope = {name: fields[name] for name in ROPE if fields.get(name) is not None}
     try:
-        RotaryEmbedding(rope, sizes["head_dim"])
+        rotary_angles(rope, sizes["head_dim"])
     except (InvalidInput, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidInput(f"its config describes no rotary angles: {error}") from error
     return sizes | {"eps": fields.get("rms_norm_eps") or 1e-6, "rope": rope}
+
+
+def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
+    """Return the angles of a drafter's own layers, whose halves turn together.
+
+    `fields`: what its configuration says of them: `rope_parameters`, or older names of the same.
+    Raises `InvalidInput` as `Angles` does.
+    """
+    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
+    border = rope.get("original_max_position_embeddings")
+    length = fields.get("max_position_embeddings")
+    if rope.get("factor") is None and border and length:
+        rope["factor"] = length / border
+    return Angles(rope, dim)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

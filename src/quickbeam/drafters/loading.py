@@ -23,7 +23,7 @@ from quickbeam.drafters.mtp import load_mtp
 from quickbeam.drafters.translation import TranslatedDrafter, Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import local_folder
+from quickbeam.models.checkpoint import WANTED, local_folder
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
@@ -106,22 +106,13 @@ def _feature_drafter(folder: Path, target: Model) -> Drafter:
 
 
 def _fetch(name: str, code: bool) -> Path:
-    """Download a Hugging Face repository into its cache and return the folder.
+    """Download a Hugging Face repository and return the folder. Raises as `local_folder`.
 
     The older weight format is fetched only where there is no other. `code`: fetch Python files,
-    too. Raises `InvalidInput` if the repository can't be fetched.
+    too.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=["*.bin", *others]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise InvalidInput(
-            f"the drafter {name!r} can't be fetched ({str(error).splitlines()[0]}); "
-            "give a folder that holds it"
-        ) from error
+    wanted = [*WANTED, *(["*.py"] if code else [])]
+    folder = local_folder(name, None, wanted)
+    if not any(folder.glob("*.safetensors")):
+        folder = local_folder(name, None, [*wanted, "*.bin"])
     return folder

@@ -150,9 +150,7 @@ class NativePasses:
     def run_program(self, program: Program, rows: RowList, given: dict[str, torch.Tensor]) -> None:
         """Run a program over rows, with the angles of their positions."""
         if (last := max(rows.positions)) >= len(self._angles[0]):
-            both = self.network.rotary(torch.empty(1), torch.arange((last // STEP + 1) * STEP))
-            cosine, sine = (part[:, : part.shape[1] // 2].contiguous() for part in both)
-            self._angles = cosine, sine
+            self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
         program.run(rows.rows(), given, self._angles)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.stack import Rotary, Stack
@@ -165,33 +164,6 @@ class Angles:
         """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
         turned = positions.float()[..., None] * self._frequencies.to(positions.device)
         return turned.cos() * self._factor, turned.sin() * self._factor
-
-
-class RotaryEmbedding(nn.Module):
-    """Angles of a drafter's own layer, whose halves turn together.
-
-    `fields`: what its configuration says of them: `rope_parameters`, or older names of the same.
-    """
-
-    def __init__(self, fields: Mapping[str, Any], dim: int) -> None:
-        super().__init__()
-        rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
-        border, length = (
-            rope.get("original_max_position_embeddings"),
-            fields.get("max_position_embeddings"),
-        )
-        if rope.get("factor") is None and border and length:
-            rope["factor"] = length / border
-        speeds, self._factor = frequencies(rope, dim)
-        self.register_buffer("frequencies", speeds, persistent=False)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return cosines and sines `[..., dim]` of `positions` `[...]`, in the dtype of `x`."""
-        speeds: Any = self.frequencies
-        half = positions.float()[..., None] * speeds
-        turned = torch.cat([half, half], -1)
-        return tuple((part * self._factor).to(x.dtype) for part in (turned.cos(), turned.sin()))
 
 
 class AngleTable:

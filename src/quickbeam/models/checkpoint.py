@@ -128,8 +128,9 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig(language_part(found))
 
 
-def local_folder(model: str, revision: str | None) -> Path:
-    """Return a model's folder: `model` itself, or what a Hugging Face id is downloaded to.
+def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
+    """Return a model's folder: `model` itself, or what `wanted` files of a Hugging Face id are
+    downloaded to.
 
     Raises `InvalidInput` where there is no such model.
     """
@@ -145,7 +146,7 @@ def local_folder(model: str, revision: str | None) -> Path:
         found = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(WANTED),
+            allow_patterns=list(wanted),
             ignore_patterns=list(UNWANTED),
         )
         return Path(found)
