@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest, probs_of
+from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
@@ -89,17 +89,6 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         self.pool = self.passes.pool
 
     @inference
-    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
-        # `end` bounds the hidden states that were given, so it needs no look here
-        self._read(
-            [
-                state
-                for state in states
-                if isinstance(state, BlockState) and state.waiting >= max(1, least)
-            ]
-        )
-
-    @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions over the candidates. See `Drafter.answer`.
 
@@ -114,7 +103,7 @@ class BlockDrafter(FeatureDrafter[BlockState]):
 
     def _read(self, states: Sequence[BlockState]) -> None:
         """Write keys and values of all tokens whose hidden states are unread."""
-        for part in in_parts(states, lambda state: state.waiting):
+        for part in in_parts(states, BlockState.readable):
             hidden = [state.unread.first(count) for state, count in part]
             self.passes.read([state.cache for state, _ in part], hidden)
             for state, count in part:

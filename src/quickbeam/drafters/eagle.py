@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest, probs_of
+from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
@@ -44,6 +44,9 @@ class EagleState(FeatureState):
         self.place: dict[int, int] = {}
         self.paths: list[list[int]] = []
         self.routed: dict[int, torch.Tensor] = {}
+
+    def readable(self, early: bool = True) -> int:
+        return min(self.waiting - early, self.unread_rows)
 
     @property
     def unread_rows(self) -> int:
@@ -113,12 +116,6 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         model.watch(layers)
 
     @inference
-    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
-        # `end` bounds the hidden states that were given, so it needs no look here
-        mine = [state for state in states if isinstance(state, EagleState)]
-        self._read([one for one in mine if _readable(one, True) >= max(1, least)], early=True)
-
-    @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions over the tokens that the head scored, on the target's device.
 
@@ -148,13 +145,14 @@ class EagleDrafter(FeatureDrafter[EagleState]):
             state.place.update({node: done + i for i, node in enumerate(asked)})
         return self._distributions(requests)
 
-    def _read(self, states: Sequence[EagleState], early: bool) -> None:
+    def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
         """Compute rows of the committed tokens that have hidden states.
 
-        The last row of each state stands for the root, whose distribution is computed. `early`: it
-        is left out.
+        A row needs the hidden state of a token and the id of the token after it. The last row of
+        each state stands for the root, whose distribution is computed. `early`: called before a
+        tree is requested, so that row is left out.
         """
-        for part in in_parts(states, lambda state: _readable(state, early)):
+        for part in in_parts(states, lambda state: state.readable(early)):
             works: Works = []
             for state, count in part:
                 at = state.cache.length
@@ -252,12 +250,3 @@ def eagle_drafter(
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size
     return EagleDrafter(passes, model, config.layers, head_size, tokens)
-
-
-def _readable(state: EagleState, early: bool) -> int:
-    """Return how many rows of committed tokens can be computed now.
-
-    A row needs the hidden state of a token and the id of the token after it. `early`: called before
-    a tree is requested. Then the last row is left out, as routing and distributions start from it.
-    """
-    return min(state.waiting - early, state.unread_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -12,7 +13,7 @@ import torch
 from quickbeam.drafters.base import Drafter, DrafterState, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Model
+from quickbeam.models.base import Model, inference
 from quickbeam.models.gathered import GatheredStep, RowPool
 from quickbeam.models.kv import Layer, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
@@ -96,6 +97,10 @@ class FeatureState(DrafterState):
     def waiting(self) -> int:
         return len(self.unread)
 
+    def readable(self) -> int:
+        """Return how many rows of committed tokens can be computed ahead of the next tree."""
+        return len(self.unread)
+
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
         self._unseen.extend(tokens)
@@ -150,6 +155,16 @@ class FeatureDrafter(Drafter, Generic[State]):
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> State:
         listed = None if shortlist is None else shortlist.begin(ids)
         return self.kind(self.pool.new(), ids, listed)
+
+    @inference
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+        # `end` bounds the hidden states that were given, so it needs no look here
+        mine = [state for state in states if isinstance(state, self.kind)]
+        self._read([state for state in mine if state.readable() >= max(1, least)])
+
+    @abstractmethod
+    def _read(self, states: Sequence[State]) -> None:
+        """Compute all rows of the states that can be computed now."""
 
 
 class TorchPasses:
