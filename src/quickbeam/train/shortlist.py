@@ -9,7 +9,6 @@ context's tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -158,9 +157,7 @@ class ShortlistTraining(DrafterFolder):
             "places": len(places.tokens),
             "held_out": held_out,
         }
-        part = self.out / f"{FIGURES}.part"
-        part.write_text(json.dumps(record, indent=2) + "\n")
-        os.replace(part, self.out / FIGURES)
+        (self.out / FIGURES).write_text(json.dumps(record, indent=2) + "\n")
         return figures
 
     def _collect(self, chosen: list[int], count: int, report: Callable[[float], None]) -> Places:
