@@ -1,7 +1,5 @@
 """Drafters with known distributions for the tests of tree policies, and the policies over them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

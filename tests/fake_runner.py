@@ -1,7 +1,5 @@
 """Runners with set answers and timings, for whoever tests the benchmark without a model."""
 
-from __future__ import annotations
-
 import torch
 
 from quickbeam.bench.methods import PEERS, MethodItem

@@ -1,9 +1,4 @@
-"""How likely proposals are accepted: the first guess, and what was accepted.
-
-pytest tests/test_acceptance.py
-"""
-
-from __future__ import annotations
+"""How likely proposals are accepted: the first guess, and what was accepted."""
 
 import random
 from statistics import mean

@@ -1,8 +1,5 @@
 """Assistants of Gemma 4: transformers' own class is the reference; answers are plain decoding's,
-whatever the assistant reads.
-
-pytest tests/test_assistant.py
-"""
+whatever the assistant reads."""
 
 from __future__ import annotations
 

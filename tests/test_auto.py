@@ -1,9 +1,4 @@
-"""One tree of what the text repeats, what the last logits nearly chose and what a drafter says.
-
-pytest tests/test_auto.py
-"""
-
-from __future__ import annotations
+"""One tree of what the text repeats, what the last logits nearly chose and what a drafter says."""
 
 import random
 

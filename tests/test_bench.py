@@ -1,8 +1,6 @@
 """The benchmark's methods, harness and figures: pytest tests/test_bench.py. Runners with set
 timings stand in for models."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """transformers' own ways to decode, as methods of the benchmark, on a random model: pytest
 tests/test_bench_peers.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark's tables, record and command: pytest tests/test_bench_report.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,9 +1,4 @@
-"""Every script of benchmarks/ runs on a tiny model, prints a Markdown table and writes a summary.
-
-pytest tests/test_benchmarks.py
-"""
-
-from __future__ import annotations
+"""Every script of benchmarks/ prints a Markdown table and writes a summary, on a tiny model."""
 
 import json
 import re

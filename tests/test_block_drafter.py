@@ -1,9 +1,4 @@
-"""The block drafter: its network against the equations, its cache, answers, and what it drafts.
-
-pytest tests/test_block_drafter.py
-"""
-
-from __future__ import annotations
+"""The block drafter: its network against the equations, its cache, answers, and what it drafts."""
 
 import copy
 import json

@@ -1,8 +1,6 @@
 """Published feature drafters: what is read from their folders computes what their authors'
 equations say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,10 +1,5 @@
 """Draft probabilities of trees against acceptance: trees by hand, and distributions whose
-acceptance is known.
-
-pytest tests/test_draft_probabilities.py
-"""
-
-from __future__ import annotations
+acceptance is known."""
 
 import pytest
 import torch

@@ -1,11 +1,6 @@
 """Drafters that draft for several sequences at once: each gets the distributions that it gets
 alone,
-whatever it takes over or leaves out.
-
-pytest tests/test_drafting_together.py
-"""
-
-from __future__ import annotations
+whatever it takes over or leaves out."""
 
 import random
 from collections.abc import Callable

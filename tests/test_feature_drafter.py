@@ -1,11 +1,6 @@
 """A feature drafter at work: its distributions are those of its equations run plainly, whatever
 was grown,
-accepted and begun anew.
-
-pytest tests/test_feature_drafter.py
-"""
-
-from __future__ import annotations
+accepted and begun anew."""
 
 import random
 

@@ -1,9 +1,4 @@
-"""A feature drafter in the engine: greedy answers are plain decoding's, conversations go on.
-
-pytest tests/test_feature_engine.py
-"""
-
-from __future__ import annotations
+"""A feature drafter in the engine: greedy answers are plain decoding's, conversations go on."""
 
 import itertools
 import random

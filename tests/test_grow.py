@@ -1,7 +1,5 @@
 """Tree policies against brute force and by hand. Run: pytest tests/test_grow.py"""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,9 +1,6 @@
 """Trees grown from a drafter: sampled output keeps the target's distribution, greedy output is
 plain
-decoding's, limits hold.
-
-pytest tests/test_growth.py
-"""
+decoding's, limits hold."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Draws, and trees against plain references of the papers' algorithms; what they ask the drafter.
-
-pytest tests/test_growth_rules.py
-"""
-
-from __future__ import annotations
+"""Draws, and trees against plain references of the papers; what they ask of the drafter."""
 
 import math
 from collections import Counter

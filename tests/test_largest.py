@@ -1,7 +1,5 @@
 """The largest numbers of a row: the kernels and PyTorch's operators are held to a plain loop."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,11 +1,6 @@
 """A smaller language model as a drafter: its distributions are those of plain runs, whatever was
 grown,
-accepted and begun anew.
-
-pytest tests/test_lm_drafter.py
-"""
-
-from __future__ import annotations
+accepted and begun anew."""
 
 import random
 from types import SimpleNamespace

@@ -1,8 +1,5 @@
 """MTP heads: transformers' own class is the reference; answers are plain decoding's, whatever the
-head reads.
-
-pytest tests/test_mtp.py
-"""
+head reads."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The feature drafter, its router and its shortlisted head on the native kernels.
-
-pytest tests/test_native_drafter.py
-"""
-
-from __future__ import annotations
+"""The feature drafter, its router and its shortlisted head on the native kernels."""
 
 import random
 from dataclasses import replace

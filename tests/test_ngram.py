@@ -1,7 +1,5 @@
 """The n-gram index against a search of the whole text. Run: pytest tests/test_ngram.py"""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """Trees whose nodes and calls have prices.
 pytest tests/test_priced_trees.py"""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,9 +1,4 @@
-"""What is scored in a call: clusters routed, tokens of the context, and how many of either.
-
-pytest tests/test_shortlist.py
-"""
-
-from __future__ import annotations
+"""What is scored in a call: clusters routed, tokens of the context, and how many of either."""
 
 import math
 from contextlib import nullcontext

@@ -1,10 +1,5 @@
 """The fused kernel against the reference: on CUDA where there is one, in Triton's interpreter (a
-process of its own) otherwise.
-
-pytest tests/test_shortlist_fused.py
-"""
-
-from __future__ import annotations
+process of its own) otherwise."""
 
 import os
 import subprocess

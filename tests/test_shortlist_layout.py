@@ -1,9 +1,4 @@
-"""The order of the vocabulary, the router, and the folder that keeps them.
-
-pytest tests/test_shortlist_layout.py
-"""
-
-from __future__ import annotations
+"""The order of the vocabulary, the router, and the folder that keeps them."""
 
 import json
 

@@ -1,9 +1,4 @@
-"""`bench throughput`: arrivals, cancellations, and what is counted.
-
-pytest tests/test_throughput.py
-"""
-
-from __future__ import annotations
+"""`bench throughput`: arrivals, cancellations, and what is counted."""
 
 import json
 from dataclasses import replace

@@ -1,9 +1,4 @@
-"""Training a block drafter: its mask, its loss, checkpoints, the command.
-
-pytest tests/test_train_block.py
-"""
-
-from __future__ import annotations
+"""Training a block drafter: its mask, its loss, checkpoints, the command."""
 
 import json
 import math

@@ -1,10 +1,5 @@
 """Text for training on disk: files give back what was put in, prompts are read, batches hold every
-conversation once.
-
-pytest tests/test_train_shards.py
-"""
-
-from __future__ import annotations
+conversation once."""
 
 import json
 import os

@@ -1,9 +1,4 @@
-"""Places of text, clusters of tokens, the router over them, and the command that makes a shortlist.
-
-pytest tests/test_train_shortlist.py
-"""
-
-from __future__ import annotations
+"""Places of text, clusters of tokens, the router over them, and the command for shortlists."""
 
 import json
 import shutil

@@ -1,9 +1,4 @@
-"""Text for training: conversations say what was said, whoever else speaks beside them.
-
-pytest tests/test_train_text.py
-"""
-
-from __future__ import annotations
+"""Text for training: conversations say what was said, whoever else speaks beside them."""
 
 import copy
 import itertools

@@ -1,9 +1,4 @@
-"""A smaller model with another tokenizer drafts: tokens are mapped by their bytes.
-
-pytest tests/test_translation.py
-"""
-
-from __future__ import annotations
+"""A smaller model with another tokenizer drafts: tokens are mapped by their bytes."""
 
 import json
 import shutil

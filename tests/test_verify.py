@@ -1,7 +1,5 @@
 """Run: pytest tests/test_verify.py"""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,11 +1,6 @@
 """A feature drafter that scores a part of the vocabulary: its distributions are the whole ones
 renormalised,
-and answers stay the model's.
-
-pytest tests/test_vocabulary.py
-"""
-
-from __future__ import annotations
+and answers stay the model's."""
 
 import random
 from collections import Counter

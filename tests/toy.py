@@ -6,8 +6,6 @@ Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, 
 exact_probs(model))` must not be tiny.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
