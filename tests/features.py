@@ -85,9 +85,7 @@ class Pair:
         self.network = head_of(self.config, self.model).to(dtype).float()
         # pages of the kernels are longer than the beginnings that tests share in float32
         self.target = make_model(
-            copy.deepcopy(self.model).to(dtype),
-            native=native and dtype is torch.bfloat16,
-            chunk=6,
+            copy.deepcopy(self.model).to(dtype), native=native and dtype is torch.bfloat16, chunk=6
         )
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())

@@ -8,13 +8,7 @@ import torch
 
 from cases import few
 from drafters import KnownDrafter, context_of, grow, toy_distributions
-from quickbeam.methods.acceptance import (
-    AcceptanceModel,
-    as_printed,
-    drafted,
-    drawn,
-    repeated,
-)
+from quickbeam.methods.acceptance import AcceptanceModel, as_printed, drafted, drawn, repeated
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.verify import verify_residual
 from toy import ToyModel, path_tokens, random_tree, reached

@@ -330,14 +330,8 @@ def refuse(folder, config, state, match, **target):
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: False"),
         ({"layer_types": ["sliding_attention"]}, "layer_types: sliding_attention"),
         ({"hidden_act": "quick_gelu"}, "unknown activation 'quick_gelu'; known: silu"),
-        (
-            {"rope_scaling": {"rope_type": "mystery", "factor": 2.0}},
-            "no rotary angles.*mystery",
-        ),
-        (
-            {"num_attention_heads": "four"},
-            "num_attention_heads: .four.; want a whole number",
-        ),
+        ({"rope_scaling": {"rope_type": "mystery", "factor": 2.0}}, "no rotary angles.*mystery"),
+        ({"num_attention_heads": "four"}, "num_attention_heads: .four.; want a whole number"),
         (
             {"intermediate_size": 64},
             r"midlayer.mlp.gate_proj.weight has shape \[48, 32\], expected \[64, 32\]",
@@ -392,11 +386,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, change, match):
 
 def test_another_target_is_refused(tmp_path):
     refuse(
-        tmp_path / "a",
-        LLAMA,
-        eagle1(),
-        "reads hidden states 32 wide, the target's are 64",
-        size=64,
+        tmp_path / "a", LLAMA, eagle1(), "reads hidden states 32 wide, the target's are 64", size=64
     )
     refuse(
         tmp_path / "b",

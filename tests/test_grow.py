@@ -127,12 +127,7 @@ def nodes(tree):
 
 
 @examples(200, derandomize=True)
-@given(
-    contexts(),
-    budgets,
-    depths,
-    st.sampled_from(WITHOUT),
-)
+@given(contexts(), budgets, depths, st.sampled_from(WITHOUT))
 def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
     before = (list(context.ids), context.logits.clone())
     tree = grown(context, budget, max_depth, method)
@@ -148,13 +143,7 @@ def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
 
 
 @examples(200, derandomize=True)
-@given(
-    contexts(),
-    budgets,
-    budgets,
-    depths,
-    st.sampled_from(WITHOUT),
-)
+@given(contexts(), budgets, budgets, depths, st.sampled_from(WITHOUT))
 def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large, max_depth, method):
     small, large = sorted((small, large))
     policy = make_method(method)

@@ -19,12 +19,7 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
 from quickbeam.drafters.folder import named_errors
-from quickbeam.drafters.native import (
-    CompiledDrafter,
-    DrafterParameters,
-    NativeHead,
-    NativePacker,
-)
+from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model

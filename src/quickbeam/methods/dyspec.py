@@ -112,11 +112,7 @@ def threshold_tree(
             break
         least = [ROUNDING * threshold / tree.value[node] for node in layer]
         children = dict(
-            zip(
-                layer,
-                (yield from ask(context, tree, layer, free, least)),
-                strict=True,
-            )
+            zip(layer, (yield from ask(context, tree, layer, free, least)), strict=True)
         )
         heap = [(-tree.value[node] * children[node].left, node) for node in layer]
         heapify(heap)

@@ -275,9 +275,7 @@ class Search:
 
 
 def best_first(
-    search: Search,
-    calibration: Calibration,
-    propose: Callable[[Search], None] = Search.rank,
+    search: Search, calibration: Calibration, propose: Callable[[Search], None] = Search.rank
 ) -> Growth:
     """Ask the drafter about likely paths until none is left that could add a node.
 

@@ -123,9 +123,7 @@ class NativeBlocks:
                     **places,
                 )
             program.run(
-                plain_rows(len(h)),
-                {"h": h.contiguous(), "logits": logits},
-                blocks=prepared.blocks,
+                plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks
             )
         return logits
 
