@@ -81,17 +81,16 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `InvalidInput` for fields that are missing, and for unknown rotary angles.
     """
-    fields = {"num_key_value_heads": fields.get("num_attention_heads"), "head_dim": None, **fields}
-    sizes = whole_numbers(fields, SIZES)
-    if fields["head_dim"] is None:
-        fields["head_dim"] = sizes["hidden_size"] // max(1, sizes["heads"])
-    sizes |= whole_numbers(fields, {"head_dim": "head_dim"})
-    rope = {name: fields[name] for name in ROPE if fields.get(name) is not None}
+    said = {name: value for name, value in fields.items() if value is not None}
+    sizes = whole_numbers({"num_key_value_heads": said.get("num_attention_heads"), **said}, SIZES)
+    usual = sizes["hidden_size"] // max(1, sizes["heads"])
+    sizes |= whole_numbers({"head_dim": usual, **said}, {"head_dim": "head_dim"})
+    rope = {name: said[name] for name in ROPE if name in said}
     try:
         rotary_angles(rope, sizes["head_dim"])
     except (InvalidInput, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidInput(f"its config describes no rotary angles: {error}") from error
-    return sizes | {"eps": fields.get("rms_norm_eps") or 1e-6, "rope": rope}
+    return sizes | {"eps": said.get("rms_norm_eps", 1e-6), "rope": rope}
 
 
 def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
