@@ -333,6 +333,9 @@ def refuse(folder, config, state, match, **target):
         ({"hidden_act": "quick_gelu"}, "unknown activation 'quick_gelu'; known: silu"),
         ({"rope_scaling": {"rope_type": "mystery", "factor": 2.0}}, "no rotary angles.*mystery"),
         ({"num_attention_heads": "four"}, "num_attention_heads: .four.; want a whole number"),
+        ({"vocab_size": "97"}, "vocab_size: .97.; want a whole number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: .small.; want a number"),
+        ({"rope_parameters": "plain"}, "no rotary angles"),
         (
             {"intermediate_size": 64},
             r"midlayer.mlp.gate_proj.weight has shape \[48, 32\], expected \[64, 32\]",

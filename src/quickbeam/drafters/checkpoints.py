@@ -24,6 +24,7 @@ from quickbeam.drafters.folder import (
     read_config,
     read_tensors,
     tensor_names,
+    whole_numbers,
 )
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
@@ -165,7 +166,8 @@ def _config(
     """Return what the configuration and the stored tensors say of the network."""
     _refuse(fields)
     layer, flags = layer_fields(fields), {**(fields.get("eagle_config") or {}), **fields}
-    size, vocab = layer["hidden_size"], fields.get("vocab_size") or target.vocab
+    size = layer["hidden_size"]
+    vocab = whole_numbers({"vocab_size": target.vocab, **fields}, {"is": "vocab_size"})["is"]
     wide = f"{prefix}.hidden_norm.weight" in state
     stored, shared = state.get("embed_tokens.weight"), size == target.size
     own = stored is not None and (not shared or _differs(stored, target))

@@ -90,7 +90,9 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         rotary_angles(rope, sizes["head_dim"])
     except (InvalidInput, TypeError, ValueError, ArithmeticError) as error:
         raise InvalidInput(f"its config describes no rotary angles: {error}") from error
-    return sizes | {"eps": said.get("rms_norm_eps", 1e-6), "rope": rope}
+    if not isinstance(eps := said.get("rms_norm_eps", 1e-6), int | float):
+        raise InvalidInput(f"its config says rms_norm_eps: {eps!r}; want a number")
+    return sizes | {"eps": eps, "rope": rope}
 
 
 def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
