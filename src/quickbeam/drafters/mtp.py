@@ -9,7 +9,7 @@ were trained for one depth each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,32 +63,18 @@ def mtp_stack(config: Any, dtype: torch.dtype) -> tuple[Stack, ModelConfig]:
     return FAMILIES[config.model_type](Config(one, dtype)), one
 
 
-@dataclass(frozen=True)
-class Join:
-    """How a hidden state joins the embedding of the token after it.
+def norm_of(stack: Stack, module: str) -> Norm:
+    """Return a norm of the model's kind whose weight is a module's."""
+    return replace(stack.norm, weights=(f"{module}.weight",))
 
-    Each behind its norm, they stand side by side, the token's first unless `hidden_first`. The
-    layer reads what `fc`, `[d, 2 d]`, makes of them.
+
+def joined(stack: Stack, layout: MtpLayout) -> Stack:
+    """Return the stack with its own last norm.
+
+    What joins its input has the place of the head, which is the model's.
     """
-
-    token: Norm
-    hidden: Norm
-    fc: Linear
-    hidden_first: bool
-
-
-def joined(stack: Stack, layout: MtpLayout) -> tuple[Stack, Join]:
-    """Return the stack with its own last norm, and what joins its input.
-
-    The joining product has the place of the head, which is the model's.
-    """
-
-    def norm(module: str) -> Norm:
-        return replace(stack.norm, weights=(f"{module}.weight",))
-
     fc = Linear((Tensor(f"{layout.fc}.weight"),))
-    join = Join(norm(layout.token_norm), norm(layout.hidden_norm), fc, layout.hidden_first)
-    return replace(stack, norm=norm(layout.norm), head=fc), join
+    return replace(stack, norm=norm_of(stack, layout.norm), head=fc)
 
 
 def mtp_parameters(
@@ -96,7 +82,6 @@ def mtp_parameters(
     named: dict[str, str],
     layout: MtpLayout,
     stack: Stack,
-    join: Join,
     config: Any,
     embedding: torch.Tensor,
 ) -> DrafterParameters:
@@ -115,8 +100,8 @@ def mtp_parameters(
     def place(name: str) -> Whole | FewBits | None:
         return placed(name, named, files, method_of(config))
 
-    joining = {name: [width] for norm in (join.token, join.hidden) for name in norm.weights}
-    joining |= {one.name: [width, 2 * width] for one in join.fc.weights}
+    joining = {f"{one}.weight": [width] for one in (layout.token_norm, layout.hidden_norm)}
+    joining |= {f"{layout.fc}.weight": [width, 2 * width]}
     shapes = expected(stack, config) | joining
     for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
         found = place(name) or one_by_one(name, place, files)
@@ -130,12 +115,20 @@ def mtp_parameters(
 
 
 class CompiledMtp(CompiledDrafter):
-    """A head's layer, which reads a `Join` of `states` `[rows, d]` and tokens."""
+    """A head's layer, which reads `states` `[rows, d]` and the tokens after them.
+
+    Each behind its norm, they stand side by side as `layout` has them, and are joined by `fc`.
+    """
 
     def __init__(
-        self, parameters: DrafterParameters, stack: Stack, join: Join, pages: PagePool, name: str
+        self,
+        parameters: DrafterParameters,
+        stack: Stack,
+        layout: MtpLayout,
+        pages: PagePool,
+        name: str,
     ) -> None:
-        self._join = join
+        self._layout = layout
         super().__init__(parameters, stack, pages, name)
 
     def _embed(self, program: Program, target: Buffer) -> None:
@@ -144,9 +137,10 @@ class CompiledMtp(CompiledDrafter):
         states, token = program.given("states", width, wide), program.buffer(width, True)
         both = program.buffer(2 * width, wide)
         program.embed(weight.detach(), token)
-        join, norm = self._join, self._compiler.norm
-        norm(join.token, token, both, column=width if join.hidden_first else 0)
-        norm(join.hidden, states, both, column=0 if join.hidden_first else width)
+        layout, norm = self._layout, self._compiler.norm
+        first = layout.hidden_first
+        norm(norm_of(self.stack, layout.token_norm), token, both, column=width if first else 0)
+        norm(norm_of(self.stack, layout.hidden_norm), states, both, column=0 if first else width)
         program.linear(self._head, both, target)
 
 
@@ -164,7 +158,7 @@ class MtpPasses:
         self,
         parameters: DrafterParameters,
         stack: Stack,
-        join: Join,
+        layout: MtpLayout,
         model: Model,
         normed: bool = True,
         weights: str | None = None,
@@ -175,7 +169,7 @@ class MtpPasses:
         if model.dtype is torch.float32:
             weights = FLOAT32
         weights = weights or (INT8 if parameters.finite else BFLOAT16)
-        self._compiled = CompiledMtp(parameters, stack, join, self.pool, weights)
+        self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
         self._compiled.watch([2] if normed else [1, 2])
         self._width = int(model.config.hidden_size)
         self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
@@ -225,8 +219,8 @@ def load_mtp(
                 "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, "
                 "DeepSeek-V3's and GLM-4-MoE's, MiMo's); name another drafter"
             )
-        (stack, join), embedding = joined(stack, layout), model.embedding.weight
+        stack, embedding = joined(stack, layout), model.embedding.weight
         assert isinstance(embedding, torch.Tensor)
-        parameters = mtp_parameters(files, named, layout, stack, join, one, embedding.detach())
-    passes = MtpPasses(parameters, stack, join, model, normed, weights)
+        parameters = mtp_parameters(files, named, layout, stack, one, embedding.detach())
+    passes = MtpPasses(parameters, stack, layout, model, normed, weights)
     return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
