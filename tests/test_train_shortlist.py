@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from checkpoints import LLAMA, eagle1, write
 from features import causal
 from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
@@ -211,6 +212,8 @@ def run(folder, model, *arguments, code=0):
 
 @pytest.mark.parametrize("kind", CLUSTERINGS)
 def test_the_command_makes_a_shortlist(toy_folder, folder, kind):
+    if kind == "kmeans":  # a published layout
+        write(folder, LLAMA | {"vocab_size": 257}, eagle1())
     given = f"--only shortlist --clusters {kind} --listed 6 --size 12 --depths 2"
     given += " --rows 400 --router-epochs 3 --width 32"
     said = run(folder, toy_folder, *given.split())
