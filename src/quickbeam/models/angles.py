@@ -162,7 +162,8 @@ class Angles:
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
-        turned = positions.float()[..., None] * self._frequencies.to(positions.device)
+        self._frequencies = self._frequencies.to(positions.device)  # moved once
+        turned = positions.float()[..., None] * self._frequencies
         return turned.cos() * self._factor, turned.sin() * self._factor
 
 
