@@ -112,7 +112,7 @@ def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
     expected, states = [], []
     for one in text:
         last = CodedTarget().hidden(one)[:, -D:]
-        likely = (last @ HEAD.T.bfloat16()).float().argsort(dim=1, descending=True)
+        likely = (last.float() @ HEAD.T).argsort(dim=1, descending=True)[:, : places.LIKELY]
         for at in range(len(one.tokens)):
             known = {*one.tokens[: at + 2].tolist(), *likely[at, :2].tolist()}
             for earlier in range(0, at + 1, places.STEP):
@@ -120,11 +120,11 @@ def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
                     known |= set(likely[earlier, :2].tolist())
             for depth in range(2):
                 if at + 2 + depth < len(one.tokens) and one.answer[at + 2 + depth]:
-                    target = int(likely[at + 1 + depth, 0])
-                    token = int(one.tokens[at + 1 + depth])
-                    expected.append((token, depth, target, target in known))
+                    there = [candidate in known for candidate in likely[at + 1 + depth].tolist()]
+                    target, token = int(likely[at + 1 + depth, 0]), int(one.tokens[at + 1 + depth])
+                    expected.append((token, depth, target, there[0], sum(there)))
                     states.append((token, depth, read(network, one, at, depth)))
-    columns = got.tokens, got.depth, got.target, got.in_context[:, 0]
+    columns = got.tokens, got.depth, got.target, got.in_context[:, 0], got.in_context.sum(1)
     assert sorted(zip(*(column.tolist() for column in columns), strict=True)) == sorted(expected)
     assert 0.1 < float(got.in_context[:, 0].float().mean()) < 0.95
     for token, depth, hidden in states[::7]:
