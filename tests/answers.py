@@ -1,7 +1,5 @@
 """Answers by an engine of one's own, from a model, a policy and a prompt in token ids."""
 
-from __future__ import annotations
-
 import itertools
 
 from quickbeam.drafters.last_logits import LastLogits
@@ -23,16 +21,7 @@ class Letters:
 
 
 def request(
-    model,
-    policy,
-    params,
-    prompt,
-    *,
-    budget=16,
-    eos=(),
-    shortlist=None,
-    observer=None,
-    setting=None,
+    model, policy, params, prompt, *, budget=16, eos=(), shortlist=None, observer=None, setting=None
 ):
     """What an engine is asked. `budget`: nodes a tree; None: the measured budget."""
     output = Output(Letters(), params, eos)

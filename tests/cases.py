@@ -1,11 +1,7 @@
 """Which combinations of parameters every change is tested with."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,7 +11,7 @@ SHARE = 0.4  # of a property's examples that `make test` tries
 LEAST = 12
 
 
-def spread(*values: Sequence[Any]) -> list[Any]:
+def spread(*values):
     """All combinations. A few in which each value occurs, evenly mixed, are run by `make test`; the
     others are `long`."""
     most = max(map(len, values)) if all(values) else 0
@@ -30,7 +26,7 @@ def spread(*values: Sequence[Any]) -> list[Any]:
     )
 
 
-def few(every: Any, kept: Collection[Any]) -> list[Any]:
+def few(every, kept):
     """All of them; those that are not `kept` are `long`."""
     cases = [case if isinstance(case, tuple) else (case,) for case in every]
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
@@ -38,7 +34,7 @@ def few(every: Any, kept: Collection[Any]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.long) for case in cases]
 
 
-def examples(most: int, **more: Any) -> settings:
+def examples(most, **more):
     """So many examples of a property with `make test-all`, a part of them with `make test`. `more`:
     hypothesis' own settings, beside the profile of `conftest.py`."""
     return settings(

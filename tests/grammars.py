@@ -1,7 +1,5 @@
 """Tokenizers and grammars for tests, and what a grammar allows by another hand."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import regex

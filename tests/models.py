@@ -1,7 +1,5 @@
 """Tiny random models of many layouts, and the plain way to run them."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -17,8 +15,6 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -78,14 +74,7 @@ CONFIGS = {
 UNDESCRIBED = HeliumConfig(**SIZES, head_dim=8)  # what the native kernels don't run
 
 
-def tiny(
-    name: str,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    wide: bool = False,
-    layers: int | None = None,
-    config: PreTrainedConfig | None = None,
-) -> PreTrainedModel:
+def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None):
     """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32
     dimensions, as small as real ones get. `layers`: so many, not 3. `config`: of this one, not
     `name`'s."""
@@ -110,7 +99,7 @@ def tiny(
 
 
 @torch.inference_mode()
-def path_logits(model: PreTrainedModel, prefix: list[int], tree: TokenTree) -> torch.Tensor:
+def path_logits(model, prefix, tree):
     """`[n, vocab]`: each root-to-node path run on its own, prefix and all, as transformers does
     it."""
     rows = []
@@ -120,10 +109,10 @@ def path_logits(model: PreTrainedModel, prefix: list[int], tree: TokenTree) -> t
     return torch.stack(rows)
 
 
-def random_tree(generator: torch.Generator, nodes: int, vocab: int = VOCAB) -> TokenTree:
+def random_tree(generator, nodes, vocab=VOCAB):
     """A tree of up to `nodes` nodes, any shape."""
 
-    def below(high: int) -> int:
+    def below(high):
         return int(torch.randint(high, (1,), generator=generator))
 
     tree = TokenTree(below(vocab))

@@ -5,48 +5,38 @@ round what they store. Here n is the number of rows, and `seen` lists for each r
 tokens that it attends to. Tests compare the kernels with these functions.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 
-def embed(weight: torch.Tensor, tokens: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+def embed(weight, tokens, scale=1.0):
     """EMBED: the tokens' rows of `weight` `[vocab, d]`, scaled, `[n, d]`."""
     return weight.double()[list(tokens)] * scale
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+def norm(x, weight, epsilon):
     """NORM: RMS norm over the last dimension of `[..., d]`, with `weight` `[d]` or none."""
     x = x.double()
     x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
     return x if weight is None else x * weight.double()
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x, weight, bias=None):
     """STORE: `[n, inputs]` by `[outputs, inputs]` to `[n, outputs]`, plus `bias` `[outputs]`."""
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-def add(
-    before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def add(before, x, weight, bias=None):
     """ADD: the product, added to what the target held, `[n, outputs]`."""
     return before.double() + linear(x, weight, bias)
 
 
-def activate(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def activate(x, weight, bias=None):
     """ACTIVATE: silu of the product, `[n, outputs]`."""
     return F.silu(linear(x, weight, bias))
 
 
-def gated(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def gated(x, gate, up, bias=None):
     """GATED: silu of one product times another product, `[n, outputs]`.
 
     `gate`, `up`: `[outputs, inputs]`. `bias`: `[2 * outputs]`, the gate's first.
@@ -55,7 +45,7 @@ def gated(
     return activate(x, gate, first) * linear(x, up, second)
 
 
-def best(logits: torch.Tensor) -> torch.Tensor:
+def best(logits):
     """BEST: the column of each row's largest logit, the first of equal ones.
 
     `[n, outputs]` to `[n]` int64. It is -1 if a logit is NaN or the largest is infinite.
@@ -65,13 +55,7 @@ def best(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(top[..., 0].isfinite(), first, -1)
 
 
-def chosen(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    blocks: Sequence[int],
-    size: int,
-) -> torch.Tensor:
+def chosen(x, weight, bias, blocks, size):
     """CHOSEN: the product with some blocks of `size` outputs of the weight.
 
     The results stand side by side in the order of `blocks`, `[n, len(blocks) * size]`.
@@ -80,12 +64,12 @@ def chosen(
     return linear(x, weight[outputs], None if bias is None else bias[outputs])
 
 
-def copy(source: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+def copy(source, before=None):
     """COPY: `source`, added to what the target held (`before`) if that is given."""
     return source.double() if before is None else before.double() + source.double()
 
 
-def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def rotate(x, cosine, sine):
     """Apply rotary angles: the first half of each head turns with the second.
 
     `x`: `[n, heads, dim]`. `cosine`, `sine`: `[n, dim / 2]`.
@@ -95,15 +79,7 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-def heads(
-    x: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-    epsilon: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads(x, heads, kv_heads, cosine, sine, norms=None, epsilon=0.0):
     """HEADS: queries, keys and values, taken apart and turned.
 
     They stand side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`. Each is returned as
@@ -121,7 +97,7 @@ def heads(
     return rotate(query, cosine, sine), rotate(key, cosine, sine), value
 
 
-def sort_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def sort_queries(query, kv_heads):
     """Return queries as HEADS leaves them for ATTEND.
 
     `[n, heads, dim]` becomes `[kv_heads, n, heads / kv_heads, dim]`.
@@ -130,19 +106,12 @@ def sort_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return query.reshape(n, kv_heads, heads // kv_heads, dim).transpose(0, 1).contiguous()
 
 
-def visible(prefix: int, path: Sequence[int]) -> list[int]:
+def visible(prefix, path):
     """Return the orders that a row sees: those below its prefix, then its path."""
     return [*range(prefix), *path]
 
 
-def weights(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def weights(query, keys, scaling, window=None, softcap=None, sinks=None):
     """Return the attention weights of one row for the tokens that it sees, `[heads, tokens]`.
 
     `query`: `[heads, dim]`. `keys`: `[heads, tokens, dim]`. `window`: only that many of the last
@@ -159,16 +128,7 @@ def weights(
     return scores.softmax(-1)[:, : keys.shape[1]]
 
 
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: Sequence[Sequence[int]],
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(query, keys, values, seen, scaling, window=None, softcap=None, sinks=None):
     """ATTEND over one sequence, `[n, heads, value_dim]`.
 
     `query`: `[n, heads, key_dim]`. `keys`, `values`: by order, `[kv_heads, tokens, dim]`.

@@ -4,7 +4,6 @@ that answers stay the same. `pytest tests/test_answers.py`"""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
 
 
-def plainly(texts: list[list[int]], suffix: list[int]) -> tuple[int, list[int]]:
+def plainly(texts, suffix):
     """How many tokens agree with the best of the newest occurrences, and what follows it."""
     places = [
         (text, end)
@@ -35,7 +34,7 @@ def plainly(texts: list[list[int]], suffix: list[int]) -> tuple[int, list[int]]:
     return best
 
 
-def test_finds_what_a_plain_reading_finds() -> None:
+def test_finds_what_a_plain_reading_finds():
     rng = random.Random(1)
     texts = [[rng.randrange(3) for _ in range(rng.randrange(2, 60))] for _ in range(40)]
     known = Texts(1 << 14)
@@ -54,7 +53,7 @@ def test_finds_what_a_plain_reading_finds() -> None:
     assert found > 300
 
 
-def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found() -> None:
+def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found():
     rng, known, texts = random.Random(2), Texts(300), list[list[int]]()
     for _ in range(200):
         texts.append([rng.randrange(6) for _ in range(rng.randrange(5, 90))])
@@ -77,7 +76,7 @@ def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found() -> None:
     assert alone.match(list(range(100, 110))) is None
 
 
-def test_a_conversation_is_entered_once() -> None:
+def test_a_conversation_is_entered_once():
     rng, known, talk = random.Random(3), Texts(1 << 12), list[int]()
     for _ in range(20):
         talk += [rng.randrange(1000) for _ in range(150)]
@@ -88,7 +87,7 @@ def test_a_conversation_is_entered_once() -> None:
         assert match is not None and known.continuation(match, 8)[:1] == talk[end : end + 1]
 
 
-def test_each_tenant_has_a_memory_of_its_own_and_few_have_one() -> None:
+def test_each_tenant_has_a_memory_of_its_own_and_few_have_one():
     memory = AnswerMemory(1 << 20)
     memory.of("a").add(list(range(100)))
     assert memory.of("a").match(list(range(50))) is not None
@@ -100,7 +99,7 @@ def test_each_tenant_has_a_memory_of_its_own_and_few_have_one() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_stay_the_same_and_take_fewer_steps(temperature: float) -> None:
+def test_answers_stay_the_same_and_take_fewer_steps(temperature):
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
     model, prompt = make_model(tiny("llama", seed=3)), [*range(1, 30)]
     answers, steps, policy = [], [], make_method("logitspec")
@@ -123,7 +122,7 @@ def test_answers_stay_the_same_and_take_fewer_steps(temperature: float) -> None:
     assert again <= 5 < without
 
 
-def test_off_by_zero_and_on_by_default(toy_folder: str) -> None:
+def test_off_by_zero_and_on_by_default(toy_folder):
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), "a b c d e f"
     steps = []
     for given in ({"memory_of_answers": "0"}, {"memory_of_answers": "1MB"}, {}):
@@ -134,14 +133,14 @@ def test_off_by_zero_and_on_by_default(toy_folder: str) -> None:
     assert steps[0][0] == steps[0][1] and steps[1] == steps[2] and steps[1][1] < steps[1][0]
 
 
-def test_tokens_stay_within_the_vocabulary() -> None:
+def test_tokens_stay_within_the_vocabulary():
     known = Texts(1 << 10)
     known.add([0, 0, 0, 0, VOCAB - 1, 0, 0, 0, 0, 7])
     match = known.match([0, 0, 0, 0])
     assert match is not None and known.continuation(match, 9) == [7]
 
 
-def test_kept_from_one_process_to_the_next(tmp_path: Path, caplog) -> None:
+def test_kept_from_one_process_to_the_next(tmp_path, caplog):
     path = tmp_path / "answers"
     memory, rng = AnswerMemory(1 << 20, path, "m"), random.Random(4)
     texts = {who: [rng.randrange(90) for _ in range(80)] for who in (None, "1.2.3.4", b"key")}
@@ -165,7 +164,7 @@ def test_kept_from_one_process_to_the_next(tmp_path: Path, caplog) -> None:
     assert "answers are not kept" in caplog.text and path.read_bytes() == before
 
 
-def test_a_model_keeps_its_answers(toy_folder: str, tmp_path: Path) -> None:
+def test_a_model_keeps_its_answers(toy_folder, tmp_path):
     params, steps = SamplingParams(max_tokens=30, ignore_eos=True), []
     for _ in range(2):
         with LLM(toy_folder, "logitspec", budget=8, keep=tmp_path / "kept") as llm:

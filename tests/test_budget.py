@@ -1,12 +1,9 @@
 """One budget for all sequences: its decisions by hand and against brute force.
 pytest tests/test_budget.py"""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -22,7 +19,7 @@ from quickbeam.engine.cost import WIDTHS, CostModel
 METHOD, DRAFTER = "a method", "a drafter"
 
 
-def begun(cost: CostModel, many: int = 1, nodes: int = 1, context: int = 0, prompts: int = 0):
+def begun(cost, many=1, nodes=1, context=0, prompts=0):
     """A budget in a step of so many sequences, each of whose last trees had so many nodes."""
     budget = Budget(cost)
     budget.begin(dict.fromkeys(range(many), context), dict.fromkeys(range(many), nodes), prompts)
@@ -37,9 +34,7 @@ def begun(cost: CostModel, many: int = 1, nodes: int = 1, context: int = 0, prom
     st.lists(st.floats(0, 4), min_size=1, max_size=8),
     st.lists(st.integers(1, 9), min_size=8, max_size=8),
 )
-def test_marginal_costs_are_the_slopes_of_the_largest_convex_bound(
-    more: list[float], gaps: list[int]
-) -> None:
+def test_marginal_costs_are_the_slopes_of_the_largest_convex_bound(more, gaps):
     widths = list(itertools.accumulate(gaps[: len(more)], initial=1))
     passes = list(itertools.accumulate(more, initial=1.0))
     cost, total = MarginalCost.of_passes(widths, passes), passes[0]
@@ -64,9 +59,7 @@ def test_marginal_costs_are_the_slopes_of_the_largest_convex_bound(
 @given(
     st.integers(0, 4), st.lists(st.lists(st.integers(1, 63), max_size=6), min_size=1, max_size=5)
 )
-def test_expected_tokens_come_to_what_smaller_trees_would_have_emitted(
-    situation: int, paths: list[list[int]]
-) -> None:
+def test_expected_tokens_come_to_what_smaller_trees_would_have_emitted(situation, paths):
     budget = begun(CostModel({1: 1.0}))
     for path in paths * 100:
         budget.observe_tree(METHOD, situation, 64, [0, *sorted(set(path))])
@@ -80,18 +73,18 @@ def test_expected_tokens_come_to_what_smaller_trees_would_have_emitted(
 
 
 @pytest.mark.parametrize("call", [0.0, 0.5, 4.0, 100.0])
-def test_the_number_chosen_is_the_best_with_drafting_counted(call: float) -> None:
+def test_the_number_chosen_is_the_best_with_drafting_counted(call):
     """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a
     layer, 8 in 10 layers accepted."""
     rng, budget, chosen = random.Random(0), begun(CostModel({1: 11.0, 64: 15.0})), list[int]()
 
-    def depth(nodes: int) -> int:
+    def depth(nodes):
         return round(nodes**0.5) if nodes > 1 else 0
 
-    def seconds(nodes: int) -> float:
+    def seconds(nodes):
         return budget.cost.alone(nodes) + call * depth(nodes)
 
-    def rate(nodes: int) -> float:
+    def rate(nodes):
         return sum(0.8**i for i in range(depth(nodes) + 1)) / seconds(nodes)
 
     comparison = budget.comparison(METHOD, [ASKED], DRAFTER)
@@ -116,13 +109,11 @@ gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, 
 
 @examples(200, derandomize=True)
 @given(gains, st.floats(0.01, 2), st.floats(0.01, 1), st.floats(0.01, 4))
-def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(
-    gains: list[float], first: float, more: float, rate: float
-) -> None:
-    def seconds(count: int) -> float:
+def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains, first, more, rate):
+    def seconds(count):
         return first + more * (count - 1)
 
-    def profit(answered: Sequence[bool]) -> float:
+    def profit(answered):
         """Tokens, less what the call's time would have given. The infinite ones are no choice."""
         if any(math.isinf(gain) and not taken for gain, taken in zip(gains, answered, strict=True)):
             return float("-inf")
@@ -136,7 +127,7 @@ def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(
     )
 
 
-def by_worth(rows: list[list[float]]) -> list[list[float]]:
+def by_worth(rows):
     return [sorted(row, reverse=True) for row in rows]
 
 
@@ -147,16 +138,14 @@ def by_worth(rows: list[list[float]]) -> list[list[float]]:
     st.integers(4, 60),
     st.floats(0.1, 4),
 )
-def test_nodes_are_shared_as_the_best_choice_of_all(
-    values: list[list[float]], slopes: list[float], rows: int, rate: float
-) -> None:
+def test_nodes_are_shared_as_the_best_choice_of_all(values, slopes, rows, rate):
     """Each tree keeps its first nodes. By brute force, where each further row costs no less than
     the one before."""
     steps = [slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(WIDTHS), strict=True)]
     passes = itertools.accumulate(steps, initial=1.0)
     budget = Budget(CostModel(dict(zip(WIDTHS, passes, strict=True))))
 
-    def profit(kept: Sequence[int]) -> float:
+    def profit(kept):
         expected = sum(sum(row[:count]) for row, count in zip(values, kept, strict=True))
         return expected - rate * budget.cost.alone(rows + sum(kept))
 

@@ -1,8 +1,6 @@
 """The modes of a step: which goes on, and how seldom the others are tried.
 pytest tests/test_comparison.py"""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -14,9 +12,7 @@ from quickbeam.engine.cost import CostModel
 MODES = {PLAIN: 1.0, UNASKED: 1.2, ASKED: 1.3}
 
 
-def compared(
-    comparison: Comparison, steps: int, many: int, modes: dict[str, tuple[float, float]]
-) -> list[str]:
+def compared(comparison, steps, many, modes):
     """Run steps of `many` sequences, and return their modes. `modes`: tokens and seconds of a step;
     the tokens vary, and the machine is slow now and then."""
     chosen, rng = list[str](), random.Random(1)
@@ -40,9 +36,7 @@ def compared(
         ({PLAIN: (1.0, 1.0), UNASKED: (1.05, 1.25), ASKED: (1.3, 1.7)}, PLAIN),
     ],
 )
-def test_the_fastest_mode_goes_on(
-    many: int, modes: dict[str, tuple[float, float]], fastest: str
-) -> None:
+def test_the_fastest_mode_goes_on(many, modes, fastest):
     comparison = Comparison({mode: MODES[mode] for mode in modes})
     chosen = compared(comparison, 3000, many, modes)
     assert chosen[1500:].count(fastest) > 0.9 * 1500
@@ -50,7 +44,7 @@ def test_the_fastest_mode_goes_on(
 
 
 @pytest.mark.parametrize("many", [1, 8, 32])
-def test_what_clearly_loses_is_seldom_tried(many: int) -> None:
+def test_what_clearly_loses_is_seldom_tried(many):
     modes = {PLAIN: (1.0, 1.0), UNASKED: (1.5, 1.05), ASKED: (1.6, 2.2)}
     chosen = compared(Comparison(MODES), 4000, many, modes)
     lost = sum(modes[mode][1] * 1.5 / 1.05 - modes[mode][0] for mode in chosen)
@@ -58,7 +52,7 @@ def test_what_clearly_loses_is_seldom_tried(many: int) -> None:
     assert {ASKED} < set(chosen)
 
 
-def test_a_change_of_what_is_faster_is_noticed() -> None:
+def test_a_change_of_what_is_faster_is_noticed():
     comparison = Comparison(MODES)
     slow = {PLAIN: (1.0, 1.0), UNASKED: (1.3, 1.1), ASKED: (1.4, 1.9)}
     assert compared(comparison, 2000, 1, slow)[-100:].count(UNASKED) > 80
@@ -66,10 +60,10 @@ def test_a_change_of_what_is_faster_is_noticed() -> None:
     assert compared(comparison, 6000, 1, fast)[-500:].count(ASKED) > 450
 
 
-def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave() -> None:
+def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave():
     budget = Budget(CostModel({1: 1.0, 64: 1.5}))
 
-    def of(sequences: int, setting: str = "a method") -> Comparison:
+    def of(sequences, setting="a method"):
         budget.begin(dict.fromkeys(range(sequences), 0), {})
         return budget.comparison(setting, [ASKED, PLAIN], "drafter")
 

@@ -1,11 +1,6 @@
 """What passes and calls cost, by the time they took.
 pytest tests/test_cost.py"""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import MixtralConfig
@@ -13,14 +8,13 @@ from transformers import MixtralConfig
 from models import SIZES, tiny
 from quickbeam.engine import cost as cost_module
 from quickbeam.engine.cost import CostModel
-from quickbeam.models.base import Batch, Model, Passed
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
 
 # --- the cost of a pass ---------------------------------------------------------------------------
 
 
-def test_cost_is_interpolated_and_measured() -> None:
+def test_cost_is_interpolated_and_measured():
     cost = CostModel({1: 1.0, 3: 2.0, 8: 4.0})
     assert [cost.alone(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
     longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
@@ -33,9 +27,7 @@ def test_cost_is_interpolated_and_measured() -> None:
     assert all(measured.alone(n) > 0 and measured.reading(n, 50) >= 0 for n in (1, 5, 16, 40))
 
 
-def test_measuring_is_not_bound_by_the_memory_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measuring_is_not_bound_by_the_memory_limit(monkeypatch):
     """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is
     given up for it."""
     model = make_model(tiny("qwen3", torch.float32, seed=5))
@@ -44,7 +36,7 @@ def test_measuring_is_not_bound_by_the_memory_limit(
     held = pool.new()
     held.reserve(2 * pool.page)
 
-    def watched(batch: Batch) -> list[Passed]:
+    def watched(batch):
         limits.add(pool.limit)
         if len(limits) > 1 or broken:
             raise RuntimeError
@@ -64,12 +56,12 @@ def test_measuring_is_not_bound_by_the_memory_limit(
     held.release()
 
 
-def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_cost_never_falls_with_the_rows(monkeypatch):
     """Slow moments of the machine while it is measured, the first one above all, are left out: a
     narrow pass can't take longer than a wide one, or what stands before it would cost nothing."""
     model, asked = make_model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
 
-    def timed(model: Model, nodes: int, context: int, sequences: int) -> float:
+    def timed(model, nodes, context, sequences):
         asked.append((nodes, context, sequences))
         busy = 60.0 if len(asked) in (1, 2, 5, 20) else 0.0
         slow = 3.0 if (nodes, context, sequences) in ((1, 0, 1), (4, 0, 1)) else 0.0
@@ -83,7 +75,7 @@ def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPat
     assert cost.alone(8, 8) == pytest.approx(9 * 4.5)
 
 
-def test_what_passes_read_is_measured_with_their_times() -> None:
+def test_what_passes_read_is_measured_with_their_times():
     config = MixtralConfig(**SIZES, num_local_experts=6)
     model = make_model(tiny("", torch.bfloat16, config=config))
     cost = CostModel.measure(model, 16)
@@ -95,7 +87,7 @@ def test_what_passes_read_is_measured_with_their_times() -> None:
 # --- what a call costs ----------------------------------------------------------------------------
 
 
-def test_the_first_call_of_all_does_not_count() -> None:
+def test_the_first_call_of_all_does_not_count():
     cost = CostModel({1: 2.0})
     cost.observe_call("d", 1, 50.0)  # weights were packed in it
     assert cost.call("d", 1) == pytest.approx(cost.CALL * 2.0)
@@ -103,20 +95,18 @@ def test_the_first_call_of_all_does_not_count() -> None:
     assert cost.call("d", 1) == 1.5
 
 
-def takes(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+def takes(monkeypatch, seconds):
     """Have passes of so many nodes take `seconds(nodes)`, as far as costs are measured."""
     run = cost_module._time
 
-    def time(model: Model, nodes: int, context: int, sequences: int) -> float:
+    def time(model, nodes, context, sequences):
         run(model, nodes, context, sequences)
         return seconds(nodes)
 
     monkeypatch.setattr(cost_module, "_time", time)
 
 
-def test_what_a_busy_machine_measured_is_not_kept_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_busy_machine_measured_is_not_kept_for_good(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
     model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
     model.weight_bytes = 2**30
@@ -131,9 +121,7 @@ def test_what_a_busy_machine_measured_is_not_kept_for_good(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss-sinks"])
-def test_what_was_measured_is_kept_for_the_next_process(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_kept_for_the_next_process(name, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
     takes(monkeypatch, lambda nodes: 1 + 0.1 * nodes)
     model = make_model(tiny(name, torch.bfloat16, seed=5))

@@ -6,8 +6,6 @@ names that these define.
 pytest tests/test_docs_links.py
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 In steps, not in seconds. pytest tests/test_fairness.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

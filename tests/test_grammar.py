@@ -1,8 +1,6 @@
 """Answers that follow a grammar are the plain ones, whatever drafts them and whatever runs beside
 them. `pytest tests/test_grammar.py`"""
 
-from __future__ import annotations
-
 import json
 import math
 import re

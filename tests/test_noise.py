@@ -1,7 +1,5 @@
 """The noise of a place: pytest tests/test_noise.py"""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

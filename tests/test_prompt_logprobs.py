@@ -3,8 +3,6 @@
 pytest tests/test_prompt_logprobs.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

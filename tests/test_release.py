@@ -1,7 +1,5 @@
 """What a release consists of says the same everywhere. `pytest tests/test_release.py`"""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

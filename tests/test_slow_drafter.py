@@ -1,8 +1,6 @@
 """A lone request beside a slow drafter, on a simulated clock: what pays goes on, prompts counted.
 pytest tests/test_slow_drafter.py"""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,7 +12,7 @@ from answers import answer
 from drafters import KnownDrafter
 from models import VOCAB, tiny
 from quickbeam import LLM
-from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest
+from quickbeam.drafters.base import DrafterState
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -24,7 +22,7 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Model, Passed
+from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
@@ -34,7 +32,7 @@ PROMPT, ANSWER, ANSWERS = 150, 64, 8
 
 
 @cache
-def questions() -> list[tuple[list[int], list[int]]]:
+def questions():
     """Prompts and their answers."""
     rng, params = random.Random(5), SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     target, prompts = make_model(tiny("llama", seed=3)), list[list[int]]()
@@ -48,22 +46,22 @@ def questions() -> list[tuple[list[int], list[int]]]:
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 class ReadingState(DrafterState):
-    def __init__(self, ids: Sequence[int]) -> None:
+    def __init__(self, ids):
         self.unread = len(ids) - 1
 
     @property
-    def waiting(self) -> int:
+    def waiting(self):
         return self.unread
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens):
         self.unread += len(tokens)
 
-    def skip(self, tail: int) -> None:
+    def skip(self, tail):
         self.unread = min(self.unread, tail)
 
 
@@ -72,12 +70,12 @@ class SlowDrafter(KnownDrafter):
 
     skips = True
 
-    def __init__(self, clock: Clock, call: float, token: float, right: float) -> None:
+    def __init__(self, clock, call, token, right):
         self.clock, self.call, self.token, self.right = clock, call, token, right
         self.text, self.tokens_read = list[int](), 0
         super().__init__(self._probs)
 
-    def _probs(self, context: Sequence[int]) -> torch.Tensor:
+    def _probs(self, context):
         place = len(context)
         sure = random.Random(place).random() < self.right and place < len(self.text)
         token = self.text[place] if sure else random.Random(str(context[-3:])).randrange(VOCAB)
@@ -85,20 +83,20 @@ class SlowDrafter(KnownDrafter):
         probs[token] += 0.6
         return probs
 
-    def begin(self, ids: Sequence[int], shortlist: object = None) -> ReadingState:
+    def begin(self, ids, shortlist=None):
         return ReadingState(ids)
 
-    def _read(self, states: Sequence[DrafterState]) -> None:
+    def _read(self, states):
         for state in states:
             assert isinstance(state, ReadingState)
             self.clock.now += self.token * state.unread
             self.tokens_read += state.unread
             state.unread = 0
 
-    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+    def read(self, states, least=1, end=None):
         self._read(states)
 
-    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+    def answer(self, requests):
         self._read([request.context.states[self.name] for request in requests])
         self.clock.now += self.call
         return super().answer(requests)
@@ -120,7 +118,7 @@ def simulated(
     target, drafter = make_model(tiny("llama", seed=3)), SlowDrafter(clock, call, call / 10, right)
     forward = target.forward
 
-    def timed(batch: Batch) -> list[Passed]:
+    def timed(batch):
         rows = sum(part.rows for part in batch.parts)
         slow = 4.0 if busy and rng.random() < 0.1 else 1.0
         clock.now += slow * (PASS + ROW * (rows - 1))
@@ -146,7 +144,7 @@ def simulated(
 
 
 @pytest.mark.parametrize(("call", "right"), [(0.05, 0.9), (0.3, 0.6), (0.8, 0.4)])
-def test_what_pays_goes_on(monkeypatch: pytest.MonkeyPatch, call: float, right: float) -> None:
+def test_what_pays_goes_on(monkeypatch, call, right):
     """Nearly as fast as the best of its modes alone, though it does not know which that is."""
     alone = {
         mode: sum(simulated(monkeypatch, call, right, mode)[0]) for mode in (ASKED, UNASKED, PLAIN)
@@ -157,8 +155,8 @@ def test_what_pays_goes_on(monkeypatch: pytest.MonkeyPatch, call: float, right: 
 
 @pytest.mark.parametrize("call", [0.1, 0.4])
 def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_on(
-    monkeypatch: pytest.MonkeyPatch, call: float
-) -> None:
+    monkeypatch, call
+):
     ours, _ = simulated(monkeypatch, call, 0.5, None, busy=True)
     plain, _ = simulated(monkeypatch, call, 0.5, PLAIN, busy=True)
     assert ours[0] < 1.05 * plain[0] and sum(ours) < sum(plain)
@@ -177,8 +175,8 @@ def test_costs_that_a_busy_machine_measured_are_corrected(
 
 
 def test_loading_measures_passes_and_gives_a_smaller_model_the_same_weights(
-    toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    toy_folder, monkeypatch
+):
     measured, measure = list[Model](), CostModel.measure
     counted = lambda model, limit: measured.append(model) or measure(model, limit)  # noqa: E731
     monkeypatch.setattr(CostModel, "measure", counted)

@@ -1,8 +1,6 @@
 """Detokenisation and stopping, against decoding everything at each token. Run: pytest
 tests/test_text.py"""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from functools import cache

@@ -1,7 +1,5 @@
 """TokenTree against brute force. Run: pytest tests/test_tree.py"""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,8 +1,6 @@
 """A wheel brings the kernels compiled, and an install from it needs no compiler. `pytest
 tests/test_wheel.py`"""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -30,7 +28,7 @@ REPORT = (
 )
 
 
-def make_wheel(folder: Path, **environment: str) -> Path:
+def make_wheel(folder, **environment):
     done = subprocess.run(
         [*PIP, "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)],
         capture_output=True,
@@ -44,7 +42,7 @@ def make_wheel(folder: Path, **environment: str) -> Path:
     return wheel
 
 
-def install(wheel: Path, folder: Path) -> Path:
+def install(wheel, folder):
     """The Python of a fresh environment with the wheel in it; the rest comes from the one that runs
     the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -141,7 +139,7 @@ def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
         if name not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
     }
 
-    def run(*arguments: str) -> str:
+    def run(*arguments):
         command = [str(python.with_name("quickbeam")), *arguments]
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
