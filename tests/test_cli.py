@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -171,6 +172,8 @@ BAD = {
     "generate hi --method pld --drafter small": ["--drafter small", "'pld' drafts without"],
     "chat --min-p 2": ["min_p=2.0"],
     "demo --method nope": ["unknown method 'nope'"],
+    "demo --max-tokens 0": ["--max-tokens"],
+    "generate hi --n 2": ["--n"],
     "chat --method dyspec --model other": ["method 'dyspec' drafts with a model", "--drafter"],
     "serve --method nope": ["unknown method 'nope'"],
     "serve --model ./nope": ["no such model folder or file: ./nope"],
@@ -213,10 +216,22 @@ def test_help_and_version(run):
     assert "--repetition-penalty" in run("generate", "--help").stdout
 
 
+def test_every_option_has_help():
+    """What the docstring of its field says."""
+
+    def visit(command):
+        for option in command.params:
+            assert option.name == "help" or option.help, (command.name, option.name)
+        return 1 + sum(map(visit, getattr(command, "commands", {}).values()))
+
+    assert visit(typer.main.get_command(app)) == 12
+
+
 def test_chat_remembers_until_reset(run):
     typed = "first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n"
     result = run("chat", "--system", "Be kind.", input=typed)
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
+    assert fake_llm.CALLS[-1][2].max_tokens == 512  # the command's own default
     assert result.stderr.startswith("the default, method auto. /reset forgets")
     assert result.stderr.count("tokens a step") == 3
     assert "unknown command /what" in result.stderr

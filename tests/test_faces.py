@@ -15,7 +15,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from tqdm.auto import tqdm
 
 from cases import few
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
@@ -182,25 +181,6 @@ def noted(llm, monkeypatch):
 
     monkeypatch.setattr(llm, "stream", stream)
     return seen
-
-
-def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
-    """The first prompt's answer is the longest; the others are counted before it ends."""
-    lengths = [1 + i % 3 if i else 100 for i in range(90)]
-    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(90)]
-    told, seen = list[tuple[int, bool]](), noted(llm, monkeypatch)
-
-    class Bar(tqdm):
-        def update(self, n=1):
-            super().update(n)
-            told.append((self.n, seen[0].over))
-            assert self.n <= sum(stream.over for stream in seen)
-
-    monkeypatch.setattr("quickbeam.engine.stream.tqdm", Bar)
-    found = llm.generate(prompts, params, method="ar", progress=True)
-    assert [len(one.token_ids) for one in found] == lengths
-    assert told[-1] == (90, True) and max(count for count, over in told if not over) == 89
 
 
 def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):

@@ -166,16 +166,6 @@ def test_any_segmentation_into_tokens(text, data):
     assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
 
 
-def test_an_incomplete_character_is_shown_at_the_end_only():
-    tokenizer = byte_level()
-    vocab = tokenizer.get_vocab()
-    ids = [vocab["a"], vocab["ð"], vocab["Ł"]]  # two of the four bytes of an emoji
-    detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.append(token) for token in ids] == ["a", "", ""]
-    assert detokenizer.flush() == decode(tokenizer, ids)[1:] == "\ufffd"
-    assert detokenizer.append(vocab["b"]) == "b"
-
-
 class Counting:
     """A tokenizer that remembers how many tokens it was asked to decode each time."""
 

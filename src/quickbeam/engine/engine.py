@@ -42,7 +42,7 @@ class Engine:
     - `budget`: None measures the model's passes when the first tree needs it.
 
     Every request ends with a reason or with an `error` of its own: a failure in one sequence does
-    not touch another. Raises `InvalidInput` if `most` is below 1.
+    not touch another.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class Engine:
         memory: AnswerMemory | None = None,
         budget: Budget | None = None,
     ) -> None:
-        if most < 1:
-            raise InvalidInput(f"{most} sequences side by side: must be at least 1")
         self.model = model
         self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None

@@ -73,17 +73,13 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text held back at the end. An incomplete character becomes U+FFFD."""
+        """Return the text held back, at the end. An incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
         # If the end of a run of bytes is incomplete, byte-fallback decoders show the whole run as
         # U+FFFD, even characters shown before.
-        piece = (
-            text[len(self._shown) :]
-            if text.startswith(self._shown)
-            else self._decode(self._window[self._context :])
-        )
-        self._window, self._context, self._text, self._shown, self._waiting = [], 0, "", "", 0
-        return piece
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        return self._decode(self._window[self._context :])
 
     def _left_out(self, token: int) -> bool:
         """Whether decoding leaves `token` out: it shows nothing alone and nothing in the middle of
