@@ -50,5 +50,5 @@ def killed(source, output, writes, part):
         left -= 1
         return write(file, data)
 
-    os.write = counted  # type: ignore[assignment]
+    os.write = counted
     go(source, output)

@@ -18,6 +18,13 @@ from quickbeam.drafters.shortlist.router import Router, RouterConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def read(name):
+    """A file of the repository, or a page."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 FENCE = re.compile(
     r"^(?P<mark><!-- not run: [^\n]+ -->\n)?"
     r"(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```$",
@@ -55,7 +62,7 @@ def blocks():
     """Every fenced block of every page."""
     found = []
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
+        text = read(page)
         for each in FENCE.finditer(text):
             line = text.count("\n", 0, each.start("body"))
             found.append(Block(page, line, each["kind"], each["body"], bool(each["mark"])))
@@ -96,20 +103,11 @@ def save_drafter(folder, vocab, size, layers):
     """A random feature drafter with a shortlist, for a target of so many tokens, of this width and
     depth."""
     torch.manual_seed(5)
-    config = EagleConfig(
-        size,
-        48,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        layers=(1, layers),
-        target_size=size,
-        vocab_size=vocab,
-        feature_norms=True,
-    )
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 8}
+    of_target = {"layers": (1, layers), "target_size": size, "vocab_size": vocab}
+    config = EagleConfig(size, 48, **heads, **of_target, feature_norms=True)
     embedding, head = torch.nn.Embedding(vocab, size), torch.nn.Linear(size, vocab, bias=False)
     EagleHead(config, embedding, head).save(folder)
     layout = Layout(torch.randperm(vocab), 33, 16, vocab)
-    Artefact(
-        layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters))
-    ).save(folder)
+    router = Router(RouterConfig(size, size, 8, layout.clusters))
+    Artefact(layout, torch.randperm(vocab), router).save(folder)

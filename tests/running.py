@@ -53,7 +53,7 @@ def braked(engine):
         brake.hold()
         step()
 
-    engine.step = held  # type: ignore[method-assign]
+    engine.step = held
     try:
         yield brake
     finally:

@@ -121,4 +121,4 @@ class ScriptedRunner(Runner):
     async def begin(self, jobs, ticket):
         self.jobs = list(jobs)
         self.streams = [ScriptedStream(self.script, self.piece, self.pause, self.end) for _ in jobs]
-        return self.streams  # type: ignore[return-value]
+        return self.streams

@@ -53,7 +53,7 @@ def on_disk(folder, memory, weights="bfloat16", dtype=torch.bfloat16):
 def of_disk(checkpoint, memory, weights="bfloat16"):
     kept = WeightFile.of(str(checkpoint.path), None, weights, None)
     more = {"weights": weights, "kept": kept, "memory": memory}
-    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))  # type: ignore[arg-type]
+    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))
     assert target.model.streamed is not None and target.model.exact
     return target
 

@@ -19,7 +19,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from docs import PAGES, ROOT, blocks, commands, of_program, save_drafter
+from docs import PAGES, ROOT, blocks, commands, of_program, read, save_drafter
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
 from quickbeam.methods import METHODS
@@ -93,7 +93,7 @@ def test_every_block_is_run_or_says_why_not():
             assert command.block.skipped, str(command)
     assert len(RUN) > 20 and len(PYTHON) > 8 and len(ASKED) > 2
     for page in PAGES:
-        assert "not run by tests" not in page.read_text(encoding="utf-8"), page
+        assert "not run by tests" not in read(page), page
 
 
 @pytest.mark.parametrize("block", [block for block in blocks() if block.kind == "json"], ids=str)
@@ -119,25 +119,13 @@ def test_commands_and_options_exist(command):
 
 
 def test_make_targets_and_extras_are_there():
-    targets = set(
-        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    named = {
-        word
-        for command in commands()
-        if command.words[:1] == ["make"]
-        for word in command.words[1:]
-    }
-    assert named and named <= targets
-    declared = (
-        (ROOT / "pyproject.toml")
-        .read_text(encoding="utf-8")
-        .split("[project.optional-dependencies]")[1]
-        .split("\n[")[0]
-    )
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
+    asked = [command.words[1:] for command in commands() if command.words[:1] == ["make"]]
+    assert asked and {word for words in asked for word in words} <= targets
+    declared = read("pyproject.toml").split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
     for page in PAGES:
-        for group in re.findall(r"(?:\.|quickbeam)\[([a-z,]+)\]", page.read_text(encoding="utf-8")):
+        for group in re.findall(r"(?:\.|quickbeam)\[([a-z,]+)\]", read(page)):
             assert set(group.split(",")) <= extras, (page, group)
 
 
@@ -158,13 +146,8 @@ def test_command_runs(command, model, tmp_path, monkeypatch):
 
 def earlier(command, arguments):
     """Commands of the same block that make the files which this one reads."""
-    for other in commands():
-        if (
-            other.block == command.block
-            and other.words != command.words
-            and "--trace" in other.words
-            and arguments[0] == "inspect"
-        ):
+    for other in commands() if arguments[0] == "inspect" else ():
+        if other.block == command.block and "--trace" in other.words:
             yield other.words[1:]
 
 
@@ -203,10 +186,8 @@ def test_a_request_is_answered(command, address):
     content = body["choices"][0]["message"]["content"]
     assert content
     if any("json_schema" in word for word in words):
-        assert body["choices"][0]["finish_reason"] == "length" or set(json.loads(content)) == {
-            "name",
-            "colour",
-        }
+        cut = body["choices"][0]["finish_reason"] == "length"
+        assert cut or set(json.loads(content)) == {"name", "colour"}
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.served], ids=str)
@@ -222,26 +203,20 @@ def test_python_asks_the_server(block, address, capsys):
 
 
 def test_the_table_of_methods_is_that_of_the_presets():
-    text = (
-        (ROOT / "docs/guides/methods.md")
-        .read_text(encoding="utf-8")
-        .split("## All methods\n")[1]
-        .split("\n## ")[0]
-    )
-    assert re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE) == [
-        (name, preset.summary) for name, preset in METHODS.items()
-    ]
+    text = read("docs/guides/methods.md").split("## All methods\n")[1].split("\n## ")[0]
+    told = re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE)
+    assert told == [(name, preset.summary) for name, preset in METHODS.items()]
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert len(read("README.md").splitlines()) <= 120
 
 
-SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+SERVING = read("docs/serving.md")
 
 
 def test_options_of_the_server_have_the_defaults_told():
-    command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    command: Any = typer.main.get_command(app).commands["serve"]
     defaults = {
         option: parameter.default for parameter in command.params for option in parameter.opts
     }
@@ -263,8 +238,8 @@ def test_paths_and_metrics_are_those_of_the_server(toy_folder):
 
 
 def test_troubleshooting_quotes_errors_that_the_code_raises():
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    page = read("docs/troubleshooting.md")
+    source = "\n".join(map(read, (ROOT / "src").rglob("*.py")))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one
     source = re.sub(r"\{[^{}]*\}", "…", source)
     quoted = [

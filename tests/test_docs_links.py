@@ -11,7 +11,7 @@ import re
 import pytest
 import yaml
 
-from docs import PAGES, ROOT, hooks
+from docs import PAGES, ROOT, hooks, read
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK, CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE), re.compile(r"`[^`\n]+`")
@@ -20,7 +20,7 @@ LATER = {"docs/images/demo.svg"}  # `quickbeam demo --svg` draws it
 
 def text_of(page):
     """A page without its blocks of code."""
-    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return BLOCK.sub("", read(page))
 
 
 def anchors(page):
@@ -49,14 +49,12 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page):
-    for name in re.findall(
-        r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", page.read_text(encoding="utf-8")
-    ):
+    for name in re.findall(r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", read(page)):
         assert (ROOT / name).exists(), name
 
 
 def test_every_page_is_in_the_navigation():
-    text = re.sub(r"!!python/name:\S+", "''", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    text = re.sub(r"!!python/name:\S+", "''", read("mkdocs.yml"))
     listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
     assert sorted(listed) == sorted(
         str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
@@ -87,7 +85,7 @@ def test_the_reference_has_every_command_and_option():
 
     assert visit(typer.main.get_command(app), "quickbeam") == 12
     assert "| `--temperature" in page and "`0.0`" in page
-    stub = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    stub = read("docs/reference/cli.md")
     assert stub.count(hooks().MARK) == 1 and not re.search(r"^## quickbeam", stub, re.MULTILINE)
 
 
@@ -98,7 +96,7 @@ def test_links_to_code_lead_to_lines():
     )
     made = hooks().rewritten(text, "methods/dyspec.md")
     line = re.findall(r"\]\(\.\./source/src/quickbeam/tree\.py\.md#__codelineno-0-(\d+)\)", made)
-    source = (ROOT / "src/quickbeam/tree.py").read_text(encoding="utf-8").splitlines()
+    source = read("src/quickbeam/tree.py").splitlines()
     assert "def add(" in source[int(line[0]) - 1]
     assert "](../serving.md)" in made and "](https://example.org/a.py)" in made
     with pytest.raises(ValueError, match="no nothing"):

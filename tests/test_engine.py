@@ -105,13 +105,8 @@ def test_a_prompt_and_answer_beyond_the_context_are_refused(model):
 
 def test_an_answer_may_fill_the_context_to_its_last_token():
     model = make_model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
-    sequence = run(
-        model,
-        "logitspec",
-        SamplingParams(max_tokens=40, ignore_eos=True),
-        prompt_of(0, 512 - 40),
-        budget=64,
-    )
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    sequence = run(model, "logitspec", params, prompt_of(0, 512 - 40), budget=64)
     assert sequence.statistics.new_tokens == 40
 
 

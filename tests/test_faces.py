@@ -21,13 +21,8 @@ from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParam
 from quickbeam.engine.stream import Stream
 from quickbeam.sizes import parse_bytes
 
-PROMPTS = [
-    "the cat sat on the mat and the cat",
-    "one two three one two",
-    "hello",
-    "a b a b a b a b",
-    "rain, rain, go away",
-]
+PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
+PROMPTS += ["a b a b a b a b", "rain, rain, go away"]
 PARAMS = SamplingParams(max_tokens=24)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 

@@ -90,22 +90,10 @@ def test_drawn_answers_fit(llm, method):
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
 def test_all_that_shapes_an_answer_goes_with_a_grammar(llm, method):
-    full = dict(
-        temperature=0.8,
-        top_k=20,
-        top_p=0.95,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        frequency_penalty=0.1,
-        seed=3,
-    )
-    params = asked(
-        "schema",
-        **full,
-        logit_bias={llm.tokenizer.encode("c")[0]: -math.inf},
-        bad_words=["ab"],
-        min_tokens=20,
-    )
+    full = dict(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=3)
+    full |= dict(repetition_penalty=1.1, frequency_penalty=0.1)
+    full |= dict(logit_bias={llm.tokenizer.encode("c")[0]: -math.inf}, bad_words=["ab"])
+    params = asked("schema", **full, min_tokens=20)
     answer = llm.generate("abc", params, method=method)
     assert answer.token_ids == llm.generate("abc", params, method="ar").token_ids
     assert answer.finish_reason == "stop"
@@ -187,22 +175,19 @@ def test_forced_tokens_come_many_a_step(llm, method, budget, monkeypatch):
 def test_every_id_that_ends_an_answer_may_end_it(llm, method, monkeypatch):
     (end,) = llm.eos_ids
     a, x = llm.tokenizer.encode("ax")
-    bias = {end: -math.inf}
+
+    def said(pattern, **fields):
+        params = SamplingParams(grammar=Grammar.regex(pattern), **fields)
+        return llm.generate("abc", params, method=method)
+
     with pytest.raises(DeadEnd, match=r"allows 1 tokens after 2 tokens .* logit_bias"):
-        llm.generate(
-            "abc", SamplingParams(grammar=Grammar.regex("aa"), logit_bias=bias), method=method
-        )
-    early = llm.generate(
-        "abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[a]), method=method
-    )
+        said("aa", logit_bias={end: -math.inf})
+    early = said("a{9}", stop_token_ids=[a])
     # a letter that the grammar allows anyway
     assert (early.token_ids, early.finish_reason) == ([a], "stop")
-    never = llm.generate(
-        "abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[x]), method=method
-    )
-    assert never.token_ids == [a] * 9 + [end]
-    named = SamplingParams(grammar=Grammar.regex("a{9}"), ignore_eos=True, stop_token_ids=[end])
-    assert llm.generate("abc", named, method=method).token_ids == [a] * 9 + [end]
+    assert said("a{9}", stop_token_ids=[x]).token_ids == [a] * 9 + [end]
+    named = said("a{9}", ignore_eos=True, stop_token_ids=[end])
+    assert named.token_ids == [a] * 9 + [end]
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec", "specinfer"])
@@ -270,13 +255,13 @@ def test_what_is_no_grammar():
         with pytest.raises(InvalidInput, match="json_schema: not JSON"):
             Grammar.json_schema(given)
     with pytest.raises(InvalidInput, match="must be a mapping"):
-        Grammar.json_schema(3)  # type: ignore[arg-type]
+        Grammar.json_schema(3)
     with pytest.raises(
         InvalidInput, match="unknown kind of grammar 'bnf'; known: json_schema, regex, lark"
     ):
         Grammar("bnf", "")
     with pytest.raises(InvalidInput, match=r"grammar='a': must be a Grammar"):
-        SamplingParams(grammar="a")  # type: ignore[arg-type]
+        SamplingParams(grammar="a")
 
 
 # --- JSON -----------------------------------------------------------------------------------------

@@ -43,16 +43,8 @@ from quickbeam.models.pages import PagedStore
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
-LAYOUTS = (
-    "llama",
-    "mistral-window",
-    "qwen2-window",
-    "qwen3",
-    "gemma2-softcap-window",
-    "phi3",
-    "gpt2",
-    "gpt-neox",
-)
+LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3")
+LAYOUTS += ("gpt2", "gpt-neox")
 SAMPLING = (
     {},
     {},

@@ -154,7 +154,7 @@ def test_every_instruction_set_reads_from_disk(folder, isa, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
     memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"), kind)[1], kind)
-    assert disk.model.pool.kernels.name == isa  # type: ignore[attr-defined]
+    assert disk.model.pool.kernels.name == isa
     alike(memory, disk, (1, 17, 64))
     disk.model.close()
 
@@ -397,7 +397,7 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
         ({"device_map": "cpu"}, "device_map"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
+            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})
     adapted = saved("llama", tmp_path / "adapted", toy_folder)
     (Path(adapted) / "adapter_config.json").write_text("{}")
     with pytest.raises(InvalidInput, match=r"native kernels run in one call.*adapter"):
@@ -420,7 +420,7 @@ def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder):
     llm = LLM(toy_folder, "ar", memory=TIGHT)
     passes = []
     forward = llm.model.forward
-    llm.model.forward = lambda batch: passes.append(batch) or forward(batch)  # type: ignore[method-assign, func-returns-value]
+    llm.model.forward = lambda batch: passes.append(batch) or forward(batch)
     budget = llm.engine.budget
     assert len(passes) <= 6 and budget.limit == MAX_NODES_SLOW
     # where a pass takes 3 s up to 128 nodes, and each further one 20 ms

@@ -217,7 +217,7 @@ def test_how_many_experts_a_pass_read_is_counted(isa):
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
-        (read,) = run.compiler.experts  # type: ignore[attr-defined]
+        (read,) = run.compiler.experts
         assert read.struct.read == len(expert.unique())
 
 

@@ -397,7 +397,7 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
     plain, found = logits(checkpoint), model
-    assert found.head.packed.name == "int8"  # type: ignore[union-attr]
+    assert found.head.packed.name == "int8"
     ids = IDS.tolist()
     mine = model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
     assert 0 < error(mine, plain) < 0.03

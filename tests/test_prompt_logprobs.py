@@ -126,7 +126,7 @@ def test_a_preempted_prompt_is_scored_once():
         back.append(len(sequence.prompt_logprobs or ()))
         preempt(sequence)
 
-    engine.scheduler.preempt = noting  # type: ignore[method-assign]
+    engine.scheduler.preempt = noting
     ones = [engine.add(request(model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
     for _ in range(3):
         engine.step()

@@ -173,7 +173,7 @@ class Siblings:
 
 TREE, FOLD = States.tree, States._fold
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),  # type: ignore[arg-type]
+    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),
     "a state committed twice": (
         "_fold",
         lambda self, state, path, target: FOLD(self, state, [*path, path[-1]], target),

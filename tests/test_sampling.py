@@ -317,7 +317,7 @@ def test_values_at_the_edge_are_accepted():
 def test_an_emitted_token_is_what_the_places_noise_draws_from_the_probs(params):
     """The probs is that behind the path, whether it is filtered or not."""
     noise, path = Noise(7, 0, V), [3, 4, 5]
-    sampler = Sampler(SamplingParams(**params), [0], V)  # type: ignore[arg-type]
+    sampler = Sampler(SamplingParams(**params), [0], V)
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
     behind, before = sampler.probs(logits, path).log(), sampler.probs(logits).log()
     drawn = [sampler.emitted(logits, noise, place, path) for place in range(100)]

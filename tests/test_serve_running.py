@@ -377,16 +377,16 @@ def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key
 
 def test_the_unit_and_the_image_are_as_they_should_be():
     unit = configparser.RawConfigParser(strict=False)
-    unit.optionxform = str  # type: ignore[assignment]
+    unit.optionxform = str
     unit.read(ROOT / "deploy" / "quickbeam.service")
     service = unit["Service"]
-    drain = int(re.search(r"--drain-timeout (\d+)", service["ExecStart"])[1])  # type: ignore[index]
+    drain = int(re.search(r"--drain-timeout (\d+)", service["ExecStart"])[1])
     assert int(service["TimeoutStopSec"]) > drain + 5
     assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
     assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
     options = CliRunner().invoke(command, ["serve", "--help"], terminal_width=300).stdout
     image = (ROOT / "deploy" / "Dockerfile").read_text()
-    entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])  # type: ignore[index]
+    entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])
     for line in (shlex.split(service["ExecStart"]), entry):
         assert line[0].endswith("quickbeam") and line[1] == "serve"
         assert all(option in options for option in line if option.startswith("--"))

@@ -128,7 +128,7 @@ def simulated(
     budget = Budget(CostModel(dict(costs)))
     if mode is not None:
         only = Comparison({mode: 1.2})
-        budget.comparison = lambda *_: only  # type: ignore[method-assign]
+        budget.comparison = lambda *_: only
     engine = Engine(target, budget=budget, share=False)
     policy, params = (
         Auto(drafter, Ngram(), LastLogits()),

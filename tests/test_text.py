@@ -221,23 +221,23 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
 # --- Output ---------------------------------------------------------------------------------------
 
 
-def brute_force(tokenizer, ids, stop, ends, max_tokens, min_tokens=0, include=False):
+def brute_force(tokenizer, ids, ends, params):
     """Token ids, text and reason, by decoding everything at each token."""
     text = ""
     for n, token in enumerate(ids, 1):
-        if token in ends and n > min_tokens:
+        if token in ends and n > params.min_tokens:
             return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
         before, text = len(text.rstrip("\ufffd")), decode(tokenizer, ids[:n])
-        if n > min_tokens:  # what is complete by now and was not before
+        if n > params.min_tokens:  # what is complete by now and was not before
             spans = [
                 (i, i + len(s))
-                for s in stop
+                for s in params.stop
                 for i in range(len(text))
                 if text.startswith(s, i) and i + len(s) > before
             ]
             if spans:
-                return list(ids[:n]), text[: min(spans)[include]], "stop"
-        if n == max_tokens:
+                return list(ids[:n]), text[: min(spans)[params.include_stop_str_in_output]], "stop"
+        if n == params.max_tokens:
             return list(ids[:n]), text, "length"
     return list(ids), text, None
 
@@ -268,15 +268,7 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
         include_stop_str_in_output=data.draw(st.booleans()),
     )
     all_ends = [*ends, *([] if params.ignore_eos else eos)]
-    expected = brute_force(
-        tokenizer,
-        ids,
-        stop,
-        all_ends,
-        max_tokens,
-        params.min_tokens,
-        params.include_stop_str_in_output,
-    )
+    expected = brute_force(tokenizer, ids, all_ends, params)
 
     output, shown = Output(tokenizer, params, eos), ""
     for token in ids:

@@ -164,7 +164,7 @@ def test_a_file_system_without_direct_reads_is_said_and_read(tmp_path, monkeypat
     def refuse(name, flags, *more):
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return opened(name, flags, *more)  # type: ignore[arg-type]
+        return opened(name, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
     file = File(path)

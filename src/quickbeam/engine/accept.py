@@ -58,58 +58,54 @@ def accept(
         return tree.tokens(node)
 
     try:
-        return _verdict(sampler, tree, passed, randomness, position, below_root)
+        noise = None if sampler.params.greedy else randomness.noise
+        if noise is not None or sampler.params.greedy:
+            emitted = _emitted(sampler, tree, passed, noise, position, below_root)
+            return verify_equal(tree, emitted)
+        return verify_residual(
+            tree,
+            lambda node: sampler.probs(passed.logits[node], below_root(node)),
+            randomness.generator,
+        )
     except DeadEnd:
         if not reached:
             raise
         return Verdict(tree.path(reached)[:-1], tree.token[reached])
 
 
-def _verdict(
+def _emitted(
     sampler: Sampler,
     tree: TokenTree,
     passed: Passed,
-    randomness: Randomness,
+    noise: Noise | None,
     position: int,
     below_root: Callable[[int], list[int]],
-) -> Verdict:
-    logits, noise = passed.logits, randomness.noise
-    if not sampler.params.greedy:
-        if noise is None:
-            return verify_residual(
-                tree,
-                lambda node: sampler.probs(logits[node], below_root(node)),
-                randomness.generator,
-            )
-        plain = not sampler.params.adjusts_logits and not sampler.params.filters
-        if plain and logits.device.type == "cpu":
-            emitted = sampler.emitter(logits, noise)
-            return verify_equal(tree, lambda node: emitted(node, position + tree.depth[node]))
-        if plain:
-            every = sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth])
-            return verify_equal(
-                tree,
-                lambda node: (
-                    every[node]
-                    if every[node] >= 0
-                    else sampler.emitted(logits[node], noise, position + tree.depth[node])
-                ),
-            )
-        return verify_equal(
-            tree,
-            lambda node: sampler.emitted(
-                logits[node], noise, position + tree.depth[node], below_root(node)
-            ),
-        )
-    if not sampler.params.adjusts_logits:
-        # The kernels already found the most probable tokens; off the CPU one transfer serves the
-        # whole tree. -1 stands for logits that are not finite: an error only where verification
-        # comes to the node.
-        known = passed.best
-        if known is None and logits.device.type != "cpu":
-            known = most_probable(logits, refuse=False)
-        if known is not None:
-            return verify_equal(
-                tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node])
-            )
-    return verify_equal(tree, lambda node: sampler.best(logits[node], below_root(node)))
+) -> Callable[[int], int]:
+    """Return what gives the token after a node: the one of the noise, or without it the best."""
+    logits, params, known = passed.logits, sampler.params, None
+    on_cpu = logits.device.type == "cpu"
+    if noise is None:
+
+        def one(node: int) -> int:
+            return sampler.best(logits[node], below_root(node))
+
+        if not params.adjusts_logits:
+            known = passed.best  # the kernels have found them already
+            if known is None and not on_cpu:
+                known = most_probable(logits, refuse=False)
+    else:
+
+        def one(node: int) -> int:
+            place = position + tree.depth[node]
+            return sampler.emitted(logits[node], noise, place, below_root(node))
+
+        if not params.adjusts_logits and not params.filters:
+            if on_cpu:
+                emitted = sampler.emitter(logits, noise)
+                return lambda node: emitted(node, position + tree.depth[node])
+            known = sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth])
+    if known is None:
+        return one
+    # Off the CPU one transfer serves the whole tree. -1 stands for logits that are not finite: an
+    # error only where verification comes to the node.
+    return lambda node: known[node] if known[node] >= 0 else one(node)
