@@ -1,12 +1,14 @@
 """The noise of a place: pytest tests/test_noise.py"""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from kernels import every_set, load
 from quickbeam import noise
-from quickbeam.models.native.noise import NativeLoops
+from quickbeam.models.native.noise import NativeNoise
 from quickbeam.noise import CHUNK, Noise, Places, Wanted, philox, uniform
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
@@ -104,14 +106,14 @@ def test_peaks_are_the_largest_of_their_chunks():
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700, 5000])
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
-def test_largest_is_the_largest_of_all(vocab, scale, loops=noise.PLAIN):
+def test_largest_is_the_largest_of_all(vocab, scale, way=Noise):
     rng = np.random.default_rng(vocab)
     for position in range(40):
         scores = (rng.normal(size=vocab) * rng.choice([0.0, 0.5, 3.0])).astype(np.float32)
         scores[rng.random(vocab) < rng.choice([0.0, 0.9])] = -np.inf
         if not np.isfinite(scores).any():
             continue
-        found = Noise(position, 1, vocab, loops)
+        found = way(position, 1, vocab)
         assert found.largest(scores, 9, scale) == int(
             (scores.astype(np.float64) * scale + gumbels(found, 9)).argmax()
         )
@@ -135,7 +137,7 @@ def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch):
 @every_set
 def test_the_compiled_loops_take_scores_however_they_lie(isa):
     """Read-only, every other number, float64: none of them is read where it does not lie."""
-    loops, vocab = NativeLoops(load(isa)), 300
+    way, vocab = partial(NativeNoise, load(isa)), 300
     scores = np.random.default_rng(1).standard_normal(2 * vocab).astype(np.float32)
     plain = np.ascontiguousarray(scores[::2])
     locked = plain.copy()
@@ -143,30 +145,25 @@ def test_the_compiled_loops_take_scores_however_they_lie(isa):
     for position in range(20):
         expected = Noise(2, 0, vocab).largest(plain, position, 3.0)
         for given in (plain, locked, scores[::2], plain.astype(np.float64)):
-            assert Noise(2, 0, vocab, loops).largest(given, position, 3.0) == expected
+            assert way(2, 0, vocab).largest(given, position, 3.0) == expected
     places, wanted = Places([5], [0.0], [0.0]), Wanted(1.0, 4)
     rows = np.exp(locked)[None] / np.exp(locked).sum()
-    expected = Noise(2, 0, vocab, loops).perturb(rows, None, places, wanted)
+    expected = way(2, 0, vocab).perturb(rows, None, places, wanted)
     rows.flags.writeable = False
-    assert Noise(2, 0, vocab, loops).perturb(rows, None, places, wanted) == expected
+    assert way(2, 0, vocab).perturb(rows, None, places, wanted) == expected
 
 
 @every_set
 def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
-    loops, rng = NativeLoops(load(isa)), np.random.default_rng(0)
+    native, rng = partial(NativeNoise, load(isa)), np.random.default_rng(0)
     for count in (0, 1, 7, 64, 1001):
-        counter = rng.integers(0, 2**32, (4, count), dtype=np.uint64)
-        assert np.array_equal(
-            loops.philox(counter, (3, 2**32 - 1)), philox(counter, (3, 2**32 - 1))
-        )
+        at = rng.integers(0, 2**32, (2, count), dtype=np.uint64)
+        words = [way(2**64 - 3, 7, 1).words(*at, noise.TOKEN) for way in (Noise, native)]
+        assert np.array_equal(*words)
     for vocab in (1, 63, 64, 65, 1000):
         for tokens in (None, rng.permutation(vocab)[: max(1, vocab // 2)]):
-            rows = (
-                rng.exponential(size=(4, vocab if tokens is None else len(tokens))).astype(
-                    np.float32
-                )
-                ** 4
-            )
+            size = (4, vocab if tokens is None else len(tokens))
+            rows = rng.exponential(size=size).astype(np.float32) ** 4
             rows[rows < 0.1] = 0.0
             rows[:3] /= rows[:3].sum(1, keepdims=True) + 1e-9
             rows[3] = 0.0
@@ -174,38 +171,34 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
                 places = Places([3, 4, 3, 90], [0.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.05, 0.0])
                 wanted = Wanted(temperature, 9)
                 plain, own = (
-                    Noise(4, 1, vocab, way).perturb(rows, tokens, places, wanted)
-                    for way in (noise.PLAIN, loops)
+                    way(4, 1, vocab).perturb(rows, tokens, places, wanted)
+                    for way in (Noise, native)
                 )
                 for (columns, chances), (others, same) in zip(plain, own, strict=True):
                     assert columns == others and np.allclose(chances, same, rtol=1e-5)
                 assert vocab < 9 or (len(own[0][0]) > 0 and min(own[2][1], default=1) > 0.05)
                 assert own[3] == ([], [])
         for scale in (0.3, 4.0):
-            test_largest_is_the_largest_of_all(vocab, scale, loops)
-        for way in (noise.PLAIN, loops):
+            test_largest_is_the_largest_of_all(vocab, scale, native)
+        for way in (Noise, native):
             for bad in (np.nan, np.inf):
                 scores = np.zeros(vocab, dtype=np.float32)
                 scores[vocab // 2] = bad
-                assert Noise(0, 0, vocab, way).largest(scores, 3) == -1
-            assert (
-                Noise(0, 0, vocab, way).largest(np.full(vocab, -np.inf, dtype=np.float32), 3) == -1
-            )
-    (peaks, owners), (others, same) = (
-        Noise(4, 1, 999, way).peaks(5) for way in (loops, noise.PLAIN)
-    )
+                assert way(0, 0, vocab).largest(scores, 3) == -1
+            assert way(0, 0, vocab).largest(np.full(vocab, -np.inf, dtype=np.float32), 3) == -1
+    (peaks, owners), (others, same) = (way(4, 1, 999).peaks(5) for way in (native, Noise))
     assert np.allclose(peaks, others, rtol=1e-13) and np.array_equal(owners, same)
 
 
 @every_set
 def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa):
     """Its memory comes to hold another place."""
-    found, plain = Noise(4, 1, 999, NativeLoops(load(isa))), Noise(4, 1, 999)
+    found, plain = NativeNoise(load(isa), 4, 1, 999), Noise(4, 1, 999)
     peaks, owners = found.peaks(0)
     scores = np.random.default_rng(0).standard_normal((2, 999)).astype(np.float32)
     choose = found.chooser(scores)
     for position in [*range(3 * noise.HELD + 1), 0]:  # what held the first place holds another one
         assert choose(1, position) == plain.largest(scores[1], position)
     assert len(found.held) == noise.HELD
-    again = Noise(4, 1, 999, NativeLoops(load(isa))).peaks(0)
+    again = NativeNoise(load(isa), 4, 1, 999).peaks(0)
     assert np.array_equal(peaks, again[0]) and np.array_equal(owners, again[1])

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Numbers = Any  # an array, or a tensor on the CPU: `Loops` take both
+Numbers = Any  # an array, or a tensor on the CPU
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
@@ -106,87 +106,6 @@ class Places(NamedTuple):
     floors: Sequence[float]
 
 
-class Loops:
-    """The loops over many numbers, in NumPy: the reference for the native ones in
-    `models/native`."""
-
-    def philox(self, counter: Array, key: tuple[int, int]) -> Array:
-        """Return `philox` of counters `[4, n]`, each of whose 4 rows is contiguous."""
-        return philox(counter, key)
-
-    def peaks(self, noise: Noise, position: int) -> Peaks:
-        """See `Noise.peaks`."""
-        index = np.arange(-(-noise.vocab // CHUNK), dtype=np.uint64)
-        words = noise.words(index, np.full(len(index), position, dtype=np.uint64), PEAK)
-        largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK)
-        return largest, ((words[2] >> np.uint64(26)) + index * np.uint64(CHUNK)).astype(np.int64)
-
-    def largest(self, noise: Noise, scores: Numbers, position: int, scale: float) -> int:
-        """See `Noise.largest`."""
-        scores = np.asarray(scores)
-        whole = len(scores) // CHUNK * CHUNK
-        tops = scores[:whole].reshape(-1, CHUNK).max(1)
-        if whole < len(scores):
-            tops = np.append(tops, scores[whole:].max())
-        if not np.isfinite(tops.max()):  # the maximum is NaN if any score is
-            return -1
-        bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
-        first = (
-            np.argpartition(-bounds, LIKELY)[:LIKELY]
-            if len(bounds) > LIKELY
-            else np.arange(len(bounds))
-        )
-        best, token = _best_of(noise, scores, position, scale, first)
-        bounds[first] = -np.inf
-        others = (bounds > best).nonzero()[0]
-        if len(others):
-            found, other = _best_of(noise, scores, position, scale, others)
-            if found > best:
-                return other
-        return token
-
-    def chooser(self, noise: Noise, rows: Numbers, scale: float) -> Chooser:
-        """See `Noise.chooser`."""
-        rows = np.asarray(rows)
-        return lambda row, position: self.largest(noise, rows[row], position, scale)
-
-    def perturb(
-        self, noise: Noise, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
-    ) -> list[Row]:
-        """See `Noise.perturb`."""
-        rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
-        spots, sizes = list[Array](), list[int]()
-        for q, position, least, floor in zip(rows, *places, strict=True):
-            peaks, owners = noise.peaks(position)
-            # no token's number is larger than the largest of its chunk
-            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)
-            lifted = q * (
-                np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
-            )
-            likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
-            # the numbers of the tokens that have their chunk's largest are known already
-            if tokens is None:
-                likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
-            bar = max(max(CUT, floor / 4) * likeliest, TINY)
-            spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
-            sizes.append(len(spots[-1]))
-        columns = np.concatenate(spots)
-        gumbels = noise.of(
-            columns if tokens is None else tokens[columns],
-            np.repeat(np.array(places.positions), sizes),
-        )
-        found, first = list[Row](), 0
-        for q, spot, size, floor in zip(rows, spots, sizes, places.floors, strict=True):
-            chances = q[spot] * np.exp(wanted.temperature * gumbels[first : first + size])
-            first += size
-            chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
-            order = np.argsort(-chances, kind="stable")[: wanted.most]
-            order = order[chances[order] > floor]
-            names = spot[order] if tokens is None else tokens[spot[order]]
-            found.append((names.tolist(), chances[order].tolist()))
-        return found
-
-
 def _best_of(
     noise: Noise, scores: Array, position: int, scale: float, chunks: Array
 ) -> tuple[float, int]:
@@ -199,23 +118,18 @@ def _best_of(
     return float(sums[best]), int(tokens[best])
 
 
-PLAIN = Loops()
-
-
 class Noise:
-    """The Gumbel numbers of one answer.
+    """The Gumbel numbers of one answer, in NumPy: the reference for those of `models/native`.
 
     - `seed`: any integer; only its lowest 64 bits count.
     - `choice`: which of several answers to one prompt this is.
     - `vocab`: how many tokens there are. The number of a token does not depend on it.
-    - `loops`: the implementation that carries out the long loops.
     """
 
-    def __init__(self, seed: int, choice: int, vocab: int, loops: Loops = PLAIN) -> None:
-        self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
+    def __init__(self, seed: int, choice: int, vocab: int) -> None:
+        self.seed, self.choice, self.vocab = seed % 2**64, choice, vocab
         self.key = self.seed & 0xFFFFFFFF, self.seed >> 32
         self._places: OrderedDict[int, Peaks] = OrderedDict()
-        self.held: OrderedDict[int, Any] = OrderedDict()  # what `loops` keep, by position
 
     def peaks(self, position: int) -> Peaks:
         """Return the largest number of each chunk `[chunks]` at a position, and the token that has
@@ -225,10 +139,16 @@ class Noise:
         prompt and answer from 0.
         """
         if position not in self._places:
-            self._places[position] = self.loops.peaks(self, position)
+            self._places[position] = self._find_peaks(position)
             while len(self._places) > HELD:
                 self._places.popitem(last=False)
         return self._places[position]
+
+    def _find_peaks(self, position: int) -> Peaks:
+        index = np.arange(-(-self.vocab // CHUNK), dtype=np.uint64)
+        words = self.words(index, np.full(len(index), position, dtype=np.uint64), PEAK)
+        largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK)
+        return largest, ((words[2] >> np.uint64(26)) + index * np.uint64(CHUNK)).astype(np.int64)
 
     def of(self, tokens: Array, positions: Array) -> Array:
         """Return the numbers of `tokens` `[n]`, each at its own position of `positions` `[n]`."""
@@ -249,11 +169,32 @@ class Noise:
         `scores` is `[vocab]`. Returns -1 where a score is NaN or the largest is infinite. The
         result is exact: chunks are skipped only where they can't hold that token.
         """
-        return self.loops.largest(self, scores, position, scale)
+        scores = np.asarray(scores)
+        whole = len(scores) // CHUNK * CHUNK
+        tops = scores[:whole].reshape(-1, CHUNK).max(1)
+        if whole < len(scores):
+            tops = np.append(tops, scores[whole:].max())
+        if not np.isfinite(tops.max()):  # the maximum is NaN if any score is
+            return -1
+        bounds = tops.astype(np.float64) * scale + self.peaks(position)[0][: len(tops)]
+        first = (
+            np.argpartition(-bounds, LIKELY)[:LIKELY]
+            if len(bounds) > LIKELY
+            else np.arange(len(bounds))
+        )
+        best, token = _best_of(self, scores, position, scale, first)
+        bounds[first] = -np.inf
+        others = (bounds > best).nonzero()[0]
+        if len(others):
+            found, other = _best_of(self, scores, position, scale, others)
+            if found > best:
+                return other
+        return token
 
     def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
         """Return a function that gives `largest` of a row of `rows` `[n, vocab]` at a position."""
-        return self.loops.chooser(self, rows, scale)
+        rows = np.asarray(rows)
+        return lambda row, position: self.largest(rows[row], position, scale)
 
     def perturb(
         self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
@@ -268,12 +209,41 @@ class Noise:
         Tokens far less likely than the likeliest are left out without computing their numbers. The
         normalising sum counts them as if their number was 0.
         """
-        return self.loops.perturb(self, rows, tokens, places, wanted)
+        rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
+        spots, sizes = list[Array](), list[int]()
+        for q, position, least, floor in zip(rows, *places, strict=True):
+            peaks, owners = self.peaks(position)
+            # no token's number is larger than the largest of its chunk
+            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)
+            lifted = q * (
+                np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
+            )
+            likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
+            # the numbers of the tokens that have their chunk's largest are known already
+            if tokens is None:
+                likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
+            bar = max(max(CUT, floor / 4) * likeliest, TINY)
+            spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
+            sizes.append(len(spots[-1]))
+        columns = np.concatenate(spots)
+        gumbels = self.of(
+            columns if tokens is None else tokens[columns],
+            np.repeat(np.array(places.positions), sizes),
+        )
+        found, first = list[Row](), 0
+        for q, spot, size, floor in zip(rows, spots, sizes, places.floors, strict=True):
+            chances = q[spot] * np.exp(wanted.temperature * gumbels[first : first + size])
+            first += size
+            chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
+            order = np.argsort(-chances, kind="stable")[: wanted.most]
+            order = order[chances[order] > floor]
+            names = spot[order] if tokens is None else tokens[spot[order]]
+            found.append((names.tolist(), chances[order].tolist()))
+        return found
 
     def forget(self) -> None:
         """Drop the cached places. Nothing is lost, since every number can be computed again."""
         self._places.clear()
-        self.held.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
         """Return random words `[4, n]` for chunks or tokens `first` `[n]` at `positions` `[n]`.
@@ -282,4 +252,7 @@ class Noise:
         """
         counter = np.empty((4, len(first)), dtype=np.uint64)
         counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
-        return self.loops.philox(counter, self.key)
+        return self._philox(counter)
+
+    def _philox(self, counter: Array) -> Array:
+        return philox(counter, self.key)

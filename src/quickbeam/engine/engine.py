@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -21,9 +22,9 @@ from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Draft, Model, Passed, inference
-from quickbeam.models.native.noise import NativeLoops
+from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.pages import PagePool
-from quickbeam.noise import PLAIN
+from quickbeam.noise import Noise
 
 MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
@@ -56,7 +57,8 @@ class Engine:
         budget: Budget | None = None,
     ) -> None:
         self.model = model
-        self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
+        pool = model.pool
+        self._noise = partial(NativeNoise, pool.kernels) if isinstance(pool, PagePool) else Noise
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
@@ -96,7 +98,7 @@ class Engine:
                 f"{limit}: shorten the prompt, or lower max_tokens (at most "
                 f"{max(0, limit - prompt)} tokens fit)"
             )
-        sequence = SequenceState(request, self._loops)
+        sequence = SequenceState(request, self._noise)
         if (drafter := sequence.drafter) is not None:
             drafter.check_shortlist(request.shortlist)
             drafter.check_length(prompt, most)

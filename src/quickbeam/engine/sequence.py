@@ -20,7 +20,7 @@ from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import Method
 from quickbeam.models.kv import SequenceCache
-from quickbeam.noise import PLAIN, Loops, Noise
+from quickbeam.noise import Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
 
@@ -84,7 +84,7 @@ class SequenceState:
     while drafting.
     """
 
-    def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
+    def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
         self.request, self.params = request, request.params
         self.policy, self.output = request.policy, request.output
         # the drafter of its policy, or None
@@ -117,7 +117,7 @@ class SequenceState:
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
         self.randomness = Randomness(
-            Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None,
+            noise(self.seed, choice, request.sampler.vocab_size) if coupled else None,
             self.generator,
         )
 

@@ -1,10 +1,8 @@
-"""The long loops of `quickbeam/noise.py`, run by the compiled kernels.
-
-Their results are those of its NumPy loops.
-"""
+"""The noise of a place by the compiled kernels, whose results are those of `quickbeam/noise.py`."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from ctypes import addressof, c_double, c_int64
 
 import numpy as np
@@ -17,7 +15,6 @@ from quickbeam.noise import (
     HELD,
     Array,
     Chooser,
-    Loops,
     Noise,
     Numbers,
     Peaks,
@@ -47,51 +44,52 @@ class Held:
         self.luck = Luck(*parts, self.chunks, 0, noise.choice, *noise.key)
 
 
-class NativeLoops(Loops):
-    """`Loops` that `kernels` run."""
+class NativeNoise(Noise):
+    """`Noise` whose long loops `kernels` run."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: Kernels, seed: int, choice: int, vocab: int) -> None:
+        super().__init__(seed, choice, vocab)
+        self._kernels, self.held = kernels, OrderedDict[int, Held]()  # by position
 
-    def philox(self, counter: Array, key: tuple[int, int]) -> Array:
+    def _philox(self, counter: Array) -> Array:
         words = np.empty_like(counter)
-        self._kernels.philox(counter.ctypes.data, counter.shape[1], *key, words.ctypes.data)
+        self._kernels.philox(counter.ctypes.data, counter.shape[1], *self.key, words.ctypes.data)
         return words
 
-    def peaks(self, noise: Noise, position: int) -> Peaks:
-        self._luck(noise, position)
-        held: Held = noise.held[position]
+    def _find_peaks(self, position: int) -> Peaks:
+        self._luck(position)
+        held = self.held[position]
         every = np.array(held.memory)  # a copy: the memory may come to hold another place
         return every[: held.chunks], every[2 * held.chunks :].view(np.int64)
 
-    def largest(self, noise: Noise, scores: Numbers, position: int, scale: float) -> int:
-        return self.chooser(noise, scores[None], scale)(0, position)
+    def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
+        return self.chooser(scores[None], scale)(0, position)
 
-    def chooser(self, noise: Noise, rows: Numbers, scale: float) -> Chooser:
+    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
         rows, luck, find = laid(rows, torch.float32), self._luck, self._kernels.largest
         at, vocab = rows.data_ptr(), rows.shape[1]
 
         def choose(row: int, position: int, _: torch.Tensor = rows) -> int:  # which stays alive
-            return int(find(at + 4 * vocab * row, vocab, luck(noise, position), scale))
+            return int(find(at + 4 * vocab * row, vocab, luck(position), scale))
 
         return choose
 
-    def _luck(self, noise: Noise, position: int) -> Luck:
+    def _luck(self, position: int) -> Luck:
         """Return the largest numbers of a place, computed unless they are kept.
 
         Read them before the next call, which may put another place into the same memory.
         """
-        found: Held | None = noise.held.get(position)
+        found = self.held.get(position)
         if found is None:
-            full = len(noise.held) == HELD
-            found = noise.held.popitem(last=False)[1] if full else Held(noise)
+            full = len(self.held) == HELD
+            found = self.held.popitem(last=False)[1] if full else Held(self)
             found.luck.position = position
             self._kernels.find(found.luck)
-            noise.held[position] = found
+            self.held[position] = found
         return found.luck
 
     def perturb(
-        self, noise: Noise, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
+        self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
     ) -> list[Row]:
         found, most = list[Row](), wanted.most
         name, chance = (c_int64 * most)(), (c_double * most)()
@@ -101,8 +99,12 @@ class NativeLoops(Loops):
             names = tokens.data_ptr()
         at, size, heat = rows.data_ptr(), rows.shape[1], wanted.temperature
         for position, least, floor in zip(*places, strict=True):
-            place = self._luck(noise, position), least, floor, heat, max(CUT, floor / 4)
+            place = self._luck(position), least, floor, heat, max(CUT, floor / 4)
             kept = self._kernels.perturb(at, size, names, *place, most, name, chance)
             found.append((name[:kept], chance[:kept]))
             at += 4 * size
         return found
+
+    def forget(self) -> None:
+        super().forget()
+        self.held.clear()
