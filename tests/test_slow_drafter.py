@@ -2,7 +2,6 @@
 pytest tests/test_slow_drafter.py"""
 
 import random
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
@@ -103,13 +102,13 @@ class SlowDrafter(KnownDrafter):
 
 
 def simulated(
-    monkeypatch: pytest.MonkeyPatch,
-    call: float,
-    right: float,
-    mode: str | None,
-    busy: bool = False,
-    costs: Mapping[int, float] = EXACT,
-) -> tuple[list[float], SlowDrafter]:
+    monkeypatch,
+    call,
+    right,
+    mode,
+    busy=False,
+    costs=EXACT,
+):
     """The seconds of each answer, its prompt counted, and the drafter. `mode`: the only one, None
     for all. `busy`: every tenth pass and call takes four times as long, more so at first. `costs`:
     seconds of passes that were measured before."""
@@ -163,9 +162,7 @@ def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_o
 
 
 @pytest.mark.parametrize("call", [0.1, 0.4])
-def test_costs_that_a_busy_machine_measured_are_corrected(
-    monkeypatch: pytest.MonkeyPatch, call: float
-) -> None:
+def test_costs_that_a_busy_machine_measured_are_corrected(monkeypatch, call):
     """By them no node is ever worth its time, so that only a trial can show that they are wrong."""
     wrong = {1: PASS, 8: 12 * PASS, 64: 80 * PASS}
     ours, _ = simulated(monkeypatch, call, 0.9, None, costs=wrong)
