@@ -1,8 +1,11 @@
 """What several test files share."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session")
-def smollm2():
+def smollm2() -> Path:
     """The folder of the embedded model, pulled where the cache does not have it."""
     return hub.pull("smollm2-135m")
 

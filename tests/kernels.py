@@ -1,7 +1,11 @@
 """The native kernels of every instruction set that this machine runs, and single operations of
 theirs on plain tensors."""
 
+from __future__ import annotations
+
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -9,16 +13,17 @@ import torch
 import reference
 from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library, operations
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.pages import PagePool
+from quickbeam.models.pages import PagedStore, PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)
 best_set = pytest.mark.parametrize("isa", SETS[:1])
 
 
-def load(isa):
+def load(isa: str) -> Kernels:
     """The kernels of an instruction set; the test is left out where they can't be compiled."""
     try:
         return library.load(isa)
@@ -26,24 +31,26 @@ def load(isa):
         pytest.skip(str(error))
 
 
-def number(*shape, like=torch.bfloat16, seed=0):
+def number(*shape: int, like: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     """Random numbers, normally distributed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
-def plain_rows(n, wanted=()):
+def plain_rows(n: int, wanted: Sequence[int] | range = ()) -> Rows:
     """Rows that no operation looks up anything of."""
     return Rows([0] * n, [0] * n, wanted=wanted)
 
 
-def chain_rows(store, tokens):
+def chain_rows(store: PagedStore, tokens: Sequence[int]) -> Rows:
     """Rows of tokens behind the committed ones of one sequence."""
     rows = RowList()
     store.add_chain(rows, tokens, ())
     return rows.rows()
 
 
-def filled(kernels, keys, values, length=None):
+def filled(
+    kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None
+) -> PagedStore:
     """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16,
     `length` of them committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
@@ -54,7 +61,9 @@ def filled(kernels, keys, values, length=None):
     return store
 
 
-def write(kernels, shape, keys, values, rows):
+def write(
+    kernels: Kernels, shape: KVShape, keys: torch.Tensor, values: torch.Tensor, rows: Rows
+) -> None:
     """Write `keys` and `values`, `[kv_heads, n, dim]`, to the pages of `rows`."""
     program, (heads, n, dim) = Program(kernels), keys.shape
     rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
@@ -75,7 +84,7 @@ def write(kernels, shape, keys, values, rows):
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
 
-def relocated(store, seed=0):
+def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
     """A store with the same tokens in other memory, its pages in another order there."""
     pages, numbers = store._pages, store.pool._numbers
     memory = torch.full((len(pages) + 1, numbers + 32), torch.nan, dtype=torch.bfloat16)
@@ -91,7 +100,15 @@ def relocated(store, seed=0):
     return other
 
 
-def attend(kernels, stores, query, prefix, paths, scaling, **variations):
+def attend(
+    kernels: Kernels,
+    stores: Sequence[tuple[int, PagedStore]],
+    query: torch.Tensor,
+    prefix: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    scaling: float,
+    **variations: Any,
+) -> torch.Tensor:
     """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
     stores, so many of each."""
     n, heads, _ = query.shape
@@ -113,7 +130,7 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     return out
 
 
-def random_paths(rng, nodes, start):
+def random_paths(rng: random.Random, nodes: int, start: int) -> tuple[list[int], list[list[int]]]:
     """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from
     the root to it."""
     parents, paths = [-1], [[start]]

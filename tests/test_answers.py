@@ -1,5 +1,5 @@
 """What other answers know: the index against a plain reading, what it forgets, whose it is, and
-that answers stay the same. `pytest tests/test_answers.py`"""
+that answers stay the same."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Words in texts, against looking for each; and many of them. `pytest
 tests/test_automaton.py`"""
 
+from __future__ import annotations
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,5 +1,4 @@
-"""A file of requests is answered, each once, whatever ends the program. `pytest
-tests/test_batch.py`"""
+"""A file of requests is answered, each once, whatever ends the program."""
 
 import asyncio
 import errno

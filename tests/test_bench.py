@@ -1,5 +1,4 @@
-"""The benchmark's methods, harness and figures: pytest tests/test_bench.py. Runners with set
-timings stand in for models."""
+"""The benchmark's methods, harness and figures. Runners with set timings stand in for models."""
 
 import json
 from collections import Counter

@@ -1,5 +1,4 @@
-"""transformers' own ways to decode, as methods of the benchmark, on a random model: pytest
-tests/test_bench_peers.py."""
+"""transformers' own ways to decode, as methods of the benchmark, on a random model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark's tables, record and command: pytest tests/test_bench_report.py."""
+"""The benchmark's tables, record and command."""
 
 import json
 

@@ -3,6 +3,8 @@
 pytest tests/test_blocks.py
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import gguf
@@ -32,7 +34,7 @@ kinds = pytest.mark.parametrize("name", NAMES)
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
-def blocks(name, rows, inputs, seed=0):
+def blocks(name: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
     """Blocks of random bits, with scales of many sizes."""
     of, random = FORMATS[name], np.random.default_rng(seed)
     data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
@@ -50,7 +52,7 @@ def blocks(name, rows, inputs, seed=0):
     return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
 
 
-def numbers_of(rows):
+def numbers_of(rows: BlockRows) -> torch.Tensor:
     """The numbers of checkpoints' blocks: a scale, a zero point, and values."""
     of = FORMATS[rows.name]
     data = rows.data.view(-1, of.bytes)
@@ -65,7 +67,7 @@ def numbers_of(rows):
     return (numbers * scale).view(len(rows), -1)
 
 
-def by_package(rows):
+def by_package(rows: BlockRows) -> torch.Tensor:
     """The numbers as the package `gguf` has them, of checkpoints' blocks as described."""
     if rows.name not in FILES:
         return numbers_of(rows)
@@ -73,22 +75,22 @@ def by_package(rows):
     return torch.from_numpy(np.array(gguf.dequantize(rows.data.numpy(), kind)))
 
 
-def run(isa, packed, outputs, x, **more):
+def run(isa: str, packed: object, outputs: int, x: torch.Tensor, **more: object) -> torch.Tensor:
     program = Program(load(isa))
     source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
-    product(program, packed, source, target, **more)
+    product(program, packed, source, target, **more)  # type: ignore[arg-type]
     y = torch.zeros(len(x), outputs)
     program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
     return y
 
 
-def numbers(n, inputs, seed=1):
+def numbers(n: int, inputs: int, seed: int = 1) -> torch.Tensor:
     x = torch.randn(n, inputs, generator=torch.Generator().manual_seed(seed))
     x[:, ::7] *= 30
     return x.bfloat16()
 
 
-def test_the_table_names_what_files_hold():
+def test_the_table_names_what_files_hold() -> None:
     for name in FILES:
         of = FORMATS[name]
         kind = gguf.GGMLQuantizationType(of.file_type)
@@ -102,7 +104,7 @@ def test_the_table_names_what_files_hold():
 
 @every_set
 @kinds
-def test_blocks_stand_for_the_packages_numbers(isa, name):
+def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
     """All bits of float32 are equal, through the layout of the kernels and by row."""
     kernels, rows = load(isa), blocks(name, 37, 768)
     wanted = by_package(rows)
@@ -118,7 +120,7 @@ def test_blocks_stand_for_the_packages_numbers(isa, name):
 
 @every_set
 @kinds
-def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
+def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: str) -> None:
     rows, x = blocks(name, 217, 512), numbers(33, 512)
     packed = QuantisedPacked(load(isa), [rows], name=name)
     wide = run(isa, packed, 217, x)
@@ -139,7 +141,7 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
 
 @every_set
 @kinds
-def test_the_largest_sums_are_exact(isa, name):
+def test_the_largest_sums_are_exact(isa: str, name: str) -> None:
     """All values and scales as large as they can be, of both signs."""
     rows = blocks(name, 32, 512)
     rows.data.fill_(255)
@@ -164,7 +166,7 @@ def test_the_largest_sums_are_exact(isa, name):
 
 
 @best_set
-def test_weights_of_several_formats_are_one_product(isa):
+def test_weights_of_several_formats_are_one_product(isa: str) -> None:
     kernels, x = load(isa), numbers(6, 512)
     parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
@@ -182,7 +184,7 @@ def test_weights_of_several_formats_are_one_product(isa):
 
 @best_set
 @pytest.mark.parametrize("names", [("q4_k", "q4_k"), ("q4_k", "q6_k")])
-def test_gated_weights_of_one_and_of_two_formats(isa, names):
+def test_gated_weights_of_one_and_of_two_formats(isa: str, names: tuple[str, str]) -> None:
     kernels, x = load(isa), numbers(5, 512)
     weights = [blocks(name, 40, 512, seed) for seed, name in enumerate(names)]
     packed = Packer(kernels, BFLOAT16).pack_apart(weights, gated=True)
@@ -198,7 +200,7 @@ def test_gated_weights_of_one_and_of_two_formats(isa, names):
 
 @best_set
 @kinds
-def test_dense_rows_keep_further_dimensions(isa, name):
+def test_dense_rows_keep_further_dimensions(isa: str, name: str) -> None:
     rows = blocks(name, 12, 256)
     stacked = BlockRows(rows.data.view(3, 4, -1), name)
     assert stacked.shape == [3, 4, 256]
@@ -207,7 +209,7 @@ def test_dense_rows_keep_further_dimensions(isa, name):
 
 @every_set
 @pytest.mark.parametrize("name", ["w4g32", "w8g128"])
-def test_inputs_in_another_order(isa, name):
+def test_inputs_in_another_order(isa: str, name: str) -> None:
     """Products, chosen blocks and numbers are those of the columns put back; not without."""
     kernels, rows, x = load(isa), blocks(name, 48, 256), numbers(5, 256)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()

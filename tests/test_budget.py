@@ -1,5 +1,4 @@
-"""One budget for all sequences: its decisions by hand and against brute force.
-pytest tests/test_budget.py"""
+"""One budget for all sequences: its decisions by hand and against brute force."""
 
 import itertools
 import math

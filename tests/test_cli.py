@@ -1,5 +1,5 @@
 """The command line, in front of a stand-in for the model (`fake_llm.py`), and once with the real
-one. `pytest tests/test_cli.py`"""
+one."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""The modes of a step: which goes on, and how seldom the others are tried.
-pytest tests/test_comparison.py"""
+"""The modes of a step: which goes on, and how seldom the others are tried."""
 
 import random
 

@@ -1,5 +1,4 @@
-"""What passes and calls cost, by the time they took.
-pytest tests/test_cost.py"""
+"""What passes and calls cost, by the time they took."""
 
 import pytest
 import torch

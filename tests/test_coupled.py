@@ -1,5 +1,4 @@
-"""Coupled sampling: what is emitted belongs to the place, whatever was drafted: pytest
-tests/test_coupled.py"""
+"""Coupled sampling: what is emitted belongs to the place, whatever was drafted."""
 
 from __future__ import annotations
 

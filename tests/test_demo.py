@@ -1,5 +1,4 @@
-"""`quickbeam demo` on a small model: whose tokens are coloured, and the picture that it draws.
-`pytest tests/test_demo.py`"""
+"""`quickbeam demo` on a small model: whose tokens are coloured, and the picture that it draws."""
 
 import re
 from xml.etree import ElementTree

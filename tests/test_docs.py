@@ -2,8 +2,6 @@
 
 `make test` runs them with a tiny random model in place of the default one; the long tests with the
 default model itself.
-
-pytest tests/test_docs.py
 """
 
 from __future__ import annotations

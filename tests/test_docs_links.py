@@ -2,8 +2,6 @@
 names that these define.
 
 `mkdocs build --strict` (`make docs`) checks the built site; this needs none of its packages.
-
-pytest tests/test_docs_links.py
 """
 
 import re

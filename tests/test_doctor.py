@@ -1,5 +1,5 @@
 """`quickbeam doctor`: each finding, faked and as it is here, and what is said where packages are
-missing. `pytest tests/test_doctor.py`"""
+missing."""
 
 import json
 import os

@@ -1,8 +1,5 @@
 """The engine: speculative answers are plain decoding's own, however they end, and alone or side by
-side.
-
-pytest tests/test_engine.py
-"""
+side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The Python faces with many answers under way: lists, streams in any order and in threads,
-asyncio.
-
-pytest tests/test_faces.py
-"""
+asyncio."""
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
 """Tenants take turns: nobody's many requests, nor a long prompt, hold another's short one up.
 
-In steps, not in seconds. pytest tests/test_fairness.py
+In steps, not in seconds.
 """
 
 import asyncio

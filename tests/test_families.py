@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ from transformers import (
     PhiConfig,
     PhimoeConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -82,7 +84,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models.angles import angles_of
-from quickbeam.models.base import Batch, Chain
+from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compiled import CompiledStack, kv_shapes
 from quickbeam.models.families import FAMILIES, describe
 from quickbeam.models.families.reading import NotDescribed
@@ -93,7 +95,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
-from quickbeam.models.stack import Experts, Stack
+from quickbeam.models.stack import Beside, Experts, Layer, Stack
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -332,7 +334,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 IDS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
 
 
-def made(name, dtype=torch.float32):
+def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
@@ -351,23 +353,23 @@ def made(name, dtype=torch.float32):
     return model.eval()
 
 
-def off(got, right):
+def off(got: torch.Tensor, right: torch.Tensor) -> float:
     return float((got - right).abs().max() / right.abs().max())
 
 
-def by_interpreter(model, stack):
+def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
 
     turned = {one.rotary: one.turned for one in stack.attentions}
 
-    def of(rotary, positions):
+    def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return angles_of(model.config, rotary, turned[rotary]).at(positions)
 
     return Interpreter(parameters, of).logits(stack, IDS)
 
 
-def by_kernels(model, stack):
+def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
     kernels = library.kernels()
     assert kernels is not None
     pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
@@ -380,14 +382,14 @@ def by_kernels(model, stack):
 # --- transformers ---
 
 
-def test_every_family_is_here():
+def test_every_family_is_here() -> None:
     here = {kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     assert {config.model_type for config in CONFIGS.values()} == here
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_logits_and_tokens_are_those_of_transformers(name):
+def test_logits_and_tokens_are_those_of_transformers(name: str) -> None:
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
     assert off(by_interpreter(plain, describe(plain)), right) < 2e-5
@@ -407,28 +409,28 @@ def test_logits_and_tokens_are_those_of_transformers(name):
     assert answer(model, NoDraft(), params, IDS.tolist()).output.token_ids == ids[len(IDS) :]
 
 
-def each_layer(change):
+def each_layer(change: Callable[[Layer], Layer]) -> Callable[[Stack], Stack]:
     return lambda stack: replace(stack, layers=tuple(change(layer) for layer in stack.layers))
 
 
-def each_attention(**changes):
-    def changed(layer):
+def each_attention(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
         of = layer.attention
         return replace(layer, attention=of and replace(of, **changes))
 
     return each_layer(changed)
 
 
-def each_recurrent(**changes):
-    def changed(layer):
+def each_recurrent(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
         of = layer.recurrent
         return replace(layer, recurrent=of and replace(of, **changes))
 
     return each_layer(changed)
 
 
-def each_experts(**changes):
-    def changed(layer):
+def each_experts(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
         of = layer.feed_forward
         return replace(
             layer, feed_forward=replace(of, **changes) if isinstance(of, Experts) else of
@@ -437,8 +439,8 @@ def each_experts(**changes):
     return each_layer(changed)
 
 
-def each_routing(**changes):
-    def changed(layer):
+def each_routing(**changes: Any) -> Callable[[Stack], Stack]:
+    def changed(layer: Layer) -> Layer:
         of = layer.feed_forward
         if not isinstance(of, Experts):
             return layer
@@ -447,7 +449,7 @@ def each_routing(**changes):
     return each_layer(changed)
 
 
-def swapped(layer):
+def swapped(layer: Layer) -> Layer:
     """A convolution whose two gates are taken for each other."""
     if layer.recurrent is None:
         return layer
@@ -457,12 +459,12 @@ def swapped(layer):
     return replace(layer, recurrent=replace(layer.recurrent, into=into))
 
 
-def unscaled(of):
+def unscaled(of: Beside) -> Beside:
     routing = replace(of.experts.routing, scale=None)
     return replace(of, experts=replace(of.experts, routing=routing))
 
 
-def wider(layer, by):
+def wider(layer: Layer, by: int) -> Layer:
     window = layer.attention.window
     return replace(layer, attention=replace(layer.attention, window=window and window + by))
 
@@ -581,7 +583,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 @torch.inference_mode()
-def test_a_wrong_description_is_seen(what):
+def test_a_wrong_description_is_seen(what: str) -> None:
     name, change = WRONG[what]
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
@@ -593,7 +595,9 @@ def test_a_wrong_description_is_seen(what):
 # --- what is not described ---
 
 
-def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
+def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain = made("llama")
     plain.config.value_multiplier = 2.5
     with pytest.raises(NotDescribed, match="value_multiplier"):
@@ -607,7 +611,7 @@ def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
         assert not why_not_native(plain)
 
 
-def test_parameters_that_no_family_names_are_seen():
+def test_parameters_that_no_family_names_are_seen() -> None:
     plain = made("qwen2")
     plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(NotDescribed, match=r"layers\.1\.mlp\.extra"):
@@ -636,7 +640,7 @@ SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @functools.cache
-def policies(dtype):
+def policies(dtype: torch.dtype) -> dict[str, Any]:
     drafter = LMDrafter(made("llama", dtype), VOCAB)
     return {
         "logitspec": LogitSpec(Ngram(), LastLogits()),
@@ -645,7 +649,7 @@ def policies(dtype):
     }
 
 
-def turns(model, params):
+def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers by plain decoding without a cache: a first turn, a second one behind it,
     and another text with the same beginning."""
     found, prompt = [], IDS[:20].tolist() * 2
@@ -686,7 +690,7 @@ HYBRIDS = (
         ],
     ),
 )
-def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name, kind):
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind: str) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weights = kind if kind.startswith("int") else "bfloat16"
     model = make_model(made(name, dtype), weights=weights, chunk=16)
@@ -710,7 +714,7 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name, kind):
             assert state.error is None and state.output.token_ids == said
 
 
-def test_what_transformers_notes_in_a_configuration_is_no_attribute():
+def test_what_transformers_notes_in_a_configuration_is_no_attribute() -> None:
     model = tiny_model("llama", torch.float32)
     model.config._model_name_or_path = "somewhere"
     assert not why_not_native(model)

@@ -4,6 +4,8 @@ itself, layout by layout.
 pytest tests/test_gathered.py
 """
 
+from __future__ import annotations
+
 import dataclasses
 import random
 
@@ -24,7 +26,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.models.base import Batch, Chain, Draft
+from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
@@ -36,7 +38,7 @@ DEVICES = [
 ]
 
 
-def gathered(name, device="cpu", **options):
+def gathered(name: str, device: str = "cpu", **options) -> Model:
     return make_model(tiny(name, seed=4).to(device), native=False, **options)
 
 

@@ -3,6 +3,8 @@
 pytest tests/test_gguf.py
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import shutil
@@ -14,7 +16,13 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import GemmaConfig, GraniteConfig, Qwen3MoeConfig, SmolLM3Config
+from transformers import (
+    GemmaConfig,
+    GraniteConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from models import CONFIGS, SIZES, tiny
 from quickbeam import LLM, SamplingParams
@@ -63,7 +71,7 @@ TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alpha
 Q8, Q5 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
 
 
-def model_of(architecture):
+def model_of(architecture: str) -> PreTrainedModel:
     config = copy.deepcopy(TINY[architecture])
     for name, value in WIDE.items():
         setattr(config, name, value)
@@ -74,7 +82,7 @@ def model_of(architecture):
     return tiny("", config=config, seed=3)
 
 
-def metadata(writer, model):
+def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     """What llama.cpp's converter writes of a configuration."""
     c, name = model.config, writer.arch
     heads = c.num_attention_heads
@@ -107,7 +115,7 @@ def metadata(writer, model):
         writer.add_logit_scale(c.logits_scaling)
 
 
-def tokenizer(writer):
+def tokenizer(writer: gguf.GGUFWriter) -> None:
     tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -120,7 +128,7 @@ def tokenizer(writer):
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
-def turned(rows, heads):
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
     """What the converter does to queries and keys of Llama's layout."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
@@ -136,7 +144,7 @@ def apart(state):
             yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
 
 
-def write(path, architecture, model, kinds=None):
+def write(path, architecture: str, model: PreTrainedModel, kinds=None):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without."""
     writer, c = gguf.GGUFWriter(str(path), architecture), model.config
     metadata(writer, model)
@@ -165,7 +173,7 @@ def write(path, architecture, model, kinds=None):
     return path
 
 
-def logits(parameters, ids):
+def logits(parameters, ids: list[int]) -> torch.Tensor:
     target, rows = Target(NativeModel(parameters, parameters.stack)), []
     for end in range(1, len(ids) + 1):
         rows.append(target.prefill(ids[:end], keep=end - 1))
@@ -202,7 +210,7 @@ def test_weights_of_several_formats_come_near_their_numbers(mixed):
     assert float((found - exact).norm() / exact.norm()) < 0.05
 
 
-def resident(path):
+def resident(path) -> int:
     """How many kB of a mapped file this process holds in memory."""
     held, here = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():

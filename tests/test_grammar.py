@@ -1,5 +1,5 @@
 """Answers that follow a grammar are the plain ones, whatever drafts them and whatever runs beside
-them. `pytest tests/test_grammar.py`"""
+them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""No grammar ends or freezes the process that compiles it. `pytest tests/test_grammar_limits.py`"""
+"""No grammar ends or freezes the process that compiles it."""
 
 from __future__ import annotations
 

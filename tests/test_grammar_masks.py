@@ -1,5 +1,4 @@
-"""Masks of a grammar along trees, and the exactness of what is sampled under them. `pytest
-tests/test_grammar_masks.py`"""
+"""Masks of a grammar along trees, and the exactness of what is sampled under them."""
 
 from __future__ import annotations
 

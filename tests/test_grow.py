@@ -1,4 +1,4 @@
-"""Tree policies against brute force and by hand. Run: pytest tests/test_grow.py"""
+"""Tree policies against brute force and by hand."""
 
 import torch
 from hypothesis import given

@@ -1,5 +1,4 @@
-"""`model.generate` with our loop gives what it gives without, or says why not. `pytest
-tests/test_hf.py`"""
+"""`model.generate` with our loop gives what it gives without, or says why not."""
 
 import copy
 import gc

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from models import VOCAB, random_tree, tiny
 from quickbeam.errors import InvalidInput
@@ -23,7 +25,7 @@ LAYOUTS = ("llama", "qwen3", "gemma3-window", "gpt2", "gpt-neox", "phi3", "mistr
 
 
 @torch.inference_mode()
-def plain_states(model, ids, layers):
+def plain_states(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
     """What `take_hidden` should give of `ids`, by transformers. Its last entry is taken after the
     final norm; what goes into that norm is the residual stream after all layers."""
     count, into = model.config.num_hidden_layers, []
@@ -40,13 +42,13 @@ def plain_states(model, ids, layers):
     return torch.cat([(into[0] if i == count else states[min(i, count)])[0] for i in layers], -1)
 
 
-def close(got, expected):
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     scale = expected.abs().amax().clamp_(min=1)
     torch.testing.assert_close(got / scale, expected / scale, atol=1e-5, rtol=0)
 
 
-def all_layers(model):
+def all_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """In an order of its own: the last one first."""
     count = model.config.num_hidden_layers
     return (count + 1, *range(1, count + 1))
@@ -55,23 +57,25 @@ def all_layers(model):
 class Walk:
     """Random operations on a target, and what it should hold after each."""
 
-    def __init__(self, target, model, layers, seed):
+    def __init__(
+        self, target: Target, model: PreTrainedModel, layers: Sequence[int], seed: int
+    ) -> None:
         self.target, self.model, self.layers = target, model, layers
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.ids: list[int] = []
         self.taken = 0
 
-    def check(self):
+    def check(self) -> None:
         assert (self.target.ids, self.target.taken) == (self.ids, self.taken)
 
-    def take(self):
+    def take(self) -> None:
         got, new = self.target.take_hidden(), len(self.ids) - self.taken
         assert len(got) == new
         if new:
             close(got, plain_states(self.model, self.ids, self.layers)[self.taken :])
         self.taken = len(self.ids)
 
-    def prompt(self):
+    def prompt(self) -> None:
         keep = self.random.randint(0, len(self.ids))
         self.ids = [
             *self.ids[:keep],
@@ -80,7 +84,7 @@ class Walk:
         self.target.prefill(self.ids, keep=keep)
         self.taken = keep
 
-    def step(self):
+    def step(self) -> None:
         tree = random_tree(self.generator, self.random.choice([1, 2, 9, 17]))
         if self.random.random() < 0.5:
             self.target.verify(tree)
@@ -90,7 +94,7 @@ class Walk:
         self.target.commit(tree, path)
         self.ids += [tree.token[node] for node in path]
 
-    def in_parts(self, tree):
+    def in_parts(self, tree: TokenTree) -> None:
         part, base = TokenTree(tree.token[0]), 0
         for node in range(1, len(tree)):
             if self.random.random() < 0.4:
@@ -99,13 +103,13 @@ class Walk:
             part.add(tree.parent[node], tree.token[node], "part")
         self.target.verify(part, base)
 
-    def truncate(self):
+    def truncate(self) -> None:
         length = self.random.randint(1, len(self.ids))
         self.target.truncate(length)
         del self.ids[length:]
         self.taken = length
 
-    def reset(self):
+    def reset(self) -> None:
         self.target.reset()
         self.ids, self.taken = [], 0
         self.check()
@@ -113,7 +117,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_hidden_states_are_those_of_a_plain_run(name):
+def test_hidden_states_are_those_of_a_plain_run(name: str) -> None:
     model = tiny(name)
     layers = all_layers(model)
     target = Target(copy.deepcopy(model), chunk=4)
@@ -129,7 +133,7 @@ def test_hidden_states_are_those_of_a_plain_run(name):
         walk.take()
 
 
-def test_a_prompt_is_given_in_order_and_once():
+def test_a_prompt_is_given_in_order_and_once() -> None:
     model = tiny("llama")
     target = Target(copy.deepcopy(model), chunk=3)
     target.model.watch((2,))
@@ -143,7 +147,7 @@ def test_a_prompt_is_given_in_order_and_once():
 
 
 @pytest.mark.parametrize("native", (False, True))
-def test_watching_anew_ends_the_watch_before(native):
+def test_watching_anew_ends_the_watch_before(native: bool) -> None:
     model = tiny("gpt2")
     target = Target(make_model(copy.deepcopy(model), native=native))
     target.model.watch((1, 2))
@@ -152,7 +156,7 @@ def test_watching_anew_ends_the_watch_before(native):
     close(target.take_hidden(), plain_states(model, PREFIX, (2,)))
 
 
-def test_the_mirror_of_a_lone_token_leaves_no_trace():
+def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
     model = tiny("llama")
     target = Target(copy.deepcopy(model))
     target.model._rows = 2  # as on machines whose kernels treat a single row differently
@@ -168,7 +172,7 @@ def test_the_mirror_of_a_lone_token_leaves_no_trace():
 
 @pytest.mark.parametrize("layers", [(1,), (4,), (2, 1, 4, 3)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_watching_changes_no_logits(name, layers):
+def test_watching_changes_no_logits(name: str, layers: tuple[int, ...]) -> None:
     watched, other = (Target(tiny(name), chunk=4) for _ in range(2))
     watched.model.watch(layers)
     tree = random_tree(torch.Generator().manual_seed(1), 9)
@@ -180,7 +184,7 @@ def test_watching_changes_no_logits(name, layers):
         assert torch.equal(watched.verify(tree), other.verify(tree))
 
 
-def test_without_watching_nothing_is_kept():
+def test_without_watching_nothing_is_kept() -> None:
     target = Target(tiny("llama"))
     target.prefill(PREFIX)
     target.verify(tree := TokenTree(3))
@@ -189,14 +193,14 @@ def test_without_watching_nothing_is_kept():
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (1, 5), (-1,)])
-def test_layers_that_are_not_there_are_refused(layers):
+def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
     target = Target(tiny("llama"))
     with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
         target.model.watch(layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window"])
-def test_embedding_and_head_are_the_models(name):
+def test_embedding_and_head_are_the_models(name: str) -> None:
     model = tiny(name)
     target = Target(copy.deepcopy(model))
     states = plain_states(model, PREFIX, (model.config.num_hidden_layers + 1,))

@@ -1,5 +1,4 @@
-"""How the sources are laid out: who imports whom, and how long things are. `pytest
-tests/test_house.py`"""
+"""How the sources are laid out: who imports whom, and how long things are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Which kernels a process uses, where they are kept, and what is said of them. `pytest
 tests/test_kernel_choice.py`"""
 
+from __future__ import annotations
+
 import os
 import re
 import subprocess
@@ -27,12 +29,12 @@ def plain_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
-def machine(monkeypatch, *sets):
+def machine(monkeypatch, *sets: str) -> None:
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
     monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
 
 
-def compiled(name):
+def compiled(name: str) -> Path:
     path = build.cached(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -159,7 +161,7 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
     machine(monkeypatch, "avx512", "plain")
     told, made = list[str](), list[str]()
 
-    def compile_to(path, name):
+    def compile_to(path: Path, name: str) -> None:
         made.append(name)
         if name == "avx512":
             raise build.CannotBuild("g++ failed")
@@ -185,7 +187,7 @@ def test_building_says_what_is_where(tmp_path):
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)
 
-    def run(*arguments, **environment):
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "quickbeam.models.native.build", *arguments]
         done = subprocess.run(
             command,
@@ -263,7 +265,7 @@ def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(
 
 
 def test_compilers_are_told_what_they_understand(monkeypatch):
-    def flags(compiler, platform, name):
+    def flags(compiler: str, platform: str, name: str) -> list[list[str]]:
         monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
         return build.commands([compiler], name, [], Path("part"), Path("result"))
 

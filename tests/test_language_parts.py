@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cases import few
@@ -30,7 +35,17 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
-from test_families import CONVOLVED, DELTA, EXPERTS, GEMMA4, HYBRID_EXPERTS, IDS, LINEAR, MIXED, off
+from test_families import (
+    CONVOLVED,
+    DELTA,
+    EXPERTS,
+    GEMMA4,
+    HYBRID_EXPERTS,
+    IDS,
+    LINEAR,
+    MIXED,
+    off,
+)
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -45,7 +60,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-def axes(*sections, **more):
+def axes(*sections: int, **more: Any) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
     return {"rope_parameters": rope | more}
 
@@ -67,7 +82,7 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind):
+def made(kind: str) -> PreTrainedModel:
     """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     own: Any = CONFIG_MAPPING[kind]()
@@ -89,7 +104,7 @@ def made(kind):
     return model.eval()
 
 
-def logits_of(folder):
+def logits_of(folder: Path) -> torch.Tensor:
     checkpoint = Checkpoint(folder, torch.float32)
     model = NativeModel(checkpoint, checkpoint.stack)
     chain = Chain(model.pool.new(), IDS.tolist(), len(IDS))
@@ -113,14 +128,14 @@ ALIKE = {
 
 @pytest.mark.parametrize("kind", few(sorted(COMPOSITES), sorted(COMPOSITES - ALIKE)))
 @torch.inference_mode()
-def test_text_alone_is_answered_as_by_the_whole(kind, tmp_path):
+def test_text_alone_is_answered_as_by_the_whole(kind: str, tmp_path: Path) -> None:
     model = made(kind)
     right = model(input_ids=IDS[None], use_cache=False).logits[0]
     model.save_pretrained(tmp_path)
     assert off(logits_of(tmp_path), right) < 2e-5
 
 
-def test_every_language_part_is_described():
+def test_every_language_part_is_described() -> None:
     kinds = {CONFIG_MAPPING[kind]().get_text_config().model_type for kind in COMPOSITES}
     assert kinds <= FAMILIES.keys()
     assert {kind for kind in FAMILIES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= kinds
@@ -137,7 +152,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_names_of_published_checkpoints(names, tmp_path):
+def test_names_of_published_checkpoints(names: str, tmp_path: Path) -> None:
     made("qwen2_5_vl").save_pretrained(tmp_path)
     right = logits_of(tmp_path)
     layers, head = NAMES[names]
@@ -155,7 +170,7 @@ def test_names_of_published_checkpoints(names, tmp_path):
         Checkpoint(tmp_path, torch.float32)
 
 
-def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path):
+def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path: Path) -> None:
     made("qwen2_5_vl").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -168,7 +183,7 @@ def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_pat
     assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
 
 
-def test_flat_and_old_configurations(tmp_path, monkeypatch):
+def test_flat_and_old_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Qwen2.5-VL's, which names the text's fields beside its parts."""
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     made("qwen2_5_vl").save_pretrained(tmp_path)
@@ -184,7 +199,7 @@ def test_flat_and_old_configurations(tmp_path, monkeypatch):
     assert torch.equal(logits_of(tmp_path), right)
 
 
-def test_gemma_4_as_published(tmp_path):
+def test_gemma_4_as_published(tmp_path: Path) -> None:
     """Sizes of full layers by other names, and tensors that layers with others' keys don't need."""
     model = made("gemma4")
     model.save_pretrained(tmp_path)
@@ -215,7 +230,7 @@ PARTS_ALONE = """{% for message in messages %}[{{ message.role }}]
 TEXTS_ALONE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
 
 
-def test_content_is_given_as_the_template_takes_it():
+def test_content_is_given_as_the_template_takes_it() -> None:
     asked = [{"role": "user", "content": "abc"}]
     parts = [{"role": "user", "content": [TEXT_PART, TEXT_PART]}]
     assert for_template(PARTS_ALONE, asked) == [{"role": "user", "content": [TEXT_PART]}]
@@ -227,7 +242,7 @@ def test_content_is_given_as_the_template_takes_it():
 
 
 @pytest.fixture
-def folder(toy_folder, tmp_path):
+def folder(toy_folder: str, tmp_path: Path) -> Path:
     """A tiny model of images and text, with a template that takes parts alone."""
     for path in Path(toy_folder).glob("tokenizer*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -242,7 +257,7 @@ def folder(toy_folder, tmp_path):
     return tmp_path
 
 
-def test_a_chat_of_text_is_answered_and_an_image_refused(folder):
+def test_a_chat_of_text_is_answered_and_an_image_refused(folder: Path) -> None:
     llm = LLM(str(folder), "ar", dtype="float32")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert llm.model.exact

@@ -1,7 +1,4 @@
-"""The Python face, on a random model whose tokens are bytes.
-
-pytest tests/test_llm.py
-"""
+"""The Python face, on a random model whose tokens are bytes."""
 
 import json
 import shutil

@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlavaConfig,
     MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     Qwen2VLConfig,
     T5Config,
     ViTConfig,
@@ -47,23 +49,25 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-def load(folder, dtype=torch.float32, **options):
+def load(
+    folder: Path, dtype: torch.dtype | None = torch.float32, **options: Any
+) -> PreTrainedModel:
     return load_model(str(folder), dtype, CPU, **options)[0]
 
 
 @pytest.fixture
-def folder(toy_folder, tmp_path):
+def folder(toy_folder: str, tmp_path: Path) -> Path:
     """The toy's tokenizer and configuration; `write` gives it weights."""
     return Path(shutil.copytree(toy_folder, tmp_path / "model"))
 
 
-def configure(folder, **fields):
+def configure(folder: Path, **fields: Any) -> None:
     """Change the configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def write(folder, **fields):
+def write(folder: Path, **fields: Any) -> Path:
     """Change the configuration, and give the folder random weights for it, by which attention
     decides."""
     configure(folder, **fields)
@@ -79,7 +83,7 @@ def write(folder, **fields):
     return folder
 
 
-def weights(folder, change):
+def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     """Write tensors into the checkpoint, or take away those that are None."""
     state = load_file(folder / "model.safetensors") | change
     save_file(
@@ -92,7 +96,9 @@ def weights(folder, change):
 @pytest.mark.parametrize(
     ("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)]
 )
-def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, length):
+def test_angles_that_follow_the_length_are_those_of_transformers(
+    folder: Path, rope: dict[str, Any], length: int
+) -> None:
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -112,7 +118,9 @@ def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, l
 
 
 @pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (DYNAMIC, CONTEXT)])
-def test_angles_do_not_depend_on_what_runs_beside(folder, rope, length):
+def test_angles_do_not_depend_on_what_runs_beside(
+    folder: Path, rope: dict[str, Any], length: int
+) -> None:
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.rotary_emb
     rotary = load(folder).model.rotary_emb
@@ -130,14 +138,14 @@ class Adapted(nn.Linear):
 
 
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
-def test_the_kernels_take_plain_linears_only(part):
+def test_the_kernels_take_plain_linears_only(part: str) -> None:
     model = tiny("llama")
     assert not why_not_native(model)
     model.model.layers[1].set_submodule(part, Adapted(32, 32))
     assert why_not_native(model)
 
 
-def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only():
+def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only() -> None:
     model = tiny("llama")
     model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
     assert why_not_native(model)
@@ -148,7 +156,9 @@ def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only():
     assert why_not_native(model)
 
 
-def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, tmp_path, caplog):
+def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = Path(shutil.copytree(folder, tmp_path / "plain"))
     write(folder, model_type="helium", architectures=["HeliumForCausalLM"])
     with caplog.at_level("INFO", "quickbeam"), LLM(str(folder)) as llm:
@@ -164,7 +174,7 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, tmp_path
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
+def test_experts_are_read_from_stacked_and_from_single_tensors(folder: Path, stacked: bool) -> None:
     config = AutoConfig.from_pretrained(folder).to_dict() | {"num_local_experts": 3}
     plain = tiny("", config=MixtralConfig(**{**config, "model_type": "mixtral"}))
     plain.save_pretrained(folder)
@@ -185,7 +195,7 @@ def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     assert answer.token_ids == ids[5:]
 
 
-def test_an_adapter_without_peft_is_refused(folder, monkeypatch):
+def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "is_peft_available", lambda: False)
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "somebody/model"})
@@ -200,7 +210,7 @@ def test_an_adapter_without_peft_is_refused(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_merged(folder, tmp_path, beside):
+def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> None:
     peft = pytest.importorskip("peft")
     write(folder, tie_word_embeddings=False)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -223,7 +233,7 @@ def test_an_adapter_is_merged(folder, tmp_path, beside):
 @pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them"
 )
-def test_quantised_weights_without_their_library_are_refused(folder):
+def test_quantised_weights_without_their_library_are_refused(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(
         InvalidInput,
@@ -234,7 +244,7 @@ def test_quantised_weights_without_their_library_are_refused(folder):
 
 
 @pytest.fixture
-def with_code(folder, tmp_path, monkeypatch):
+def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that comes with Python code, which leaves `ran` beside the folder when it runs."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
@@ -260,7 +270,9 @@ def with_code(folder, tmp_path, monkeypatch):
     return folder
 
 
-def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code, tmp_path, monkeypatch):
+def test_code_of_a_model_runs_only_where_that_is_asked_for(
+    with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # the lines of a chat are no consent
     with pytest.raises(InvalidInput, match="--trust-remote-code") as caught:
         load(with_code)
@@ -269,10 +281,12 @@ def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code, tmp_path, 
     assert type(model).__name__ == "OddForCausalLM" and (tmp_path / "ran").exists()
 
 
-def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch, tmp_path):
+def test_a_drafter_is_trusted_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen = []
 
-    def stand_in(*arguments, **options):
+    def stand_in(*arguments: Any, **options: Any) -> None:
         seen.append(options["trust_remote_code"])
         raise InvalidInput("enough")
 
@@ -285,7 +299,7 @@ def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch, tmp_path):
     assert seen == [False, True]
 
 
-def test_the_number_format_may_be_the_checkpoints_own(folder):
+def test_the_number_format_may_be_the_checkpoints_own(folder: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
     assert load(folder, wanted_dtype("auto")).dtype is torch.float16
     assert load(folder, wanted_dtype("float32")).dtype is torch.float32
@@ -294,12 +308,12 @@ def test_the_number_format_may_be_the_checkpoints_own(folder):
             parse("int8")
 
 
-def test_a_revision_is_of_the_hub_alone(folder, monkeypatch):
+def test_a_revision_is_of_the_hub_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=r"revision 'v1'.*on this machine"):
         load(folder, revision="v1")
     seen: dict[str, Any] = {}
 
-    def stop(name, **options):
+    def stop(name: str, **options: Any) -> None:
         seen.update(options)
         raise OSError("not cached")
 
@@ -309,7 +323,7 @@ def test_a_revision_is_of_the_hub_alone(folder, monkeypatch):
     assert seen == {"revision": "v1", "trust_remote_code": False}
 
 
-def test_a_device_map_takes_the_place_of_the_device(folder):
+def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
     assert load(folder, device_map="cpu").device == CPU
     with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
         load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
@@ -329,13 +343,15 @@ def test_a_device_map_takes_the_place_of_the_device(folder):
     ],
     ids=["llava", "qwen2-vl", "vit", "t5"],
 )
-def test_what_is_no_causal_language_model_is_named(tmp_path, config, reason):
+def test_what_is_no_causal_language_model_is_named(
+    tmp_path: Path, config: PreTrainedConfig, reason: str
+) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=f"can't load .*: {reason}"):
         load(tmp_path)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(folder):
+def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
     write(folder, tie_word_embeddings=False)
     weights(folder, {"lm_head.weight": None})
     with pytest.raises(
@@ -358,7 +374,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder):
     )
 
 
-def test_a_checkpoint_of_other_shapes_is_refused(folder):
+def test_a_checkpoint_of_other_shapes_is_refused(folder: Path) -> None:
     write(folder)
     weights(folder, {"model.norm.weight": torch.ones(3)})
     with pytest.raises(
@@ -367,7 +383,7 @@ def test_a_checkpoint_of_other_shapes_is_refused(folder):
         load(folder)
 
 
-def test_what_is_no_file_of_weights_is_refused(folder):
+def test_what_is_no_file_of_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InvalidInput, match="can't load"):
         load(folder)

@@ -1,4 +1,4 @@
-"""What `--model` names, checked before anything is loaded. `pytest tests/test_locate.py`"""
+"""What `--model` names, checked before anything is loaded."""
 
 import os
 import socket

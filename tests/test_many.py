@@ -1,8 +1,5 @@
 """Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or
-preempted around it.
-
-pytest tests/test_many.py
-"""
+preempted around it."""
 
 from __future__ import annotations
 

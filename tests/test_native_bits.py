@@ -7,9 +7,9 @@ pytest tests/test_native_bits.py
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from cases import spread
 from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated, write
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Packed, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.pages import PagedStore, PagePool
@@ -31,7 +32,7 @@ WIDEST = 128
 
 
 @pytest.fixture(autouse=True)
-def threads():
+def threads() -> Iterator[Callable[[int], None]]:
     """One thread, unless a test sets another number: work this small is slower on several, far
     slower on a busy machine."""
     before = torch.get_num_threads()
@@ -43,7 +44,9 @@ def threads():
 # --- products ---
 
 
-def kernels_product(kernels, inputs, outputs, epilogue):
+def kernels_product(
+    kernels: Kernels, inputs: int, outputs: int, epilogue: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     gated = epilogue == library.GATED
     weights, program = (
@@ -55,7 +58,7 @@ def kernels_product(kernels, inputs, outputs, epilogue):
     )
     program.linear(packed, program.given("x", inputs), program.given("y", outputs, True), epilogue)
 
-    def product(x):
+    def product(x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(len(x), outputs)
         program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
         return y
@@ -63,7 +66,7 @@ def kernels_product(kernels, inputs, outputs, epilogue):
     return product
 
 
-def rows_that_depend_on_others(product, inputs):
+def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], inputs: int) -> int:
     """Run any rows side by side, 1 to 128 of them in any order; count those that give other bits
     than alone."""
     x, rng, wrong = number(WIDEST, inputs), random.Random(0), 0
@@ -81,7 +84,9 @@ def rows_that_depend_on_others(product, inputs):
     # the last: more than is kept of the rows at once where they are widened
     [(34, 40), (64, 100), (96, 16), (160, 217), (5002, 17)],
 )
-def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogue):
+def test_rows_of_a_product_do_not_depend_on_others(
+    isa: str, inputs: int, outputs: int, epilogue: int
+) -> None:
     assert (
         rows_that_depend_on_others(kernels_product(load(isa), inputs, outputs, epilogue), inputs)
         == 0
@@ -90,7 +95,9 @@ def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogu
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_products_and_norms_do_not_depend_on_threads(isa, count, threads):
+def test_products_and_norms_do_not_depend_on_threads(
+    isa: str, count: int, threads: Callable[[int], None]
+) -> None:
     product, x, wide = (
         kernels_product(load(isa), 96, 217, library.STORE),
         number(40, 96),
@@ -103,15 +110,15 @@ def test_products_and_norms_do_not_depend_on_threads(isa, count, threads):
 
 
 @best_set
-def test_a_product_that_depends_on_other_rows_is_seen(isa):
+def test_a_product_that_depends_on_other_rows_is_seen(isa: str) -> None:
     right = kernels_product(load(isa), 64, 40, library.STORE)
 
-    def touched(x):
+    def touched(x: torch.Tensor) -> torch.Tensor:
         return right(x) + 2.0**-20 * x.float().sum(0, keepdim=True).mean().expand(len(x), 40) * (
             len(x) > 16
         )
 
-    def mistaken(x):
+    def mistaken(x: torch.Tensor) -> torch.Tensor:
         return right(x.roll(1, 0))
 
     assert (
@@ -131,10 +138,10 @@ class Tokens:
     key: torch.Tensor
     value: torch.Tensor
 
-    def __getitem__(self, rows):
+    def __getitem__(self, rows: slice | list[int]) -> Tokens:
         return Tokens(self.query[rows], self.key[rows], self.value[rows])
 
-    def __add__(self, more):
+    def __add__(self, more: Tokens) -> Tokens:
         return Tokens(
             torch.cat([self.query, more.query]),
             torch.cat([self.key, more.key]),
@@ -152,7 +159,7 @@ class Part(NamedTuple):
     paths: Sequence[Sequence[int]]
 
 
-def tokens_of(n, heads, shape, seed):
+def tokens_of(n: int, heads: int, shape: KVShape, seed: int) -> Tokens:
     dims = (
         (heads, shape.key_dim),
         (shape.kv_heads, shape.key_dim),
@@ -161,14 +168,14 @@ def tokens_of(n, heads, shape, seed):
     return Tokens(*(number(n, *dim, seed=3 * seed + i) for i, dim in enumerate(dims)))
 
 
-def chain(store, tokens):
+def chain(store: PagedStore, tokens: Tokens) -> Part:
     """Tokens behind the committed ones, each seeing all before it."""
     start, n = store.length, len(tokens.query)
     store.reserve(start + n)
     return Part(store, tokens, range(start, start + n), range(start + 1, start + n + 1), [[]] * n)
 
 
-def forward(kernels, parts, **variations):
+def forward(kernels: Kernels, parts: Sequence[Part], **variations: Any) -> list[torch.Tensor]:
     """Keys and values to their pages, then attention of all parts in one call; `[n, heads,
     value_dim]` of each."""
     shape, (n, heads, dim) = (
@@ -194,7 +201,9 @@ def forward(kernels, parts, **variations):
     return list(out.split([len(part.orders) for part in parts]))
 
 
-def scattered(rng, store, tokens, noise):
+def scattered(
+    rng: random.Random, store: PagedStore, tokens: Tokens, noise: Tokens
+) -> tuple[Part, list[int]]:
     """A tree on whose deepest path `tokens` stand, among random siblings and nephews; the nodes of
     that path."""
     start, right, paths = store.length, list[int](), list[list[int]]()
@@ -219,14 +228,20 @@ def scattered(rng, store, tokens, noise):
 
 
 def rows_that_attend_otherwise(
-    kernels, heads, shape, length, seed, twist=lambda part: part, **variations
-):
+    kernels: Kernels,
+    heads: int,
+    shape: KVShape,
+    length: int,
+    seed: int,
+    twist: Callable[[Part], Part] = lambda part: part,
+    **variations: Any,
+) -> int:
     """Commit 40 tokens behind `length` others one by one; then scattered over trees, with other
     sequences in the batch, in pages that move. Count rows with other bits."""
     rng, more, pool = random.Random(seed), 40, PagePool([shape], kernels)
     tokens, wrong = tokens_of(length + more, heads, shape, seed), 0
 
-    def begun():
+    def begun() -> PagedStore:
         store = pool.new()
         if length:
             forward(kernels, [chain(store, tokens[:length])], **variations)
@@ -281,14 +296,16 @@ SHAPES = {
 @every_set
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(isa, shape, window):
+def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(
+    isa: str, shape: str, window: int | None
+) -> None:
     heads, kept = SHAPES[shape]
     for seed, length in enumerate((0, 1, 63, 130, 601)):
         assert rows_that_attend_otherwise(load(isa), heads, kept, length, seed, window=window) == 0
 
 
 @every_set
-def test_variations_of_attention_keep_the_bits(isa):
+def test_variations_of_attention_keep_the_bits(isa: str) -> None:
     heads, kept = SHAPES["grouped"]
     sinks = number(heads, like=torch.float32)
     for variations in (
@@ -301,7 +318,9 @@ def test_variations_of_attention_keep_the_bits(isa):
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_attention_does_not_depend_on_threads(isa, count, threads):
+def test_attention_does_not_depend_on_threads(
+    isa: str, count: int, threads: Callable[[int], None]
+) -> None:
     kernels, (heads, shape) = load(isa), SHAPES["grouped"]
     store, tokens, outs = PagePool([shape], kernels).new(), tokens_of(300, heads, shape, 0), []
     for used in (1, count):
@@ -318,11 +337,11 @@ def test_attention_does_not_depend_on_threads(isa, count, threads):
 
 
 @every_set
-def test_attention_that_depends_on_the_tree_is_seen(isa):
+def test_attention_that_depends_on_the_tree_is_seen(isa: str) -> None:
     """Paths in another order, a parent left out, and a sibling seen."""
     heads, kept = SHAPES["grouped"]
 
-    def paths_by(change):
+    def paths_by(change: Callable[[list[int]], list[int]]) -> Callable[[Part], Part]:
         return lambda part: part._replace(paths=[change(list(path)) for path in part.paths])
 
     swapped = paths_by(lambda path: [path[1], path[0], *path[2:]] if len(path) > 2 else path)
@@ -342,10 +361,10 @@ def test_attention_that_depends_on_the_tree_is_seen(isa):
 
 
 @pytest.fixture
-def native(monkeypatch):
+def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes targets use the kernels of an instruction set."""
 
-    def take(isa):
+    def take(isa: str) -> None:
         load(isa)
         monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
@@ -353,13 +372,15 @@ def native(monkeypatch):
     return take
 
 
-def text(n, seed=0):
+def text(n: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @every_set
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     target = Target(tiny(name, torch.bfloat16))
     assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
@@ -373,7 +394,9 @@ def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
 @every_set
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native):
+def test_many_trees_give_the_bits_of_one_token_at_a_time(
+    isa: str, name: str, wide: bool, native: Callable[[str], None]
+) -> None:
     native(isa)
     target = Target(tiny(name, torch.bfloat16, wide=wide))
     ids = text(300, 1)
@@ -390,13 +413,23 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native
 
 @best_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch):
+def test_trees_whose_paths_are_mixed_up_are_seen(
+    isa: str, name: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     native(isa)
     target, ids = Target(tiny(name, torch.bfloat16)), text(100)
     expected = one_at_a_time(target, ids[:60], ids[60:])
     init = Rows.__init__
 
-    def mixed(self, tokens, positions, orders=(), prefix=(), paths=(), *rest):
+    def mixed(
+        self: Rows,
+        tokens: Any,
+        positions: Any,
+        orders: Any = (),
+        prefix: Any = (),
+        paths: Any = (),
+        *rest: Any,
+    ) -> None:
         init(
             self,
             tokens,
@@ -413,7 +446,9 @@ def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch)
     )
 
 
-def widest_tree(tokens, nodes, rng):
+def widest_tree(
+    tokens: Sequence[int], nodes: int, rng: random.Random
+) -> tuple[TokenTree, list[int]]:
     """`tokens` on a path of a tree of `nodes` nodes, the others anywhere; and that path."""
     tree, path = TokenTree(tokens[0]), [0]
     while len(tree) < nodes:
@@ -432,9 +467,15 @@ def widest_tree(tokens, nodes, rng):
 
 @every_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_widths_up_to_128_give_the_same_bits(isa, name, native):
+def test_widths_up_to_128_give_the_same_bits(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
-    target, ids, rng = (Target(tiny(name, torch.bfloat16, wide=True)), text(70), random.Random(0))
+    target, ids, rng = (
+        Target(tiny(name, torch.bfloat16, wide=True)),
+        text(70),
+        random.Random(0),
+    )
     prompt, tokens = ids[:58], ids[58:]
     expected = one_at_a_time(target, prompt, tokens)
     target.reset()
@@ -447,7 +488,9 @@ def test_widths_up_to_128_give_the_same_bits(isa, name, native):
 @pytest.mark.parametrize(
     ("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
 )
-def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, native):
+def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     ids, found = text(150), []
     for chunk in (512, 64, 37, 5):
@@ -477,7 +520,9 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
 
 
 @every_set
-def test_a_model_does_not_depend_on_threads(isa, native, threads):
+def test_a_model_does_not_depend_on_threads(
+    isa: str, native: Callable[[str], None], threads: Callable[[int], None]
+) -> None:
     native(isa)
     ids, found = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
@@ -490,7 +535,7 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
     assert torch.equal(found[0][2], reference.best(found[0][1]))
 
 
-def bits_hold_behind(target, length):
+def bits_hold_behind(target: Target, length: int) -> bool:
     ids = text(length + 16)
     prompt, tokens = ids[:length], ids[length:]
     expected = one_at_a_time(target, prompt, tokens)
@@ -498,7 +543,7 @@ def bits_hold_behind(target, length):
 
 
 @best_set
-def test_long_contexts_give_the_same_bits(isa, native):
+def test_long_contexts_give_the_same_bits(isa: str, native: Callable[[str], None]) -> None:
     native(isa)
     assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), 1500)
 
@@ -506,13 +551,17 @@ def test_long_contexts_give_the_same_bits(isa, native):
 @pytest.mark.long
 @every_set
 @pytest.mark.parametrize("length", [1023, 2500, 4000])
-def test_contexts_to_4000_give_the_same_bits(isa, length, native):
+def test_contexts_to_4000_give_the_same_bits(
+    isa: str, length: int, native: Callable[[str], None]
+) -> None:
     native(isa)
     assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), length)
 
 
 @every_set
-def test_a_tree_verified_in_parts_gives_the_same_bits(isa, native):
+def test_a_tree_verified_in_parts_gives_the_same_bits(
+    isa: str, native: Callable[[str], None]
+) -> None:
     """`verify(tree, base)`: nodes that follow in a second call, and in a third."""
     native(isa)
     target, ids = Target(tiny("llama", torch.bfloat16)), text(60)

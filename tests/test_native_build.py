@@ -4,11 +4,14 @@ them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`
 pytest tests/test_native_build.py
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,7 @@ needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C++ compiler is the
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No wishes in the environment, and nothing loaded before or after."""
     for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA"):
         monkeypatch.delenv(name, raising=False)
@@ -39,20 +42,20 @@ def fresh(monkeypatch):
     forget()
 
 
-def forget():
+def forget() -> None:
     library._choose.cache_clear()
     library.load.cache_clear()
 
 
 @pytest.fixture
-def no_cache(monkeypatch, tmp_path):
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder where libraries are kept, with none in it."""
     folder = tmp_path / "kernels"
     monkeypatch.setattr(build, "cached", lambda name: folder / f"{name}.so")
     return folder
 
 
-def compiler_that(folder, does):
+def compiler_that(folder: Path, does: str) -> str:
     """A command that runs `does` in a shell."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{does}\n")
@@ -60,7 +63,9 @@ def compiler_that(folder, does):
     return str(path)
 
 
-def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
+def test_a_compiler_that_is_missing_or_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     to = tmp_path / "made" / "plain.so"
     monkeypatch.setenv("CXX", "/nonexistent")
     with pytest.raises(build.CannotBuild, match="/nonexistent"):
@@ -85,7 +90,9 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
         build.compile_to(to, "plain")
 
 
-def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
     monkeypatch.setattr(build, "cached", lambda name: tmp_path / "file" / "below" / f"{name}.so")
@@ -94,7 +101,9 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("isa", SETS)
-def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
+def test_a_target_takes_the_set_that_is_asked_for(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
     found = library.kernels()
     assert found is not None and found.name == isa and found.page == 64
@@ -107,7 +116,7 @@ def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
     )
 
 
-def test_the_environment_says_which_kernels(monkeypatch):
+def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     found = library.kernels()
     assert found is not None and found.name == SETS[0]
@@ -132,7 +141,9 @@ def test_the_environment_says_which_kernels(monkeypatch):
 @pytest.mark.parametrize(
     "missing", [name for name in [*build.SETS, build.EMULATED] if name not in SETS]
 )
-def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(missing, monkeypatch):
+def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_ISA", missing)
     with pytest.raises(
         InvalidInput,
@@ -141,7 +152,9 @@ def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(missing, monk
         library.kernels()
 
 
-def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_cache):
+def test_without_a_compiler_a_target_runs_on_pytorchs_operators(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path
+) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     assert library.kernels() is None
     assert "/nonexistent" in library.describe()
@@ -158,10 +171,12 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_
                 Target(tiny("llama", torch.bfloat16))
 
 
-def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no_cache):
+def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path
+) -> None:
     asked = []
 
-    def compile_to(path, name):
+    def compile_to(path: Path, name: str) -> None:
         asked.append(name)
         raise build.CannotBuild(f"unknown flags of {name}")
 
@@ -171,7 +186,7 @@ def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no
 
 
 @needs_compiler
-def test_a_library_is_compiled_once(monkeypatch, no_cache):
+def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     told, run, commands = list[str](), subprocess.run, []
     monkeypatch.setattr(
@@ -188,8 +203,10 @@ def test_a_library_is_compiled_once(monkeypatch, no_cache):
 
 
 @needs_compiler
-def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_cache, tmp_path):
-    def library_with(version, size):
+def test_a_library_of_another_version_or_none_at_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path, tmp_path: Path
+) -> None:
+    def library_with(version: int, size: int) -> Path:
         source, made = tmp_path / "other.cpp", tmp_path / f"{version}-{size}.so"
         body = (
             f'extern "C" long qb_version() {{ return {version}; }} extern "C" long '
@@ -245,7 +262,7 @@ program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("isa", SETS)
-def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
+def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) -> None:
     """All tests of the kernels again, on a library that stops at the first access beyond a buffer
     and the first undefined operation."""
     names = ("libasan.so", "libstdc++.so")  # the second, too, has to be there before Python
@@ -273,7 +290,7 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
         "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
     }
 
-    def run(code):
+    def run(code: str) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable,
             "-c",
@@ -294,7 +311,7 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
 
 @pytest.mark.long
 @needs_compiler
-def test_without_openmp_calls_have_threads_of_their_own(tmp_path):
+def test_without_openmp_calls_have_threads_of_their_own(tmp_path: Path) -> None:
     """As on macOS and Windows."""
     made, here = tmp_path / "own.so", Path(__file__).parent
     build.compile_to(made, "plain", ["-O1", "-fno-openmp", "-pthread"])
@@ -314,7 +331,9 @@ def test_without_openmp_calls_have_threads_of_their_own(tmp_path):
     ("compiler", "platform"),
     [("x86_64-w64-mingw32-g++-posix", "win-amd64"), ("aarch64-linux-gnu-g++", "linux-aarch64")],
 )
-def test_every_set_of_another_platform_compiles(monkeypatch, tmp_path, compiler, platform):
+def test_every_set_of_another_platform_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, platform: str
+) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not there")
     monkeypatch.setenv("CXX", compiler)
@@ -325,7 +344,7 @@ def test_every_set_of_another_platform_compiles(monkeypatch, tmp_path, compiler,
 
 
 @pytest.mark.parametrize("isa", SETS[:1])
-def test_libraries_of_several_sets_share_nothing(isa):
+def test_libraries_of_several_sets_share_nothing(isa: str) -> None:
     """Objects that are unique in a process would be those of the set that was loaded first."""
     nm = shutil.which("nm")
     if nm is None or sys.platform != "linux":

@@ -4,6 +4,8 @@ pass. On every instruction set that the machine runs.
 pytest tests/test_native_float32.py
 """
 
+from __future__ import annotations
+
 import random
 
 import pytest
@@ -13,14 +15,15 @@ import reference
 from interpreter import ACTIVATIONS
 from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Packed, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.pages import PagePool
+from quickbeam.models.pages import PagedStore, PagePool
 
 FLOAT = torch.float32
 
 
-def product(kernels, x, weight):
+def product(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     program, y = Program(kernels), torch.empty(len(x), len(weight))
     program.linear(
         Packed(kernels, [weight], dtype=FLOAT),
@@ -33,7 +36,9 @@ def product(kernels, x, weight):
 
 @every_set
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
-def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, outputs):
+def test_products_are_right_and_rows_do_not_depend_on_others(
+    isa: str, inputs: int, outputs: int
+) -> None:
     kernels, rng = load(isa), random.Random(0)
     x, weight = number(128, inputs, like=FLOAT), number(outputs, inputs, like=FLOAT, seed=1)
     alone = torch.cat([product(kernels, row[None], weight) for row in x])
@@ -48,7 +53,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, output
 @every_set
 @pytest.mark.parametrize("activation", ACTIVATIONS)  # others are for experts and gates alone
 @pytest.mark.parametrize("gated", [False, True])
-def test_activations(isa, activation, gated):
+def test_activations(isa: str, activation: str, gated: bool) -> None:
     kernels, program = load(isa), Program(load(isa))
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
     weights, y = weights[: 1 + gated], torch.empty(5, 40)
@@ -69,7 +74,7 @@ def test_activations(isa, activation, gated):
 
 @every_set
 @pytest.mark.parametrize("add", [None, 0.5])
-def test_layer_norms(isa, add):
+def test_layer_norms(isa: str, add: float | None) -> None:
     program, x, y = Program(load(isa)), number(7, 45, like=FLOAT) + 3, torch.ones(7, 45)
     weight, bias = number(45, like=FLOAT, seed=1), number(45, like=FLOAT, seed=2)
     named = program.given("x", 45, True), program.given("y", 45, True)
@@ -79,7 +84,9 @@ def test_layer_norms(isa, add):
     assert (y - (right if add is None else 1 + add * right)).abs().max() < 3e-6
 
 
-def attend(kernels, store, qkv, rows, window):
+def attend(
+    kernels: Kernels, store: PagedStore, qkv: torch.Tensor, rows: Rows, window: int | None
+) -> torch.Tensor:
     """HEADS without angles, then ATTEND."""
     shape, heads = store.shapes[0], 4
     program, out = Program(kernels), torch.empty(len(qkv), heads * shape.value_dim)
@@ -95,7 +102,9 @@ def attend(kernels, store, qkv, rows, window):
 @every_set
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("length", [1, 63, 130])
-def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
+def test_a_trees_rows_have_the_bits_of_their_paths(
+    isa: str, length: int, window: int | None
+) -> None:
     kernels, rng, dim, nodes = load(isa), random.Random(length), 24, 21
     shape = KVShape(2, dim, dim)
     pool = PagePool([shape], kernels, dtype=FLOAT)
@@ -130,7 +139,7 @@ def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
 
 
 @best_set
-def test_moved_and_read_keys_and_values_are_the_same(isa):
+def test_moved_and_read_keys_and_values_are_the_same(isa: str) -> None:
     kernels, dim = load(isa), 24
     pool = PagePool([KVShape(2, dim, dim)], kernels, dtype=FLOAT)
     qkv, store = number(100, 8 * dim, like=FLOAT), pool.new()

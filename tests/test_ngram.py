@@ -1,4 +1,4 @@
-"""The n-gram index against a search of the whole text. Run: pytest tests/test_ngram.py"""
+"""The n-gram index against a search of the whole text."""
 
 import random
 

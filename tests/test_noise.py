@@ -1,4 +1,4 @@
-"""The noise of a place: pytest tests/test_noise.py"""
+"""The noise of a place."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""The page at `/`, in a headless Chromium, before a stand-in for the server: pytest
-tests/test_page.py."""
+"""The page at `/`, in a headless Chromium, before a stand-in for the server."""
 
 import hashlib
 import re

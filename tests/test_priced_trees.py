@@ -1,5 +1,4 @@
-"""Trees whose nodes and calls have prices.
-pytest tests/test_priced_trees.py"""
+"""Trees whose nodes and calls have prices."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Log-probabilities of prompts: the model's own, and the same bits however the prompt was read.
-
-pytest tests/test_prompt_logprobs.py
-"""
+"""Log-probabilities of prompts: the model's own, and the same bits however the prompt was read."""
 
 import asyncio
 import random

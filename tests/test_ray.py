@@ -1,5 +1,4 @@
-"""Replicas on Ray answer as plain decoding alone, whichever of them die. `pytest
-tests/test_ray.py`"""
+"""Replicas on Ray answer as plain decoding alone, whichever of them die."""
 
 import json
 import os

@@ -26,12 +26,14 @@ from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.models.base import Batch, Chain, Draft
+from quickbeam.models.base import Batch, Chain, Draft, Model
+from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import make_model
 from quickbeam.models.states import States
 from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -61,13 +63,13 @@ PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def made(kind, dtype=torch.bfloat16, **options):
+def made(kind: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Model:
     model = make_model(tiny("", dtype, config=KINDS[kind]), **options)
     assert model.exact and isinstance(model, NativeModel)
     return model
 
 
-def read(model, ids, chunks=()):
+def read(model: Model, ids: list[int], chunks: tuple[int, ...] = ()) -> SequenceCache:
     """A sequence of `ids`, read in pieces that end at `chunks`."""
     cache, done = model.pool.new(), 0
     for end in (*chunks, len(ids)):
@@ -77,7 +79,7 @@ def read(model, ids, chunks=()):
     return cache
 
 
-def of_path(model, ids):
+def of_path(model: Model, ids: list[int]) -> torch.Tensor:
     """The logits after a text that is run by itself."""
     cache = model.pool.new()
     try:
@@ -87,7 +89,7 @@ def of_path(model, ids):
         cache.release()
 
 
-def wrong_rows(model, seed=0, steps=4, nodes=9):
+def wrong_rows(model: Model, seed: int = 0, steps: int = 4, nodes: int = 9) -> int:
     """Grow random trees behind sequences side by side, in one pass or two; count nodes with other
     logits than their path's by itself. Then commit a path, and go on."""
     generator, wrong = torch.Generator().manual_seed(seed), 0
@@ -110,14 +112,16 @@ def wrong_rows(model, seed=0, steps=4, nodes=9):
     return wrong
 
 
-def differ(model, ids, tree, got, base):
+def differ(model: Model, ids: list[int], tree: TokenTree, got: torch.Tensor, base: int) -> int:
     paths = [[tree.token[i] for i in tree.path(node)] for node in range(base, len(tree))]
     rows = zip(got, paths, strict=True)
     return sum(not torch.equal(row, of_path(model, [*ids, *path])) for row, path in rows)
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_nodes_have_the_bits_of_their_paths(kind, isa, monkeypatch):
+def test_nodes_have_the_bits_of_their_paths(
+    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
@@ -128,7 +132,9 @@ def test_nodes_have_the_bits_of_their_paths(kind, isa, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, monkeypatch):
+def test_a_prompt_has_the_same_bits_however_it_is_cut(
+    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token by token, states are made one step after the other; else for many tokens at once."""
     load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
@@ -146,7 +152,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "weights"), spread(list(KINDS), ["float32", "int8", "int4"]))
-def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
+def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: str) -> None:
     wide = weights == "float32"
     model = made(
         kind, torch.float32 if wide else torch.bfloat16, weights="bfloat16" if wide else weights
@@ -161,19 +167,19 @@ def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
 class Siblings:
     """A tree whose nodes take their older siblings for their parents."""
 
-    def __init__(self, tree):
+    def __init__(self, tree: TokenTree) -> None:
         self.parent = list(tree.parent)
         for node, parent in enumerate(tree.parent):
             older = [i for i in range(1, node) if tree.parent[i] == parent]
             self.parent[node] = older[-1] if older else parent
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.parent)
 
 
 TREE, FOLD = States.tree, States._fold
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),
+    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),  # type: ignore[arg-type]
     "a state committed twice": (
         "_fold",
         lambda self, state, path, target: FOLD(self, state, [*path, path[-1]], target),
@@ -190,7 +196,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize(("kind", "mistake"), spread(list(KINDS), list(MISTAKES)))
-def test_a_mistake_is_seen(kind, mistake, monkeypatch):
+def test_a_mistake_is_seen(kind: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (name, wrong) = made(kind), MISTAKES[mistake]
     monkeypatch.setattr(States, name, wrong)
     assert wrong_rows(model) > 3
@@ -198,7 +204,7 @@ def test_a_mistake_is_seen(kind, mistake, monkeypatch):
 
 @every_kind
 @torch.inference_mode()
-def test_a_convolution_whose_window_is_off_by_one_is_seen(kind):
+def test_a_convolution_whose_window_is_off_by_one_is_seen(kind: str) -> None:
     plain = tiny("", torch.float32, config=KINDS[kind])
     right = plain(input_ids=torch.tensor([IDS[:40]]), use_cache=False).logits[0, -1]
     for by in (0, 1):
@@ -211,13 +217,13 @@ def test_a_convolution_whose_window_is_off_by_one_is_seen(kind):
 
 
 @every_kind
-def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
+def test_a_pass_that_fails_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, generator = made(kind), torch.Generator().manual_seed(0)
     cache = read(model, IDS[:70])
     assert isinstance(model, NativeModel)
     tree, run = random_tree(generator, 8), model._kernels.run
 
-    def failing(*arguments):
+    def failing(*arguments: Any) -> None:
         run(*arguments)
         raise RuntimeError("failed")
 
@@ -232,7 +238,7 @@ def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
 
 
 @every_kind
-def test_forks_go_their_own_ways(kind):
+def test_forks_go_their_own_ways(kind: str) -> None:
     model = made(kind)
     cache, ways = read(model, IDS[:70]), ([5, 6, 7], [8, 9])
     forks = [cache.fork() for _ in ways]
@@ -247,7 +253,7 @@ def test_forks_go_their_own_ways(kind):
 
 
 @every_kind
-def test_what_cannot_be_committed_is_refused(kind):
+def test_what_cannot_be_committed_is_refused(kind: str) -> None:
     model = made(kind)
     cache = read(model, IDS[:10])
     model.forward(Batch([Chain(cache, IDS[:5])]))
@@ -266,7 +272,7 @@ def test_what_cannot_be_committed_is_refused(kind):
 # --- answers ---
 
 
-def policies(kind):
+def policies(kind: str) -> dict[str, Any]:
     """The drafter has recurrent layers, too."""
     drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
     return {
@@ -276,7 +282,7 @@ def policies(kind):
     }
 
 
-def conversation(model, params):
+def conversation(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
     """Prompts of several pages, and answers by plain decoding without a cache."""
     found, prompt = [], [*IDS[:100], *IDS[:40]]
     for more in (IDS[5:70], IDS[9:12]):
@@ -294,7 +300,9 @@ SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @pytest.mark.parametrize(("kind", "weights", "sampling"), spread(list(KINDS), FORMATS, SAMPLING))
-def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, sampling):
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(
+    kind: str, weights: str, sampling: dict[str, Any]
+) -> None:
     wide = weights == "float32"
     dtype = torch.float32 if wide else torch.bfloat16
     model = made(kind, dtype, weights="bfloat16" if wide else weights, chunk=PAGE + 32)
@@ -317,7 +325,9 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, 
 
 
 @every_kind
-def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
+def test_snapshots_are_counted_bounded_and_freed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefix_cache, "SNAPSHOTS", 3)
     model = made(kind, chunk=PAGE)
     engine, params = Engine(model), SamplingParams(max_tokens=3, ignore_eos=True)
@@ -334,7 +344,7 @@ def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
 
 
 @every_kind
-def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind):
+def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind: str) -> None:
     model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [IDS[begin : begin + 90] for begin in range(4)]
     policy = LogitSpec(Ngram(), LastLogits())

@@ -1,4 +1,4 @@
-"""What a release consists of says the same everywhere. `pytest tests/test_release.py`"""
+"""What a release consists of says the same everywhere."""
 
 import re
 from pathlib import Path

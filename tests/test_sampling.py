@@ -1,4 +1,4 @@
-"""Run: pytest tests/test_sampling.py"""
+"""From logits to a token: filters, biases, penalties and draws, against other readings of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Who is let in, who waits, who is turned away, and that nothing of it is left behind. `pytest
-tests/test_serve_admission.py`"""
+"""Who is let in, who waits, who is turned away, and that nothing of it is left behind."""
 
 import asyncio
 from dataclasses import replace

@@ -1,8 +1,5 @@
 """`/v1/chat/completions`: answers are those that the model gives alone, streams add up to them, and
-what isn't served is refused by name.
-
-pytest tests/test_serve_chat.py
-"""
+what isn't served is refused by name."""
 
 import json
 import shutil

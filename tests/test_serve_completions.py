@@ -1,7 +1,5 @@
-"""`/v1/completions`, and models and tokens: `/v1/models`, `/tokenize`, `/detokenize`, `/version`.
-
-pytest tests/test_serve_completions.py
-"""
+"""`/v1/completions`, and models and tokens: `/v1/models`, `/tokenize`, `/detokenize`,
+`/version`."""
 
 import asyncio
 

@@ -4,8 +4,6 @@ decoding gives to nobody else.
 Clients come many at a time with all kinds of requests, some leave midway or vanish, queue and
 memory are too small for all of them. In the end nothing is left of any: no page of keys and values,
 no place in the queue, no task, no connection.
-
-pytest tests/test_serve_load.py
 """
 
 import asyncio

@@ -1,5 +1,4 @@
-"""What `/metrics` counts, held against the answers themselves, and the dashboard that reads it.
-`pytest tests/test_serve_metrics.py`"""
+"""What `/metrics` counts, held against the answers themselves, and the dashboard that reads it."""
 
 import asyncio
 import json

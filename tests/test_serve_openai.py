@@ -1,8 +1,5 @@
 """The official clients against this server: every response and chunk that it gives is one that they
-read.
-
-pytest tests/test_serve_openai.py
-"""
+read."""
 
 import asyncio
 import inspect

@@ -1,5 +1,4 @@
-"""`quickbeam serve` as a process of its own: signals, and what a supervisor does. `pytest
-tests/test_serve_process.py`"""
+"""`quickbeam serve` as a process of its own: signals, and what a supervisor does."""
 
 import json
 import signal

@@ -1,5 +1,5 @@
 """What the server refuses: each field that is not served by its name, junk, what is too much or too
-large, and bodies that would freeze it. `pytest tests/test_serve_refused.py`"""
+large, and bodies that would freeze it."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""`/v1/responses`: stateless answers, their events, and what is refused.
-
-pytest tests/test_serve_responses.py
-"""
+"""`/v1/responses`: stateless answers, their events, and what is refused."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The server as a process: starting, health, signals, clients that leave, what a supervisor does.
-`pytest tests/test_serve_running.py`"""
+"""The server as a process: starting, health, signals, clients that leave, what a supervisor
+does."""
 
 import asyncio
 import configparser

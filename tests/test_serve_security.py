@@ -1,5 +1,4 @@
-"""Who may ask, how much, from where, and what is written down of it. `pytest
-tests/test_serve_security.py`"""
+"""Who may ask, how much, from where, and what is written down of it."""
 
 import asyncio
 import logging

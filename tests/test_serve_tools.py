@@ -1,8 +1,5 @@
 """Tool calls: read from answers however they are cut into pieces, told in each API's form, forced
-by a grammar, and refused where unknown.
-
-pytest tests/test_serve_tools.py
-"""
+by a grammar, and refused where unknown."""
 
 import json
 from types import SimpleNamespace

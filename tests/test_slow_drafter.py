@@ -1,5 +1,5 @@
-"""A lone request beside a slow drafter, on a simulated clock: what pays goes on, prompts counted.
-pytest tests/test_slow_drafter.py"""
+"""A lone request beside a slow drafter, on a simulated clock: what pays goes on, prompts
+counted."""
 
 import random
 from functools import cache

@@ -1,5 +1,4 @@
-"""Detokenisation and stopping, against decoding everything at each token. Run: pytest
-tests/test_text.py"""
+"""Detokenisation and stopping, against decoding everything at each token."""
 
 import json
 from collections import deque

@@ -1,4 +1,4 @@
-"""What `generate --trace` records and `inspect` draws: pytest tests/test_trace.py."""
+"""What `generate --trace` records and `inspect` draws."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""TokenTree against brute force. Run: pytest tests/test_tree.py"""
+"""TokenTree against brute force."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""What a checkpoint, a model or a trace says is not taken at its word. `pytest
-tests/test_untrusted.py`"""
+"""What a checkpoint, a model or a trace says is not taken at its word."""
 
 import io
 import json

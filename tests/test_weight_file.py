@@ -4,10 +4,13 @@ something fails.
 pytest tests/test_weight_file.py
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,17 +32,19 @@ from quickbeam.models.weight_reader import Extent, File, Ring
 DATA = torch.randint(0, 256, (10_000,), dtype=torch.uint8, generator=torch.Generator())
 
 
-def pieces():
+def pieces() -> Iterator[torch.Tensor]:
     yield from DATA.split(3000)
 
 
-def made(path, progress=lambda stage, done: None):
+def made(
+    path: Path, progress: Callable[[str, float | None], None] = lambda stage, done: None
+) -> WeightFile:
     file = WeightFile(path, progress)
     file.write(len(DATA), pieces, "packing")
     return file
 
 
-def test_what_is_written_is_read_and_is_safetensors(tmp_path):
+def test_what_is_written_is_read_and_is_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "weights" / "w.safetensors"
     file = made(path)
     read = file.read(len(DATA))
@@ -48,7 +53,9 @@ def test_what_is_written_is_read_and_is_safetensors(tmp_path):
         assert torch.equal(other.get_tensor("weights"), DATA)
 
 
-def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):
+def test_a_full_disk_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(QuickbeamError, match="0 MB are free there"):
@@ -56,7 +63,7 @@ def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
 
-def test_a_cache_that_can_not_be_written_is_named(tmp_path):
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights").symlink_to(tmp_path / "gone")
     with pytest.raises(QuickbeamError, match=r"weights.*QUICKBEAM_CACHE"):
         made(tmp_path / "weights" / "w.safetensors")
@@ -66,10 +73,10 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_is_broken_off_leaves_nothing(tmp_path, error):
+def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "w.safetensors"
 
-    def broken():
+    def broken() -> Iterator[torch.Tensor]:
         yield DATA[:3000]
         raise error
 
@@ -81,7 +88,7 @@ def test_what_is_broken_off_leaves_nothing(tmp_path, error):
     assert path.is_file() and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path):
+def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
     path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", [""]
     earlier.write_bytes(b"of an earlier layout")
     made(path, lambda stage, done: told.append(stage))
@@ -95,7 +102,9 @@ def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Packed, QuantisedPacked])
-def test_another_way_of_packing_has_another_file(kind, tmp_path, monkeypatch):
+def test_another_way_of_packing_has_another_file(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What lays out weights is part of the file's name: Python's part, and the kernels'."""
     sources = tmp_path / "sources"
     shutil.copytree(build.HERE, sources, ignore=shutil.ignore_patterns("lib", "__pycache__"))
@@ -114,7 +123,9 @@ def test_another_way_of_packing_has_another_file(kind, tmp_path, monkeypatch):
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("layout", ["qwen2", "gpt2", "gpt-oss-sinks"])
-def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kind, monkeypatch):
+def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(
+    layout: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels, model = library.kernels(), tiny(layout, torch.bfloat16, wide=True)
     assert kernels is not None
     weights = PackedWeights(ModelParameters(model), describe(model), kernels, kind)
@@ -131,7 +142,9 @@ def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kin
 
 @pytest.mark.parametrize("buffers", [2, 3, 5])
 @pytest.mark.parametrize("direct", [True, False])
-def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, monkeypatch):
+def test_extents_come_in_their_order_again_and_again(
+    tmp_path: Path, buffers: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "data"
     data = os.urandom(7 * ALIGNED - 100)  # the last extent ends behind the file
     path.write_bytes(data)
@@ -141,7 +154,7 @@ def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, 
     extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in pages]
     known = 0
 
-    def parts(extent, turn):
+    def parts(extent: int, turn: int) -> list[Extent] | None:
         return [extents[extent]] if extent != 1 or turn < known else None
 
     ring = Ring(File(path), extents, buffers, parts)
@@ -157,14 +170,16 @@ def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, 
     ring.close()
 
 
-def test_a_file_system_without_direct_reads_is_said_and_read(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_direct_reads_is_said_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path, opened = tmp_path / "data", os.open
     path.write_bytes(bytes(range(256)) * 16)
 
-    def refuse(name, flags, *more):
+    def refuse(name: object, flags: int, *more: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return opened(name, flags, *more)
+        return opened(name, flags, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", refuse)
     file = File(path)
@@ -174,13 +189,15 @@ def test_a_file_system_without_direct_reads_is_said_and_read(tmp_path, monkeypat
     assert room.tolist() == list(range(256))
 
 
-def test_on_windows_threads_read_a_file_one_after_the_other(tmp_path, monkeypatch):
+def test_on_windows_threads_read_a_file_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").write_bytes(data := os.urandom(1 << 16))
     for missing in ("preadv", "O_DIRECT"):
         monkeypatch.delattr(os, missing, raising=False)
     file = File(tmp_path / "data")
 
-    def read(place):
+    def read(place: int) -> bytes:
         room = torch.zeros(512, dtype=torch.uint8)
         file.read_cached(place * 512, room)
         return bytes(room.numpy())

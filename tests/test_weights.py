@@ -4,6 +4,8 @@ arithmetic, bit for bit.
 pytest tests/test_weights.py
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable
 
@@ -16,6 +18,7 @@ from kernels import best_set, every_set, load, number, plain_rows
 from quantised import Quantised, quantise, quantise_rows
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
 
@@ -25,14 +28,16 @@ kinds = pytest.mark.parametrize("name", [INT8, INT4])
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kernels_product(kernels, packed, epilogue=library.STORE):
+def kernels_product(
+    kernels: Kernels, packed: QuantisedPacked, epilogue: int = library.STORE
+) -> Product:
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
     program.linear(
         packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue
     )
 
-    def product(x):
+    def product(x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(len(x), outputs)
         program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
         return y
@@ -40,7 +45,7 @@ def kernels_product(kernels, packed, epilogue=library.STORE):
     return product
 
 
-def uneven(outputs, inputs):
+def uneven(outputs: int, inputs: int) -> torch.Tensor:
     """Weights of many sizes, with a row of zeros and one huge number."""
     weight = number(outputs, inputs, seed=1) * 2.0 ** torch.randint(
         -9, 3, (outputs, 1), generator=torch.Generator().manual_seed(2)
@@ -51,7 +56,7 @@ def uneven(outputs, inputs):
     return weight
 
 
-def rows(n, inputs):
+def rows(n: int, inputs: int) -> torch.Tensor:
     """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal
     ones."""
     x = number(n, inputs, seed=3)
@@ -67,7 +72,9 @@ def rows(n, inputs):
 @every_set
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_weights_and_products_are_those_of_the_reference(isa, name, inputs, outputs):
+def test_weights_and_products_are_those_of_the_reference(
+    isa: str, name: str, inputs: int, outputs: int
+) -> None:
     kernels, weight = load(isa), uneven(outputs, inputs)
     packed, wanted = QuantisedPacked(kernels, [weight], name=name), quantise(weight, name)
     assert torch.equal(packed.dense(), wanted.dense[:, :inputs])
@@ -78,7 +85,7 @@ def test_weights_and_products_are_those_of_the_reference(isa, name, inputs, outp
 
 
 @kinds
-def test_a_sum_that_is_rounded_twice_is_seen(name, monkeypatch):
+def test_a_sum_that_is_rounded_twice_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = quantise(uneven(217, 160), name), rows(9, 160)
     wanted = quantised.product(x, weight)
     monkeypatch.setattr(quantised, "fused", lambda a, b, c: a * b + c)
@@ -90,7 +97,7 @@ def test_a_sum_that_is_rounded_twice_is_seen(name, monkeypatch):
 @every_set
 @kinds
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
-def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
+def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: int) -> None:
     weights = [uneven(217, 96)] + [number(217, 96, seed=4)] * (epilogue == library.GATED)
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = QuantisedPacked(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
@@ -119,7 +126,7 @@ def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
         assert torch.equal(product(x), parts[0])
 
 
-def rows_that_depend_on_others(product, inputs):
+def rows_that_depend_on_others(product: Product, inputs: int) -> int:
     """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits
     than alone."""
     x, rng, wrong = rows(64, inputs), random.Random(0), 0
@@ -130,11 +137,11 @@ def rows_that_depend_on_others(product, inputs):
     return wrong
 
 
-def test_one_scale_for_all_rows_is_seen():
+def test_one_scale_for_all_rows_is_seen() -> None:
     """The usual way, a scale a call, makes a row depend on its neighbours."""
     weight = quantise(uneven(40, 64), INT8)
 
-    def mistaken(x):
+    def mistaken(x: torch.Tensor) -> torch.Tensor:
         scale = x.float().abs().max() / 127
         return (x.float() / scale).round() @ weight.dense.T * scale
 
@@ -144,7 +151,7 @@ def test_one_scale_for_all_rows_is_seen():
 
 @every_set
 @kinds
-def test_the_largest_sums_do_not_saturate(isa, name):
+def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
     """All numbers as large as they can be, of one sign and of both."""
     weight = torch.ones(32, 4096, dtype=torch.bfloat16)
     weight[16:] = -1
@@ -159,7 +166,7 @@ def test_the_largest_sums_do_not_saturate(isa, name):
 
 @every_set
 @kinds
-def test_what_is_not_finite_stays_in_its_row(isa, name):
+def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
     x, weight = number(9, 96), uneven(40, 96)
     product = kernels_product(load(isa), QuantisedPacked(load(isa), [weight], name=name))
     whole = product(x)
@@ -173,7 +180,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, name):
 
 @best_set
 @kinds
-def test_the_best_is_found_among_quantised_logits(isa, name):
+def test_the_best_is_found_among_quantised_logits(isa: str, name: str) -> None:
     kernels, weight, x = load(isa), number(300, 64, seed=1), number(20, 64)
     x[7, 3] = torch.nan
     program, packed = Program(kernels), QuantisedPacked(kernels, [weight], name=name)
@@ -185,7 +192,7 @@ def test_the_best_is_found_among_quantised_logits(isa, name):
 
 
 @kinds
-def test_weights_come_near_what_they_stand_for(name):
+def test_weights_come_near_what_they_stand_for(name: str) -> None:
     weight = number(64, 320, seed=1)
     found = quantise(weight, name).dense[:, :320]
     error = ((found - weight.float()).norm() / weight.float().norm()).item()
@@ -199,7 +206,7 @@ def test_weights_come_near_what_they_stand_for(name):
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_weights_of_sixteen_levels_keep_them(signed):
+def test_weights_of_sixteen_levels_keep_them(signed: bool) -> None:
     """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they
     were, scaled and shifted."""
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +221,7 @@ def test_weights_of_sixteen_levels_keep_them(signed):
     torch.testing.assert_close(found.scales.float(), step[..., 0], rtol=4e-3, atol=0)
 
 
-def test_rows_are_rounded_to_even_and_keep_their_largest():
+def test_rows_are_rounded_to_even_and_keep_their_largest() -> None:
     x = torch.zeros(2, 64)
     x[0, :4], x[1, 32:35] = torch.tensor([127.0, 0.5, 1.5, -2.5]), torch.tensor([-254.0, 1.0, 3.0])
     values, scales = quantise_rows(x.bfloat16())
@@ -228,7 +235,7 @@ def test_rows_are_rounded_to_even_and_keep_their_largest():
 
 @best_set
 @kinds
-def test_weights_that_are_not_finite_are_refused(isa, name):
+def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = number(40, 64)
         weight[39, 63] = value
@@ -239,7 +246,7 @@ def test_weights_that_are_not_finite_are_refused(isa, name):
 
 
 @best_set
-def test_sizes_are_those_of_what_is_packed(isa):
+def test_sizes_are_those_of_what_is_packed(isa: str) -> None:
     weights = [number(40, 96), number(40, 96)]
     for name in (BFLOAT16, INT8, INT4):
         for gated in (False, True):

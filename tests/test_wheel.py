@@ -1,5 +1,4 @@
-"""A wheel brings the kernels compiled, and an install from it needs no compiler. `pytest
-tests/test_wheel.py`"""
+"""A wheel brings the kernels compiled, and an install from it needs no compiler."""
 
 import json
 import os
