@@ -38,7 +38,7 @@ class Budget:
 
     MEMORY = 64  # steps after which an observed tree has lost most of its weight
     TRUST = 3  # how many observed trees a guess counts for
-    DOUBT = 32  # the first step in which costs that allow no tree are doubted
+    DOUBT = 256  # the first step in which costs that allow no tree are doubted
     HOLD = 4  # how many steps a decision is kept, if the pass stays about as wide
     ACCEPTED = 0.7  # a guess: how often a drafter's token is accepted
     # a guess: the share of a drafter's gain that is left if it knows so many tokens of the text
@@ -75,12 +75,13 @@ class Budget:
         """Measure passes anew where by what they take now they were measured on a busy machine.
 
         To be called where no tree is worth its time. Without trees, nothing else would correct
-        their costs. It looks ever more seldom: after twice as many steps as the last time.
+        their costs. It looks ever more seldom, after twice as many steps as the last time, and
+        only where a few nodes are said to cost much.
         """
-        if self._step < max(self.DOUBT, 2 * self._doubted) or model.streamed is not None:
+        if self._step < max(self.DOUBT, 2 * self._doubted) or not self.cost.steep:
             return
         self._doubted = self._step
-        if self.cost.too_steep(model):
+        if model.streamed is None and self.cost.too_steep(model):
             self.cost = CostModel.kept(model, self.limit)
 
     def comparison(self, setting: Hashable, modes: Sequence[str], drafter: Hashable) -> Comparison:

@@ -24,7 +24,7 @@ from quickbeam.tree import TokenTree
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WIDER = (192, 256, 384, 512)  # for passes so slow that trees of these sizes can be worth it
 SLOW = (1, 64, 128, 256, 512)  # the numbers of nodes for which such a pass is timed, once each
-STEEP = 1.5  # timing them stops after one that takes more than this many times the narrowest
+STEEP = 1.5  # a pass is steep that takes more than this many times the narrowest
 FAR = 1024  # tokens before a tree when its cost is measured a second time
 FAR_WIDTHS = (1, 8, 32)  # the numbers of nodes for which that is done
 MANY = 8  # how many sequences side by side are measured
@@ -190,12 +190,16 @@ class CostModel:
             os.replace(part, path)
         return measured
 
+    @property
+    def steep(self) -> bool:
+        """Whether a few nodes are said to cost clearly more than one."""
+        return self.alone(FEW) > STEEP * self.alone(1)
+
     def too_steep(self, model: Model) -> bool:
         """Whether a few nodes cost clearly less now, by what a row does, than was measured."""
-        few = max(width for width in WIDTHS if width <= min(FEW, max(self._seconds)))
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
-        now = _time(model, few, 0, 1) / _time(model, 1, 0, 1)
-        return self.alone(few) / self.alone(1) > STEEPER * now
+        now = _time(model, FEW, 0, 1) / _time(model, 1, 0, 1)
+        return self.alone(FEW) > STEEPER * now * self.alone(1)
 
     # passes
 
