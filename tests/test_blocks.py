@@ -22,8 +22,8 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
     BlockRows,
+    Packed,
     Packer,
-    QuantisedPacked,
     dense_rows,
 )
 
@@ -108,7 +108,7 @@ def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
     """All bits of float32 are equal, through the layout of the kernels and by row."""
     kernels, rows = load(isa), blocks(name, 37, 768)
     wanted = by_package(rows)
-    packed = QuantisedPacked(kernels, [rows], name=name)
+    packed = Packed(kernels, [rows], name=name)
     assert packed.data.nbytes <= 1.04 * 48 / 37 * rows.data.nbytes
     assert torch.equal(packed.dense(), wanted) and not packed.dense().eq(0).all()
     program = Program(kernels)
@@ -122,7 +122,7 @@ def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
 @kinds
 def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: str) -> None:
     rows, x = blocks(name, 217, 512), numbers(33, 512)
-    packed = QuantisedPacked(load(isa), [rows], name=name)
+    packed = Packed(load(isa), [rows], name=name)
     wide = run(isa, packed, 217, x)
     values, scales = quantise_rows(x)
     read = (values.double() * scales.double()[..., None]).flatten(1)
@@ -135,7 +135,7 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: s
         assert torch.equal(run(isa, packed, 217, x[:n]), wide[:n]), n
     if name.startswith("fp8"):  # whose sums are of fused operations, where there are any
         return
-    plain = QuantisedPacked(load("plain"), [rows], name=name)
+    plain = Packed(load("plain"), [rows], name=name)
     assert torch.equal(run("plain", plain, 217, x[:3]), wide[:3])
 
 
@@ -160,7 +160,7 @@ def test_the_largest_sums_are_exact(isa: str, name: str) -> None:
         raw[::2, :192], raw[:, 192:208] = 0, 128  # values and scales both negative
     x = torch.ones(6, 512, dtype=torch.bfloat16)
     x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
-    packed = QuantisedPacked(load(isa), [rows], name=name)
+    packed = Packed(load(isa), [rows], name=name)
     wanted = x.double() @ by_package(rows).double().T
     torch.testing.assert_close(run(isa, packed, 32, x).double(), wanted, rtol=1e-5, atol=1e-2)
 
@@ -214,8 +214,8 @@ def test_inputs_in_another_order(isa: str, name: str) -> None:
     kernels, rows, x = load(isa), blocks(name, 48, 256), numbers(5, 256)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()
     ordered = BlockRows(rows.data, name, order)
-    packed = QuantisedPacked(kernels, [ordered], name=name)
-    plain = QuantisedPacked(kernels, [rows], name=name)
+    packed = Packed(kernels, [ordered], name=name)
+    plain = Packed(kernels, [rows], name=name)
     assert torch.equal(run(isa, packed, 48, x), run(isa, plain, 48, x[:, order]))
     assert not torch.equal(run(isa, packed, 48, x), run(isa, plain, 48, x))
     back = torch.empty(48, 256)

@@ -20,8 +20,9 @@ from kernels import SETS, best_set, every_set, load, number, plain_rows, relocat
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import KVShape, Packed, Rows
+from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree

@@ -251,7 +251,7 @@ sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-k", sys.argv[1], s
 BEYOND = """
 import torch
 from kernels import number, plain_rows
-from quickbeam.models.native.operands import Packed
+from quickbeam.models.native.quantised import Packed
 from quickbeam.models.native.program import Program
 program = Program(kernels)
 program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40))

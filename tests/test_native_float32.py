@@ -16,8 +16,9 @@ from interpreter import ACTIVATIONS
 from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import KVShape, Packed, Rows
+from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore, PagePool
 
 FLOAT = torch.float32
@@ -26,7 +27,7 @@ FLOAT = torch.float32
 def product(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     program, y = Program(kernels), torch.empty(len(x), len(weight))
     program.linear(
-        Packed(kernels, [weight], dtype=FLOAT),
+        Packed(kernels, [weight], name="float32"),
         program.given("x", x.shape[1], True),
         program.given("y", len(weight), True),
     )
@@ -46,7 +47,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(
     for width in [*range(2, 20), 32, 33, 64, 128]:
         rows = rng.choices(range(128), k=width)
         assert torch.equal(product(kernels, x[rows], weight), alone[rows]), width
-    packed = Packed(kernels, [weight], dtype=FLOAT)
+    packed = Packed(kernels, [weight], name="float32")
     assert torch.equal(packed.rows(), weight)
 
 
@@ -58,7 +59,7 @@ def test_activations(isa: str, activation: str, gated: bool) -> None:
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
     weights, y = weights[: 1 + gated], torch.empty(5, 40)
     program.linear(
-        Packed(kernels, weights, gated=gated, dtype=FLOAT),
+        Packed(kernels, weights, gated=gated, name="float32"),
         program.given("x", 24, True),
         program.given("y", 40, True),
         library.GATED if gated else library.ACTIVATE,

@@ -27,8 +27,9 @@ from kernels import (
     relocated,
 )
 from quickbeam.models.native import library, operations
-from quickbeam.models.native.operands import BLOCK, KVShape, Packed, Rows
+from quickbeam.models.native.operands import BLOCK, KVShape, Rows
 from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
 
 NAN, INF = torch.nan, torch.inf
@@ -446,10 +447,9 @@ def test_chosen_blocks(
 def test_packed_weights_come_back(isa: str, outputs: list[int], inputs: int) -> None:
     kernels, weights = load(isa), [number(n, inputs, seed=i) for i, n in enumerate(outputs)]
     packed = Packed(kernels, weights)
-    assert torch.equal(packed.rows(), torch.cat(weights)) and packed.data.numel() == Packed.size(
-        weights
-    )
-    lanes = packed.data.view(-1, inputs // 2, BLOCK, 2)
+    assert torch.equal(packed.rows(), torch.cat(weights))
+    assert packed.data.nbytes == -(-sum(outputs) // BLOCK) * BLOCK * inputs * 2
+    lanes = packed.data.view(torch.bfloat16).view(-1, inputs // 2, BLOCK, 2)
     # what fills the last block up
     assert not lanes.transpose(1, 2).reshape(-1, inputs)[sum(outputs) :].any()
     with pytest.raises(ValueError, match="must be even"):

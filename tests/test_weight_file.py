@@ -22,8 +22,7 @@ from models import tiny
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.families import describe
 from quickbeam.models.native import build, library
-from quickbeam.models.native.operands import Packed
-from quickbeam.models.native.quantised import Packer, QuantisedPacked
+from quickbeam.models.native.quantised import Packed, Packer
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.weight_file import ALIGNED, WeightFile
@@ -101,15 +100,14 @@ def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
     assert path.read_bytes() == first
 
 
-@pytest.mark.parametrize("kind", [Packed, QuantisedPacked])
 def test_another_way_of_packing_has_another_file(
-    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lays out weights is part of the file's name: Python's part, and the kernels'."""
     sources = tmp_path / "sources"
     shutil.copytree(build.HERE, sources, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     monkeypatch.setattr(build, "HERE", sources)
-    packing = [Path(inspect.getfile(kind)).name]
+    packing = [Path(inspect.getfile(Packed)).name]
     packing += [one.name for one in sources.glob("*.h") if "static void pack(" in one.read_text()]
     assert len(packing) == 2
     names = {WeightFile.of(str(tmp_path), None, "int8", None).path}

@@ -20,7 +20,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
+from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed, Packer
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
 SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
@@ -28,9 +28,7 @@ kinds = pytest.mark.parametrize("name", [INT8, INT4])
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kernels_product(
-    kernels: Kernels, packed: QuantisedPacked, epilogue: int = library.STORE
-) -> Product:
+def kernels_product(kernels: Kernels, packed: Packed, epilogue: int = library.STORE) -> Product:
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
     program.linear(
@@ -76,7 +74,7 @@ def test_weights_and_products_are_those_of_the_reference(
     isa: str, name: str, inputs: int, outputs: int
 ) -> None:
     kernels, weight = load(isa), uneven(outputs, inputs)
-    packed, wanted = QuantisedPacked(kernels, [weight], name=name), quantise(weight, name)
+    packed, wanted = Packed(kernels, [weight], name=name), quantise(weight, name)
     assert torch.equal(packed.dense(), wanted.dense[:, :inputs])
     assert torch.equal(packed.rows(), wanted.dense[:, :inputs].bfloat16())
     product = kernels_product(kernels, packed)
@@ -100,7 +98,7 @@ def test_a_sum_that_is_rounded_twice_is_seen(name: str, monkeypatch: pytest.Monk
 def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: int) -> None:
     weights = [uneven(217, 96)] + [number(217, 96, seed=4)] * (epilogue == library.GATED)
     bias = number(217 * len(weights), like=torch.float32, seed=5)
-    packed = QuantisedPacked(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
+    packed = Packed(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
     assert rows_that_depend_on_others(kernels_product(load(isa), packed, epilogue), 96) == 0
     product, x, before = (
         kernels_product(load(isa), packed, epilogue),
@@ -158,7 +156,7 @@ def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
     weight[::2, ::32] = 0  # int4 has a span then
     x = torch.ones(9, 4096, dtype=torch.bfloat16)
     x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
-    packed = QuantisedPacked(load(isa), [weight], name=name)
+    packed = Packed(load(isa), [weight], name=name)
     assert torch.equal(
         kernels_product(load(isa), packed)(x), quantised.product(x, quantise(weight, name))
     )
@@ -168,7 +166,7 @@ def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
 @kinds
 def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
     x, weight = number(9, 96), uneven(40, 96)
-    product = kernels_product(load(isa), QuantisedPacked(load(isa), [weight], name=name))
+    product = kernels_product(load(isa), Packed(load(isa), [weight], name=name))
     whole = product(x)
     bad = {0: torch.nan, 4: torch.inf, 8: -torch.inf}
     for row, value in bad.items():
@@ -183,7 +181,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
 def test_the_best_is_found_among_quantised_logits(isa: str, name: str) -> None:
     kernels, weight, x = load(isa), number(300, 64, seed=1), number(20, 64)
     x[7, 3] = torch.nan
-    program, packed = Program(kernels), QuantisedPacked(kernels, [weight], name=name)
+    program, packed = Program(kernels), Packed(kernels, [weight], name=name)
     named = [program.given(*it) for it in (("x", 64), ("y", 300, True), ("best", 1))]
     program.linear(packed, *named[:2], library.BEST, best=named[2])
     y, best = torch.empty(20, 300), torch.empty(20, dtype=torch.int64)
@@ -242,7 +240,7 @@ def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
         with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
             quantise(weight, name)
         with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
-            QuantisedPacked(load(isa), [weight], name=name)
+            Packed(load(isa), [weight], name=name)
 
 
 @best_set

@@ -23,7 +23,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import weight_file
 from quickbeam.models.native import build, library
-from quickbeam.models.native.quantised import INT4, INT8, QuantisedPacked
+from quickbeam.models.native.quantised import INT4, INT8, Packed
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
@@ -104,7 +104,7 @@ def test_the_head_has_8_bits_at_least(name: str) -> None:
     model = tiny("llama", torch.bfloat16)
     weight = model.get_output_embeddings().weight.detach().clone()
     found = make_model(model, weights=name).head.packed
-    assert isinstance(found, QuantisedPacked)
+    assert isinstance(found, Packed)
     assert torch.equal(found.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())
 
 

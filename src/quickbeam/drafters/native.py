@@ -17,9 +17,9 @@ from quickbeam.models.compiled import CompiledStack
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import KVShape, Packed, RowList, Rows, plain_rows
+from quickbeam.models.native.operands import KVShape, RowList, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import AnyPacked, Packer, QuantisedPacked
+from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stored import Stored
 from quickbeam.models.tensor_files import TensorFiles
@@ -48,17 +48,17 @@ class NativePacker:
 
     def __call__(
         self, *weights: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
-    ) -> AnyPacked:
+    ) -> Packed:
         """Pack weights that are stacked one below the other, or with `gated` a gate's and the
         rest's."""
         name = self._name or rows_format(torch.cat(weights))
         return Packer(self.kernels, name).pack(list(weights), bias, gated)
 
-    def head(self, head: Any) -> AnyPacked:
+    def head(self, head: Any) -> Packed:
         """Pack a head. If the target keeps it quantised, its own rows are used."""
         if not isinstance(head, NativeLinear):
             return self(head.weight, bias=head.bias)
-        if isinstance(head.packed, QuantisedPacked):
+        if head.packed.name not in WHOLE:
             return head.packed
         return self(head.packed.rows(), bias=head.packed.bias)
 
@@ -114,9 +114,9 @@ class DrafterParameters:
 class NativeHead:
     """A head in the native kernels: `[n, d]` to `[n, vocab]` float32."""
 
-    def __init__(self, packed: AnyPacked, kernels: Kernels) -> None:
+    def __init__(self, packed: Packed, kernels: Kernels) -> None:
         self._program, self.outputs = Program(kernels), packed.outputs
-        self._dtype = packed.dtype if isinstance(packed, Packed) else torch.bfloat16
+        self._dtype = packed.dtype
         wide = self._dtype is torch.float32
         source = self._program.given("feature", packed.inputs, wide)
         self._program.linear(packed, source, self._program.given("logits", packed.outputs, True))
@@ -178,10 +178,10 @@ class NativeLayer:
 
     def __init__(
         self,
-        qkv: AnyPacked,
-        out: AnyPacked,
-        up: AnyPacked,
-        down: AnyPacked,
+        qkv: Packed,
+        out: Packed,
+        up: Packed,
+        down: Packed,
         norm: Any,
         shape: KVShape,
         offset: int = 0,

@@ -11,7 +11,7 @@ from quickbeam.models.angles import AngleTable
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, AnyPacked, Packer
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packed, Packer
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Linear, Norm, Stack
 from quickbeam.models.stack_tensors import norm_weight, rows_of
@@ -42,7 +42,7 @@ class Numbers:
             self._read[of] = norm_weight(of, self._parameter)
         return self._read[of]  # type: ignore[no-any-return]
 
-    def exact(self, of: Linear) -> AnyPacked:
+    def exact(self, of: Linear) -> Packed:
         """Return a packed weight that keeps every bit."""
         if of not in self._read:
             weights, biases = (

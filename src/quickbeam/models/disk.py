@@ -21,7 +21,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight, dense_rows
+from quickbeam.models.native.quantised import BlockRows, Packed, Weight, dense_rows
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Stack
@@ -326,7 +326,7 @@ class WeightsOnDisk(Streamed):
         """Whether the embedding is in blocks, which stay in their file."""
         return self._blocks is not None
 
-    def head(self) -> AnyPacked:
+    def head(self) -> Packed:
         """Return a copy of the packed head."""
         place = self._packed.head_place
         data = torch.empty(place.last - place.first, dtype=torch.uint8)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import Packed, plain_rows
+from quickbeam.models.native.operands import plain_rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight, dense_rows
+from quickbeam.models.native.quantised import BlockRows, Packed, Weight, dense_rows
 
 
 class NativeLinear(nn.Module):
@@ -22,12 +22,10 @@ class NativeLinear(nn.Module):
     width.
     """
 
-    def __init__(self, found: Kernels, packed: AnyPacked) -> None:
+    def __init__(self, found: Kernels, packed: Packed) -> None:
         super().__init__()
         self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
-        self._program, self._dtype = Program(found), torch.bfloat16
-        if isinstance(packed, Packed):
-            self._dtype = packed.dtype
+        self._program, self._dtype = Program(found), packed.dtype
         wide = self._dtype is torch.float32
         source, target = (
             self._program.given("x", packed.inputs, wide),

@@ -11,7 +11,7 @@ import torch
 from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
-from quickbeam.models.native.quantised import AnyPacked, BlockRows, Packer, Weight
+from quickbeam.models.native.quantised import BlockRows, Packed, Packer, Weight
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
@@ -71,7 +71,7 @@ class PackedWeights:
             begin = end
         return place.packer.pack(like, bias, gated, room, True)
 
-    def head(self, memory: torch.Tensor) -> AnyPacked:
+    def head(self, memory: torch.Tensor) -> Packed:
         """Return the packed head, whose bytes are in `memory`."""
         linear, _, packer, _, _ = self.head_place
         return packer.pack(self._shapes(linear), self._bias(linear), False, memory, True)
@@ -86,10 +86,10 @@ class PackedWeights:
         for linear, gated, packer, _, _ in self._places.values():
             if packer.together(self._shapes(linear)):
                 for weights in self._chunks(linear, gated):
-                    yield packer.pack(weights, None, gated).data.view(torch.uint8)
+                    yield packer.pack(weights, None, gated).data
                 continue
             for one in linear.weights:
-                yield packer.pack([self._rows(one)]).data.view(torch.uint8)
+                yield packer.pack([self._rows(one)]).data
 
     @property
     def unit(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program, in_float32, place
-from quickbeam.models.native.quantised import AnyPacked, SplitPacked
+from quickbeam.models.native.quantised import Packed, SplitPacked
 
 
 def product(
@@ -164,7 +164,7 @@ def gate(
     )
 
 
-def chosen(program: Program, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
+def chosen(program: Program, packed: Packed, source: Buffer, target: Buffer) -> None:
     """A product with only those blocks of outputs that the call names (`blocks` of `run`).
 
     Their results stand side by side in the target, whose `target_stride` has to be `set` first.

@@ -16,7 +16,7 @@ import torch
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Op
 from quickbeam.models.native.operands import KVShape, Rows
-from quickbeam.models.native.quantised import AnyPacked, BlockRows, Weight
+from quickbeam.models.native.quantised import BlockRows, Packed, Weight
 
 
 def in_float32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ class Program:
 
     def linear(
         self,
-        packed: AnyPacked,
+        packed: Packed,
         source: Buffer,
         target: Buffer,
         epilogue: int = library.STORE,

@@ -1,7 +1,5 @@
-"""Weights of few bits in the kernels' layout (`formats.h`): quantised here, or as a file has them.
-
-`Packer` packs weights of any format.
-"""
+"""Weights in the kernels' layout (`formats.h`): as they come, quantised here, or of few bits as a
+file has them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.native.formats import FORMATS
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import BLOCK, Packed, gated_bias
+from quickbeam.models.native.operands import BLOCK
 
 GROUP = 32  # inputs that are quantised together
 BFLOAT16, INT8, INT4, FLOAT32 = library.FORMATS[:4]
@@ -60,13 +58,19 @@ def order_of(weight: Weight) -> torch.Tensor | None:
     return weight.order if isinstance(weight, BlockRows) else None
 
 
-class QuantisedPacked:
-    """A weight `[outputs, inputs]` in blocks of few bits, and its bias in float32.
+class Packed:
+    """A weight `[outputs, inputs]` in the kernels' layout (`formats.h`), and its bias in float32.
 
-    `weights`: dense, which are quantised to `name` (`int8` or `int4`), or all `BlockRows` of that
-    format and of one order (`order`), whose bits are kept. The other arguments are those of
-    `Packed`, but `place` counts bytes. Raises `InvalidInput` for weights to quantise that are not
-    finite.
+    `weights`: one, or several that are stacked one below the other. Dense ones get the format
+    `name`; or all are `BlockRows` of that format and of one order (`order`), whose bits are kept.
+    `dtype`: that of the rows it is multiplied with.
+
+    `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
+    16 outputs of the two alternate, gates first. `place`: the memory to use, `[size]` uint8; None
+    allocates it. `filled`: `place` holds the packed weight already.
+
+    Raises `ValueError` for an odd number of inputs in bfloat16, and `InvalidInput` for weights to
+    quantise that are not finite.
     """
 
     def __init__(
@@ -75,77 +79,76 @@ class QuantisedPacked:
         weights: Sequence[Weight],
         bias: torch.Tensor | None = None,
         *,
-        name: str,
+        name: str = BFLOAT16,
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
     ) -> None:
-        self.inputs, self.gated, self.outputs = (
-            weights[0].shape[1],
-            gated,
-            sum(len(weight) for weight in weights),
-        )
-        self.name, self.format, self._kernels = name, library.FORMATS.index(name), kernels
-        self.order = order_of(weights[0])
+        self.inputs, self.outputs = weights[0].shape[1], sum(map(len, weights))
+        if self.inputs % 2 and name == BFLOAT16:
+            raise ValueError(f"{self.inputs} inputs: must be even")
+        self.name, self.gated, self._kernels = name, gated, kernels
+        self.format, self.order = library.FORMATS.index(name), order_of(weights[0])
+        self.dtype = WHOLE.get(name, torch.bfloat16)
         self._block = kernels.block_bytes(self.format, self.inputs)
         rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
-        self.blocks = -(-rows // BLOCK) * together
-        self.data = (
-            room_for_weights(self.blocks * self._block, torch.uint8) if place is None else place
-        )
+        blocks = -(-rows // BLOCK) * together
+        self.data = room_for_weights(blocks * self._block, torch.uint8) if place is None else place
         parts = list(weights) if gated or len(weights) == 1 or filled else [_stacked(weights)]
         for i, part in enumerate([] if filled else parts):
-            self._put(part, self.data.data_ptr() + i * self._block, self._block * together)
-        self.bias = (
-            None
-            if bias is None
-            else gated_bias(bias, rows, self.blocks)
-            if gated
-            else bias.detach().float().contiguous()
-        )
+            self._put(part, i, together)
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        if gated and self.bias is not None:  # in blocks, as the weight is
+            both = torch.zeros(2, blocks * BLOCK // 2)
+            both[:, :rows] = self.bias.view(2, rows)
+            self.bias = both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
-    def _put(self, part: Weight, to: int, stride: int) -> None:
+    def _put(self, part: Weight, i: int, together: int) -> None:
+        """Write a weight to blocks i, i + `together`, …"""
         of, kernels = (len(part), self.inputs), self._kernels
+        at = self.data.data_ptr() + i * self._block, self._block * together
         if isinstance(part, BlockRows):
             data = part.data.contiguous()
-            kernels.repack(self.format, data.data_ptr(), *of, data.shape[1], to, stride)
+            kernels.repack(self.format, data.data_ptr(), *of, data.shape[1], *at)
             return
-        part = part.detach().to(torch.bfloat16).contiguous()
-        if not kernels.quantise(self.format, part.data_ptr(), *of, self.inputs, to, stride):
+        part = part.detach().to(self.dtype).contiguous()
+        if self.name == FLOAT32:
+            whole = torch.zeros(-(-of[0] // BLOCK) * BLOCK, self.inputs)
+            whole[: of[0]] = part
+            to = self.data.view(torch.float32).view(-1, together, self.inputs, BLOCK)[:, i]
+            to.copy_(whole.view(-1, BLOCK, self.inputs).transpose(1, 2))
+        elif self.name == BFLOAT16:  # counts its stride in numbers
+            kernels.pack(part.data_ptr(), *of, self.inputs, at[0], at[1] // 2)
+        elif not kernels.quantise(self.format, part.data_ptr(), *of, self.inputs, *at):
             raise InvalidInput(NOT_FINITE)
 
-    @staticmethod
-    def size(kernels: Kernels, weights: Sequence[Weight], name: str, gated: bool = False) -> int:
-        """Return how many bytes these weights take when packed."""
-        rows = (
-            [len(weight) for weight in weights]
-            if gated
-            else [sum(len(weight) for weight in weights)]
-        )
-        block: int = kernels.block_bytes(library.FORMATS.index(name), weights[0].shape[1])
-        return sum(-(-n // BLOCK) for n in rows) * block
-
     def dense(self) -> torch.Tensor:
-        """Return the numbers that the blocks stand for, `[outputs, inputs]` float32.
+        """Return the numbers that blocks of few bits stand for, `[outputs, inputs]` float32.
 
         Not for gated weights.
         """
-        weight = torch.empty(self.outputs, self.inputs)
-        self._kernels.dense(
-            self.format,
-            self.data.data_ptr(),
-            self.outputs,
-            self.inputs,
-            self._block,
-            weight.data_ptr(),
-        )
+        weight, of = torch.empty(self.outputs, self.inputs), (self.outputs, self.inputs)
+        at = self.data.data_ptr(), *of, self._block, weight.data_ptr()
+        self._kernels.dense(self.format, *at)
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
 
     def rows(self) -> torch.Tensor:
-        """Return these numbers rounded to bfloat16. Not for gated weights."""
-        return self.dense().to(torch.bfloat16)
+        """Return the weight as it came, `[outputs, inputs]`, or of few bits, in bfloat16.
+
+        Not for gated weights.
+        """
+        if self.name not in WHOLE:
+            return self.dense().to(torch.bfloat16)
+        data = self.data.view(self.dtype)
+        if self.name == FLOAT32:
+            blocks = data.view(-1, self.inputs, BLOCK).transpose(1, 2)
+            return blocks.reshape(-1, self.inputs)[: self.outputs].clone()
+        weight, block = torch.empty(self.outputs, self.inputs, dtype=self.dtype), self._block // 2
+        at = data.data_ptr(), self.outputs, self.inputs, block, weight.data_ptr()
+        self._kernels.unpack(*at)
+        return weight
 
 
 def _stacked(weights: Sequence[Weight]) -> Weight:
@@ -160,7 +163,7 @@ def _stacked(weights: Sequence[Weight]) -> Weight:
 def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
     """Return the numbers that a file's blocks stand for, `[..., rows, inputs]` float32."""
     rows = replace(weight, data=weight.data.reshape(-1, weight.data.shape[-1]))
-    return QuantisedPacked(kernels, [rows], name=weight.name).dense().view(weight.shape)
+    return Packed(kernels, [rows], name=weight.name).dense().view(weight.shape)
 
 
 class SplitPacked(NamedTuple):
@@ -169,7 +172,7 @@ class SplitPacked(NamedTuple):
     `gated`: two, the gates' and what the gates multiply.
     """
 
-    parts: tuple[Packed | QuantisedPacked, ...]
+    parts: tuple[Packed, ...]
     gated: bool
 
     @property
@@ -179,9 +182,6 @@ class SplitPacked(NamedTuple):
     @property
     def outputs(self) -> int:
         return sum(part.outputs for part in self.parts)
-
-
-AnyPacked = Packed | QuantisedPacked
 
 
 class Packer(NamedTuple):
@@ -205,11 +205,9 @@ class Packer(NamedTuple):
         """Return how many bytes these weights take."""
         if not self.together(weights):
             return sum(self.size([weight]) for weight in weights)
-        name = self._named(weights[0])
-        if name in WHOLE:
-            dense = [one for one in weights if isinstance(one, torch.Tensor)]
-            return Packed.size(dense, gated) * WHOLE[name].itemsize
-        return QuantisedPacked.size(self.kernels, weights, name, gated)
+        rows, name = list(map(len, weights)), self._named(weights[0])
+        block = self.kernels.block_bytes(library.FORMATS.index(name), weights[0].shape[1])
+        return sum(-(-n // BLOCK) for n in (rows if gated else [sum(rows)])) * int(block)
 
     def pack(
         self,
@@ -218,19 +216,10 @@ class Packer(NamedTuple):
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
-    ) -> AnyPacked:
-        """Pack weights that get one format. The arguments are those of `Packed`.
-
-        `place`: `[size]` uint8. Raises as `Packed` and `QuantisedPacked` do.
-        """
-        name = self._named(weights[0])
-        how = {"gated": gated, "filled": filled}
-        if name in WHOLE:
-            dtype = WHOLE[name]
-            room = None if place is None else place.view(dtype)
-            dense = [one for one in weights if isinstance(one, torch.Tensor)]
-            return Packed(self.kernels, dense, bias, **how, place=room, dtype=dtype)
-        return QuantisedPacked(self.kernels, weights, bias, **how, name=name, place=place)
+    ) -> Packed:
+        """Pack weights that get one format. Arguments and errors are those of `Packed`."""
+        how: dict[str, Any] = {"gated": gated, "place": place, "filled": filled}
+        return Packed(self.kernels, weights, bias, name=self._named(weights[0]), **how)
 
     def pack_apart(
         self,
@@ -239,7 +228,7 @@ class Packer(NamedTuple):
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
-    ) -> AnyPacked | SplitPacked:
+    ) -> Packed | SplitPacked:
         """Pack weights that may get several formats. As `pack` otherwise."""
         if self.together(weights):
             return self.pack(weights, bias, gated, place, filled)
