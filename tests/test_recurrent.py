@@ -31,7 +31,7 @@ from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import make_model
-from quickbeam.models.states import States
+from quickbeam.models.pages import States
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 

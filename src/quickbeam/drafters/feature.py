@@ -14,8 +14,8 @@ from quickbeam.drafters.base import Drafter, DrafterState, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import GatheredStep, RowPool
-from quickbeam.models.kv import Layer, Pool, SequenceCache
+from quickbeam.models.gathered import GatheredStep, Layer, RowPool
+from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.tree import TokenTree
 

@@ -17,12 +17,27 @@ import torch.nn.functional as F
 
 from quickbeam.models.base import Draft, Part, inference
 from quickbeam.models.hf_recurrent import State, Together, TorchStates, together
-from quickbeam.models.kv import Layer, Page
+from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.states import StatefulCache, StatePool
 
 
-class RowPool(StatePool):
+@dataclass
+class Layer:
+    """What attention needs to know of one layer besides its keys and values.
+
+    `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
+    sliding window; `softcap`: the cap of its scores; `sinks`: a logit for each head, `[heads]`.
+    None means that the layer has no such thing.
+    """
+
+    index: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class RowPool(Pool):
     """Pages that are rows of two tensors a layer, for keys and for values.
 
     The tensors are `[rows, kv_heads, dim]`. Page 0 holds zeros and belongs to no sequence. Places
@@ -85,7 +100,7 @@ class RowPool(StatePool):
             tensor[target.data * size : (target.data + 1) * size] = rows
 
 
-class RowStore(StatefulCache):
+class RowStore(SequenceCache):
     """One sequence's pages of a `RowPool`."""
 
     def __init__(self, pool: RowPool) -> None:

@@ -19,9 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.gathered import GatheredStep
+from quickbeam.models.gathered import GatheredStep, Layer
 from quickbeam.models.hf_recurrent import RecurrentLayer, State, is_recurrent
-from quickbeam.models.kv import Layer
 from quickbeam.models.native.operands import KVShape
 
 NAME = "quickbeam"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.states import HeldStates, StatePool
+from quickbeam.models.kv import HeldStates, Pool
 
 NO_LIMIT = (0.0, float("inf"))  # of Mamba's time steps
 
@@ -85,7 +85,7 @@ class TorchStates(HeldStates):
     The nodes' are workspace, and are not counted by the pool.
     """
 
-    def __init__(self, pool: StatePool, zeros: State) -> None:
+    def __init__(self, pool: Pool, zeros: State) -> None:
         super().__init__(pool)
         self._zeros, self._nodes = zeros, dict[tuple[int, int], LayerState]()
 

@@ -1,9 +1,13 @@
-"""Keys and values: one pool of pages that all sequences of a model share.
+"""Keys and values: one pool of pages that all sequences of a model share, and states.
 
 A page holds the keys and values of `Pool.page` tokens, of all layers. A sequence takes pages as it
 grows, and gives all of them back with `release`. Sequences can hold the same page: a fork shares
 all pages, and a prefix that the prefix cache knows is shared, too. A page that has other users is
 copied before it is written.
+
+A state of recurrent layers is never changed: a pass reads that of the committed tokens, and what is
+committed makes another one from it. So sequences and the prefix cache share states as they share
+full pages, and a pass that fails has changed nothing.
 
 The pool's subclasses say how a page lies in memory: `pages.py` as the native kernels read it,
 `gathered.py` as rows of PyTorch's tensors.
@@ -14,10 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from quickbeam.errors import QuickbeamError
 
@@ -29,35 +30,18 @@ class NoRoom(QuickbeamError):
     """
 
 
-@dataclass
-class Layer:
-    """What attention needs to know of one layer besides its keys and values.
-
-    `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
-    sliding window; `softcap`: the cap of its scores; `sinks`: a logit for each head, `[heads]`.
-    None means that the layer has no such thing.
-    """
-
-    index: int
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-
 class Page:
     """Keys and values of `Pool.page` tokens, of all layers.
 
     `data`: where they are, in a form that only the pool knows. `users`: how many sequences and
-    caches hold the page. A page with several users is never written. `size`: how many pages of
-    memory it takes.
+    caches hold the page. A page with several users is never written. `state`: it is a state of
+    recurrent layers, which takes as much memory as `size` pages.
     """
 
-    __slots__ = ("data", "users")
-    size = 1
+    __slots__ = ("data", "size", "state", "users")
 
-    def __init__(self, data: Any) -> None:
-        self.data, self.users = data, 0
+    def __init__(self, data: Any, size: int = 1, state: bool = False) -> None:
+        self.data, self.users, self.size, self.state = data, 0, size, state
 
 
 class Pool(ABC):
@@ -82,7 +66,7 @@ class Pool(ABC):
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
         self._bounded = True
-        self._unused: list[Page] = []
+        self._unused, self._unused_states = list[Page](), list[Page]()
         self.spare: Callable[[], bool] = lambda: False
 
     @abstractmethod
@@ -99,6 +83,21 @@ class Pool(ABC):
 
     def renew(self, page: Page) -> None:  # noqa: B027
         """Prepare a page that was used before."""
+
+    def make_state(self) -> Any:
+        """Return room for a state of recurrent layers, of those that have some."""
+        raise NotImplementedError
+
+    def has_states(self, numbers: int, size: int) -> None:
+        """Give states of so many numbers of `size` bytes. `page_bytes` must be known."""
+        self.state_pages = -(-size * numbers // max(1, self.page_bytes))
+
+    def state_for(self) -> Page:
+        """Return a state for one user, which is still to be written. Raises `NoRoom`."""
+        self._make_room(self.state_pages)
+        if self._unused_states:
+            return self._give(self._unused_states.pop())
+        return self._give(Page(self.make_state(), self.state_pages, True))
 
     @property
     def free(self) -> int | None:
@@ -141,11 +140,7 @@ class Pool(ABC):
         page.users -= 1
         if not page.users:
             self.used -= page.size
-            self.recycle(page)
-
-    def recycle(self, page: Page) -> None:
-        """Keep a page without users for the next one that is wanted."""
-        self._unused.append(page)
+            (self._unused_states if page.state else self._unused).append(page)
 
     def keep(self, chunk: Sequence[Page]) -> None:
         """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life."""
@@ -175,8 +170,79 @@ class Pool(ABC):
             self._bounded = True
 
 
+class HeldStates:
+    """The states that one sequence holds.
+
+    `length` everywhere: how many tokens are committed.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._state: Page | None = None  # behind the committed tokens; None: zeros
+        self._next: Page | None = None  # what a pass, or a commit, may write
+        self._kept: tuple[int, Page] | None = None  # the last state at a border of pages
+
+    def missing(self, length: int, tokens: int) -> int:
+        """Return how many pages of the pool `reserve` would take."""
+        return self._pool.state_pages * (self._next is None)
+
+    def reserve(self, length: int, tokens: int) -> None:
+        """Make room for the states of a pass over tokens up to `tokens`. Raises `NoRoom`."""
+        if self._next is None:
+            self._next = self._pool.state_for()
+
+    @abstractmethod
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """Make the state behind the nodes of `path`. `length`: without them."""
+
+    def _step(self, length: int) -> None:
+        """Take the next state, which is written, for that behind `length` tokens."""
+        self._leave(self._state)
+        self._state, self._next = self._next, None
+        if self._state is not None:
+            self._hold(self._state, length)
+
+    def _hold(self, state: Page, length: int) -> None:
+        if self._pool.snapshots and not length % self._pool.page:
+            state.users += 1
+            self._keep(length, state)
+
+    def _keep(self, tokens: int, page: Page) -> None:
+        if self._kept is not None:
+            self._leave(self._kept[1])
+        self._kept = tokens, page
+
+    def _leave(self, page: Page | None) -> None:
+        if page is not None:
+            self._pool.leave(page)
+
+    def snapshot(self, tokens: int) -> Page | None:
+        """Return the state behind the first `tokens` tokens where it is kept."""
+        return self._kept[1] if self._kept is not None and self._kept[0] == tokens else None
+
+    def adopt(self, state: Page | None, tokens: int) -> None:
+        """Begin an empty sequence with a state of `tokens` tokens, which others may hold too."""
+        if state is None:
+            return
+        state.users += 1
+        self._state = state
+        self._hold(state, tokens)
+
+    def fork(self, other: HeldStates, tokens: int) -> None:
+        """Give another sequence, which is empty, this one's state."""
+        other.adopt(self._state, tokens)
+
+    def release(self) -> None:
+        """Give everything back to the pool."""
+        kept = None if self._kept is None else self._kept[1]
+        held = [self._state, self._next, kept]
+        self._state = self._next = self._kept = None
+        for page in held:
+            self._leave(page)
+
+
 class SequenceCache(ABC):
-    """Keys and values of one sequence: a list of pages.
+    """Keys and values of one sequence: a list of pages, and states of recurrent layers.
 
     Tokens have an *order*. Committed tokens have the orders 0 to `length - 1`, which are their
     positions. The nodes of the draft tree in flight have the orders after these. They are forgotten
@@ -186,6 +252,7 @@ class SequenceCache(ABC):
     def __init__(self, pool: Pool) -> None:
         self._pages_of, self.page, self.length = pool, pool.page, 0
         self._pages: list[Page] = []
+        self._states: HeldStates | None = None  # where the model has recurrent layers
 
     @abstractmethod
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
@@ -202,7 +269,8 @@ class SequenceCache(ABC):
 
     def missing(self, tokens: int) -> int:
         """Return how many pages of the pool `reserve(tokens)` would take."""
-        return max(0, -(-tokens // self.page) - len(self._pages)) + len(self._shared())
+        missing = max(0, -(-tokens // self.page) - len(self._pages)) + len(self._shared())
+        return missing + (0 if self._states is None else self._states.missing(self.length, tokens))
 
     def reserve(self, tokens: int) -> None:
         """Make room for the orders 0 to `tokens - 1`, and keep what is there.
@@ -210,18 +278,19 @@ class SequenceCache(ABC):
         Those from `length` on may then be written. Raises `NoRoom`.
         """
         missing, shared = -(-tokens // self.page) - len(self._pages), self._shared()
-        if missing <= 0 and not shared:
-            return
-        try:
-            for i in shared:
-                own = self._pages_of.page_for()
-                self._pages_of.copy(self._pages[i], own)
-                self._pages_of.leave(self._pages[i])
-                self._pages[i] = own
-            for _ in range(missing):
-                self._pages.append(self._pages_of.page_for())
-        finally:
-            self.bind()
+        if missing > 0 or shared:
+            try:
+                for i in shared:
+                    own = self._pages_of.page_for()
+                    self._pages_of.copy(self._pages[i], own)
+                    self._pages_of.leave(self._pages[i])
+                    self._pages[i] = own
+                for _ in range(missing):
+                    self._pages.append(self._pages_of.page_for())
+            finally:
+                self.bind()
+        if self._states is not None:
+            self._states.reserve(self.length, tokens)
 
     def commit(self, path: Sequence[int]) -> None:
         """Commit the nodes of `path`, and forget the rest of the tree.
@@ -229,6 +298,8 @@ class SequenceCache(ABC):
         `path`: tree indices, increasing, the root 0 first.
         """
         start = self.length
+        if self._states is not None:
+            self._states.commit(path, start)
         if moved := [depth for depth, node in enumerate(path) if node != depth]:
             self.move([start + path[depth] for depth in moved], [start + depth for depth in moved])
         self.length = start + len(path)
@@ -247,7 +318,7 @@ class SequenceCache(ABC):
 
         None where it is not kept. Whoever keeps it counts as a user (`Pool.keep`).
         """
-        return None
+        return None if self._states is None else self._states.snapshot(tokens)
 
     def adopt(
         self, chunks: Sequence[Sequence[Page]], tokens: int, snapshot: Page | None = None
@@ -261,12 +332,16 @@ class SequenceCache(ABC):
             self._pages.append(page)
         self.length = len(chunks) * tokens
         self.bind()
+        if self._states is not None:
+            self._states.adopt(snapshot, self.length)
 
     def fork(self) -> SequenceCache:
         """Return another sequence with the same committed tokens."""
         other = self._pages_of.new()
         other.adopt([self._pages[: -(-self.length // self.page)]], 0)
         other.length = self.length
+        if self._states is not None and other._states is not None:
+            self._states.fork(other._states, self.length)
         return other
 
     def release(self) -> None:
@@ -275,12 +350,21 @@ class SequenceCache(ABC):
             self._pages_of.leave(self._pages.pop())
         self.length = 0
         self.bind()
+        if self._states is not None:
+            self._states.release()
 
     def truncate(self, length: int) -> None:
-        """Forget every token from `length` on.
+        """Forget every token from `length` on. With recurrent layers, these are all or none.
 
-        Raises `ValueError` for a `length` below 0 or above the sequence's.
+        Raises `ValueError` for another `length`, and for one below 0 or above the sequence's.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"can't truncate a sequence of {self.length} tokens to {length}")
+        if self._states is not None and length != self.length:
+            if length:
+                raise ValueError(
+                    f"a sequence of {self.length} tokens with recurrent layers can't go back to "
+                    f"{length}: only to 0"
+                )
+            self._states.release()
         self.length = length

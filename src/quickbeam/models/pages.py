@@ -1,28 +1,41 @@
-"""Pages of keys and values in the native kernels' layout (`native/attention.h`)."""
+"""Pages of keys and values, and states, as the native kernels have them (`native/attention.h`,
+`native/recurrent.h`)."""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from quickbeam.models.kv import Page
+from quickbeam.models.kv import HeldStates, Page, Pool, SequenceCache
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
-from quickbeam.models.states import NativePool, StatefulCache, States, StateShape
 from quickbeam.tree import TokenTree
 
 
-class PagePool(NativePool):
-    """Pages for all sequences of a model.
+class StateShape(NamedTuple):
+    """How many float32 numbers a sequence's state has, and the inputs of one node (`Nodes`)."""
+
+    state: int
+    inputs: int
+
+
+class PagePool(Pool):
+    """Pages for all sequences of a model, and states, which are flat float32 tensors.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
     `offsets`: where each layer begins in a page, in numbers. `dtype`: bfloat16 or float32.
-    `states`: what recurrent layers keep of a sequence; None where there are none.
+    `states`: what recurrent layers keep of a sequence; None where there are none. `recurrences`: an
+    array of `library.Recurrence`, of all such layers; whoever makes the program sets it.
     """
+
+    recurrences: Any = None
 
     def __init__(
         self,
@@ -46,8 +59,10 @@ class PagePool(NativePool):
             dtype=np.int64,
         )
         self.layers_at = self.layers.ctypes.data
+        self.state_shape = states
         if states is not None:
-            self.shape_states(states)
+            self.has_states(states.state, 4)
+            self.zeros = self.make_state()  # of an empty sequence
 
     def new(self) -> PagedStore:
         return PagedStore(self)
@@ -55,11 +70,15 @@ class PagePool(NativePool):
     def make(self) -> Page:
         return Page(torch.zeros(self._numbers, dtype=self.dtype))
 
+    def make_state(self) -> torch.Tensor:
+        assert self.state_shape is not None
+        return torch.zeros(self.state_shape.state)
+
     def copy(self, source: Page, target: Page) -> None:
         target.data.copy_(source.data)
 
 
-class PagedStore(StatefulCache):
+class PagedStore(SequenceCache):
     """One sequence's pages, the table in which the kernels find them, and its states if the model
     has recurrent layers."""
 
@@ -155,3 +174,120 @@ class PagedStore(StatefulCache):
             dtype is torch.float32,
         )
         return key, value
+
+
+class States(HeldStates):
+    """The states of one sequence that the native kernels run.
+
+    The inputs of a tree's nodes are workspace, as the rows of a pass are, and are not counted by
+    the pool.
+    """
+
+    _pool: PagePool
+
+    def __init__(self, pool: PagePool) -> None:
+        super().__init__(pool)
+        self._border: Page | None = None  # as the next state, behind the last whole page of tokens
+        assert pool.state_shape is not None
+        self._inputs = torch.empty(0, pool.state_shape.inputs)
+        self._nodes, self._parents = library.Nodes(), array("q")
+        self._chain = False  # whether the last pass wrote the state behind all its nodes
+
+    def _crosses(self, length: int, tokens: int) -> bool:
+        """Whether a border of pages lies inside the tokens from `length` to `tokens`."""
+        page = self._pool.page
+        return self._pool.snapshots and tokens // page > length // page
+
+    def missing(self, length: int, tokens: int) -> int:
+        border = self._border is None and self._crosses(length, tokens)
+        return super().missing(length, tokens) + self._pool.state_pages * border
+
+    def reserve(self, length: int, tokens: int) -> None:
+        super().reserve(length, tokens)
+        if self._border is None and self._crosses(length, tokens):
+            self._border = self._pool.state_for()
+
+    def chain(self, length: int, count: int) -> int:
+        """Prepare a pass over `count` tokens of a text. Returns the address of its `Nodes`."""
+        border = self._border_within(length, count)
+        return self._prepare(None, None, 0, count, True, border)
+
+    def tree(self, tree: TokenTree, base: int) -> int:
+        """Prepare a pass over a tree's nodes from `base` on. Returns the address of its `Nodes`."""
+        count = len(tree)
+        if len(self._inputs) < count:
+            grown = torch.empty(count + count // 2, self._inputs.shape[1])
+            grown[:base] = self._inputs[:base]
+            self._inputs = grown
+        self._parents = array("q", tree.parent)
+        chain = all(parent == node - 1 for node, parent in enumerate(tree.parent))
+        at = self._inputs.data_ptr()
+        return self._prepare(at, self._parents.buffer_info()[0], base, count, chain, 0)
+
+    def _prepare(
+        self,
+        inputs: int | None,
+        parents: int | None,
+        base: int,
+        count: int,
+        chain: bool,
+        border: int,
+    ) -> int:
+        state = self._pool.zeros if self._state is None else self._state.data
+        assert self._next is not None
+        nodes, self._chain = self._nodes, chain
+        nodes.state, nodes.next = state.data_ptr(), self._next.data.data_ptr() if chain else None
+        at_border = self._border.data.data_ptr() if border and self._border is not None else None
+        nodes.border, nodes.border_node = at_border, border - 1
+        nodes.inputs, nodes.parent, nodes.base, nodes.nodes = inputs, parents, base, count
+        return ctypes.addressof(nodes)
+
+    def _border_within(self, length: int, count: int) -> int:
+        """Return how many of `count` tokens behind `length` come before the last border of pages
+        that is neither before nor after all of them; 0 for none."""
+        border = (length + count) // self._pool.page * self._pool.page - length
+        return border if self._pool.snapshots and 0 < border < count else 0
+
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """Make the state behind the nodes of `path`. `length`: without them.
+
+        Raises `ValueError` for a part of a text that was no tree.
+        """
+        count, nodes = len(path), self._nodes
+        whole = self._chain and count == nodes.nodes
+        border = self._border_within(length, count)
+        if not whole and not nodes.inputs:
+            raise ValueError(f"the pass ran {nodes.nodes} tokens of a text: commit all of them")
+        assert self._next is not None
+        if not whole or (border and not nodes.border):
+            start = nodes.state
+            if border:
+                assert self._border is not None
+                start = self._fold(start, path[:border], self._border)
+            self._fold(start, path[border:], self._next)
+        if border:
+            assert self._border is not None
+            self._keep(length + border, self._border)
+            self._border = None
+        self._step(length + count)
+        nodes.inputs = nodes.nodes = 0  # what was run is spent
+        self._chain = False
+
+    def _fold(self, state: int, path: Sequence[int], target: Page) -> int:
+        numbers, pool = array("q", path), self._pool
+        pool.kernels.fold(
+            pool.recurrences,
+            len(pool.recurrences),
+            state,
+            self._nodes.inputs,
+            numbers.buffer_info()[0],
+            len(numbers),
+            target.data.data_ptr(),
+        )
+        return int(target.data.data_ptr())
+
+    def release(self) -> None:
+        border, self._border = self._border, None
+        self._leave(border)
+        super().release()
+        self._inputs = torch.empty(0, self._inputs.shape[1])

@@ -8,8 +8,8 @@ from quickbeam.models.compiler import Compiler
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.program import Buffer
+from quickbeam.models.pages import StateShape
 from quickbeam.models.stack import Matrices, Recurrent, ShortConv, Stack
-from quickbeam.models.states import StateShape
 
 
 def add_recurrent(c: Compiler, of: Recurrent) -> Buffer:
