@@ -21,6 +21,7 @@ from quickbeam.models.native.operands import KVShape, RowList, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.pages import PagePool
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.stored import Stored
 from quickbeam.models.tensor_files import TensorFiles
 
@@ -63,7 +64,7 @@ class NativePacker:
         return self(head.packed.rows(), bias=head.packed.bias)
 
 
-class DrafterParameters:
+class DrafterParameters(Parameters):
     """A drafter's own parameters by the names of its stack (`Parameters`).
 
     `given`: those that are in memory. `stored`: where the others are in `files`. `dtype`: what all
@@ -81,19 +82,11 @@ class DrafterParameters:
         self.config, self.dtype, self.given = config, dtype, given
         self._stored, self._files = stored, files
 
-    def __call__(self, name: str) -> torch.Tensor:
-        return self.rows(name)
-
-    mapped = __call__
-
     def shape(self, name: str) -> list[int]:
         if name in self.given:
             return list(self.given[name].shape)
         assert self._files is not None
         return self._stored[name].shape(self._files)
-
-    def like(self, name: str) -> torch.Tensor:
-        return torch.empty(self.shape(name), device="meta")
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
         if name in self.given:
@@ -101,9 +94,6 @@ class DrafterParameters:
         assert self._files is not None
         end = self.shape(name)[0] if last is None else last
         return self._stored[name].rows(self._files, first, end).to(self.dtype)
-
-    def release(self, layers: str, layer: int | None) -> None:
-        """Do nothing: what was read is nowhere kept."""
 
     @property
     def finite(self) -> bool:

@@ -23,6 +23,7 @@ from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import BlockRows, Weight
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
 from quickbeam.models.stack import Attention, FeedForward, Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
@@ -158,7 +159,7 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
         ) from error
 
 
-class Checkpoint:
+class Checkpoint(Parameters):
     """The parameters of a folder's safetensors files (`Parameters`).
 
     Names are those of the causal LM, also where the checkpoint holds the model without its head.
@@ -251,9 +252,6 @@ class Checkpoint:
         packed = f"{name.removesuffix('.bias')}.qweight" in named
         return name.endswith(".bias") and packed and not self._files.whole(named[name]).any()
 
-    def __call__(self, name: str) -> Any:
-        return self.rows(name)
-
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor whose rows are read from its file as they are needed.
 
@@ -270,7 +268,7 @@ class Checkpoint:
 
     def like(self, name: str) -> Weight:
         found = self._stored[name].like(self._files) if name in self._in_blocks else None
-        return torch.empty(self.shape(name), device="meta") if found is None else found
+        return super().like(name) if found is None else found
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor.

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Parameters(Protocol):
+class Parameters(ABC):
     """Parameters by the names of transformers' causal language models.
 
     `config`: the model's configuration, of its text part. `dtype`: what all are given in.
@@ -26,47 +27,43 @@ class Parameters(Protocol):
     config: Any
     dtype: torch.dtype
 
-    def __call__(self, name: str) -> torch.Tensor:
-        """Return the whole of one."""
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return the whole of one, whose rows are read from its file as they are needed, where that
-        can be."""
-
+    @abstractmethod
     def shape(self, name: str) -> list[int]:
         """Return the shape of one."""
 
-    def like(self, name: str) -> Weight:
-        """Return something of the shape and format of one, without its numbers."""
-
-    def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
+    @abstractmethod
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of one; to its end where `last` is None."""
 
-    def release(self, layers: str, layer: int | None) -> None:
-        """Say that a layer of the list `layers` is not needed any more; None: that no head is."""
+    def __call__(self, name: str) -> Any:
+        """Return the whole of one."""
+        return self.rows(name)
+
+    def mapped(self, name: str) -> Any:
+        """Return the whole of one, whose rows are read from its file as they are needed, where that
+        can be."""
+        return self.rows(name)
+
+    def like(self, name: str) -> Weight:
+        """Return something of the shape and format of one, without its numbers."""
+        return torch.empty(self.shape(name), device="meta")
+
+    def release(self, layers: str, layer: int | None) -> None:  # noqa: B027
+        """Let go of a layer of the list `layers`, which is not needed any more; None: of a head."""
 
 
-class ModelParameters:
+class ModelParameters(Parameters):
     """Those of a model of transformers, which is taken over: what is released is emptied."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config, self.dtype = model.config.get_text_config(), model.dtype
         self._model = model
 
-    def __call__(self, name: str) -> torch.Tensor:
-        return tensor_of(self._model, name).detach()
-
-    def mapped(self, name: str) -> torch.Tensor:
-        return self(name)
-
     def shape(self, name: str) -> list[int]:
-        return list(self(name).shape)
-
-    def like(self, name: str) -> torch.Tensor:
-        return self(name)
+        return list(tensor_of(self._model, name).shape)
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        return self(name)[first:last]
+        return tensor_of(self._model, name).detach()[first:last]
 
     def release(self, layers: str, layer: int | None) -> None:
         if layer is None:

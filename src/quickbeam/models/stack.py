@@ -1,16 +1,16 @@
 """An architecture as data.
 
 A `Stack` says what a causal language model computes: where its tensors are, and in which order they
-are used. `families` make it from a model's configuration, `compiled.py` makes a program of
-kernels from it, and `tests/interpreter.py` runs it in plain PyTorch.
-
-Names are those of the parameters of transformers' causal language model.
+are used. `families` make it from a model's configuration, `compiled.py` makes a program of kernels
+from it, and `tests/interpreter.py` runs it in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+Name = str  # of a parameter of transformers' causal language model
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Tensor:
     of each head's rows the first, and the one after the last.
     """
 
-    name: str
+    name: Name
     part: int = 0
     parts: int = 1
     heads: int = 1
@@ -53,9 +53,9 @@ class Norm:
     weight is 1 + what is stored. `factor`: of the weight.
     """
 
-    weights: tuple[str, ...]
+    weights: tuple[Name, ...]
     epsilon: float
-    bias: str | None = None
+    bias: Name | None = None
     centred: bool = False
     plus_one: bool = False
     factor: float = 1.0
@@ -130,7 +130,7 @@ class Attention:
     norm_all: bool = False
     norm_last: bool = False
     query_scale: QueryScale | None = None
-    sinks: str | None = None
+    sinks: Name | None = None
     gated: bool = False
     one_gate: bool = False
     factor: float = 1.0
@@ -155,8 +155,8 @@ class ShortConv:
 
     into: Linear
     out: Linear
-    weight: str
-    bias: str | None
+    weight: Name
+    bias: Name | None
     channels: int
     taps: int
     factor: float = 1.0
@@ -183,20 +183,20 @@ class Matrices:
 
     into: Linear
     out: Linear
-    weight: str
-    bias: str | None
+    weight: Name
+    bias: Name | None
     taps: int
     heads: int
     key_heads: int
     key_dim: int
     value_dim: int
-    log_slope: str
-    shift: str
+    log_slope: Name
+    shift: Name
     delta: bool
     norm: Norm | None = None
     groups: int = 1
     norm_last: bool = False
-    skip: str | None = None
+    skip: Name | None = None
     least: float = 0.0
     most: float = math.inf
     gate_scale: float = 1.0
@@ -249,7 +249,7 @@ class Routing:
     logits: Linear
     top: int
     scores: str = "softmax"
-    correction: str | None = None
+    correction: Name | None = None
     groups: int = 1
     top_groups: int = 1
     best_of_group: int = 1
@@ -258,7 +258,7 @@ class Routing:
     least: float = 0.0
     factor: float = 1.0
     jitter: float = 0.0
-    scale: str | None = None
+    scale: Name | None = None
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class PerLayerInputs:
     by layer, of `projection` of the token's embedding times `factor`; all times `mixed`.
     """
 
-    table: str
+    table: Name
     scale: float
     projection: Linear
     factor: float
@@ -353,7 +353,7 @@ class Layer:
     recurrent: Recurrent | None = None
     beside: Beside | None = None
     per_layer: PerLayerInput | None = None
-    scalar: str | None = None
+    scalar: Name | None = None
 
 
 @dataclass(frozen=True)
@@ -366,13 +366,13 @@ class Stack:
     and no pass reads.
     """
 
-    embedding: str
+    embedding: Name
     inside: str
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear
     scale: float = 1.0
-    positions: str | None = None
+    positions: Name | None = None
     head_scale: float = 1.0
     softcap: float | None = None
     per_layer: PerLayerInputs | None = None

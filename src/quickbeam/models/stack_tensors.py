@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from quickbeam.models.stack import (
     FeedForward,
     Layer,
     Linear,
-    Matrices,
     Norm,
     QueryScale,
     Stack,
@@ -61,46 +60,27 @@ def experts(stack: Stack) -> Iterator[Experts]:
             yield layer.beside.experts
 
 
-def norms(stack: Stack) -> Iterator[Norm]:
-    """Yield all norms."""
-    for layer in stack.layers:
-        of_layer = (
-            layer.attention_before,
-            layer.attention_after,
-            layer.feed_forward_before,
-            layer.feed_forward_after,
-            *((layer.attention and layer.attention.norms) or ()),
-            *([layer.recurrent.norm] if isinstance(layer.recurrent, Matrices) else []),
-            *([layer.per_layer.after] if layer.per_layer is not None else []),
-        )
-        yield from (norm for norm in of_layer if norm is not None)
-        if layer.attention is not None and layer.attention.latent is not None:
-            yield from (norm for norm, _ in layer.attention.latent.parts)
-        if (of := layer.beside) is not None:
-            yield from (of.before, of.router, of.after, of.dense_after)
-    if stack.per_layer is not None:
-        yield stack.per_layer.norm
-    yield stack.norm
+def norms(of: object) -> Iterator[Norm]:
+    """Yield all norms of a stack, or of a part of one."""
+    if isinstance(of, Norm):
+        yield of
+    elif isinstance(of, tuple):
+        yield from (norm for one in of for norm in norms(one))
+    elif is_dataclass(of):
+        yield from norms(tuple(vars(of).values()))
 
 
-def names(stack: Stack) -> set[str]:
-    """Return the names of all parameters that a stack uses."""
-    found = {stack.embedding, *([stack.positions] if stack.positions else [])}
-    found |= {attention.sinks for attention in stack.attentions if attention.sinks}
-    for recurrent in stack.recurrents:
-        found |= {recurrent.weight, *([recurrent.bias] if recurrent.bias else [])}
-        if isinstance(recurrent, Matrices):
-            found |= {recurrent.log_slope, recurrent.shift}
-            found |= {recurrent.skip} if recurrent.skip else set()
-    routers = list(experts(stack))
-    found |= {of.routing.correction for of in routers if of.routing.correction}
-    found |= {of.routing.scale for of in routers if of.routing.scale}
-    found |= {layer.scalar for layer in stack.layers if layer.scalar}
-    found |= {stack.per_layer.table} if stack.per_layer is not None else set()
-    for linear in (*(of.scoring for of in routers), *(linear for linear, _ in linears(stack))):
-        found |= {tensor.name for tensor in (*linear.weights, *linear.biases)}
-    for norm in norms(stack):
-        found |= {*norm.weights, *([norm.bias] if norm.bias else [])}
+def names(of: object) -> set[str]:
+    """Return what a stack, or a part of one, has in fields of type `Name`."""
+    found = set[str]()
+    if isinstance(of, tuple):
+        return found.union(*map(names, of))
+    for field in fields(of) if is_dataclass(of) else ():
+        value = getattr(of, field.name)
+        if "Name" not in str(field.type):
+            found |= names(value)
+        elif value is not None:
+            found |= {value} if isinstance(value, str) else set(value)
     return found
 
 

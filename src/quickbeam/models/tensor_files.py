@@ -34,17 +34,25 @@ _one_at_a_time = threading.Lock()
 
 
 def read_into(room: memoryview, file: int, at: int) -> int:
-    """Fill `room` with bytes of an open file from byte `at` on. Returns how many were read.
+    """Fill `room` with bytes of an open file from byte `at` on.
 
-    Several threads may read one file. Raises `OSError`.
+    Returns how many were read, fewer only where the file ends. Several threads may read one file.
+    Raises `OSError`.
     """
-    if hasattr(os, "preadv"):
-        return os.preadv(file, [room], at)
-    with _one_at_a_time:  # Windows can't read elsewhere than at the file's position
-        os.lseek(file, at, os.SEEK_SET)
-        data = os.read(file, len(room))
-    room[: len(data)] = data
-    return len(data)
+    done = 0
+    while done < len(room):
+        if hasattr(os, "preadv"):
+            count = os.preadv(file, [room[done:]], at + done)
+        else:  # Windows can't read elsewhere than at the file's position
+            with _one_at_a_time:
+                os.lseek(file, at + done, os.SEEK_SET)
+                data = os.read(file, len(room) - done)
+            count = len(data)
+            room[done : done + count] = data
+        if not count:
+            break
+        done += count
+    return done
 
 
 class _Shard:
@@ -72,17 +80,11 @@ class _Shard:
         """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
         about = self.tensors[name]
         dtype, shape = DTYPES[about["dtype"]], about["shape"] or [1]
-        row = dtype.itemsize
-        for size in shape[1:]:
-            row *= size
+        row = dtype.itemsize * math.prod(shape[1:])
         data = torch.empty((last - first) * row, dtype=torch.uint8)
-        room: Any = data.numpy()
-        left, at = memoryview(room), self._begin + about["data_offsets"][0] + first * row
-        while left:
-            count = read_into(left, self._fd, at)
-            if not count:
-                raise OSError("the file ends too early")
-            left, at = left[count:], at + count
+        at = self._begin + about["data_offsets"][0] + first * row
+        if read_into(data.numpy().data, self._fd, at) < len(data):
+            raise OSError("the file ends too early")
         return data.view(dtype).view(last - first, *shape[1:])
 
     def mapped(self, name: str) -> torch.Tensor:

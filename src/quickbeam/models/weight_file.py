@@ -19,6 +19,7 @@ from quickbeam.cache import Progress, alone, cache_folder, sweep
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import build
+from quickbeam.models.tensor_files import read_into
 
 ALIGNED = 4096  # bytes: the weights begin there, and reads past the page cache at multiples of it
 SPARE = 64 << 20  # bytes that are left free on the disk
@@ -86,10 +87,7 @@ class WeightFile:
             return None
         found = room_for_weights(size, torch.uint8)
         with open(self.path, "rb", buffering=0) as file:
-            file.seek(ALIGNED)
-            done, room = 0, _bytes(found)
-            while done < size and (count := file.readinto(room[done:])):
-                done += count
+            done = read_into(_bytes(found), file.fileno(), ALIGNED)
         return found if done == size else None
 
     def write(self, size: int, pieces: Callable[[], Iterable[torch.Tensor]], stage: str) -> None:

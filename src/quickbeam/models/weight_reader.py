@@ -77,21 +77,18 @@ class File:
         self._fill(self._cached, offset, room)
 
     def _fill(self, fd: int, offset: int, room: torch.Tensor) -> None:
-        buffer, done = room.numpy().data, 0
-        size = min(len(buffer), self._seen[0] - offset)
-        while done < size:
-            try:
-                count = read_into(buffer[done:], fd, offset + done)
-            except OSError as error:
-                raise QuickbeamError(
-                    f"reading {self.path} at byte {offset + done} failed: {error.strerror or error}"
-                ) from error
-            if count == 0:
-                raise QuickbeamError(
-                    f"{self.path} ends at byte {offset + done}: it was cut while "
-                    "in use; load the model again"
-                )
-            done += count
+        size = min(len(room), self._seen[0] - offset)
+        try:
+            done = read_into(room[:size].numpy().data, fd, offset)
+        except OSError as error:
+            raise QuickbeamError(
+                f"reading {self.path} at byte {offset} failed: {error.strerror or error}"
+            ) from error
+        if done < size:
+            raise QuickbeamError(
+                f"{self.path} ends at byte {offset + done}: it was cut while in use; load the "
+                "model again"
+            )
 
 
 def _direct(path: Path) -> int | None:

@@ -24,6 +24,7 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import names, norms
 
@@ -37,7 +38,7 @@ SAMPLED = {
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 
 
-class GgufCheckpoint:
+class GgufCheckpoint(Parameters):
     """The parameters of a `.gguf` file, by the names of transformers' causal language model.
 
     With `dtype` bfloat16 (None), weights in blocks are given as `BlockRows`, others as they are
@@ -108,19 +109,13 @@ class GgufCheckpoint:
         found = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def __call__(self, name: str) -> Any:
-        return self.rows(name)
-
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
         return [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
 
-    def mapped(self, name: str) -> Any:
-        return self.rows(name)
-
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
-            return torch.empty(self.shape(name), device="meta")
+            return super().like(name)
         found = [self.file[one] for one in self._stored[name]]  # mapped
         if len(found) == 1:
             return found[0]
