@@ -4,8 +4,6 @@ theirs on plain tensors."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +11,16 @@ import torch
 import reference
 from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library, operations
-from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.pages import PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)
 best_set = pytest.mark.parametrize("isa", SETS[:1])
 
 
-def load(isa: str) -> Kernels:
+def load(isa):
     """The kernels of an instruction set; the test is left out where they can't be compiled."""
     try:
         return library.load(isa)
@@ -31,26 +28,24 @@ def load(isa: str) -> Kernels:
         pytest.skip(str(error))
 
 
-def number(*shape: int, like: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+def number(*shape, like=torch.bfloat16, seed=0):
     """Random numbers, normally distributed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
-def plain_rows(n: int, wanted: Sequence[int] | range = ()) -> Rows:
+def plain_rows(n, wanted=()):
     """Rows that no operation looks up anything of."""
     return Rows([0] * n, [0] * n, wanted=wanted)
 
 
-def chain_rows(store: PagedStore, tokens: Sequence[int]) -> Rows:
+def chain_rows(store, tokens):
     """Rows of tokens behind the committed ones of one sequence."""
     rows = RowList()
     store.add_chain(rows, tokens, ())
     return rows.rows()
 
 
-def filled(
-    kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None
-) -> PagedStore:
+def filled(kernels, keys, values, length=None):
     """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16,
     `length` of them committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
@@ -61,9 +56,7 @@ def filled(
     return store
 
 
-def write(
-    kernels: Kernels, shape: KVShape, keys: torch.Tensor, values: torch.Tensor, rows: Rows
-) -> None:
+def write(kernels, shape, keys, values, rows):
     """Write `keys` and `values`, `[kv_heads, n, dim]`, to the pages of `rows`."""
     program, (heads, n, dim) = Program(kernels), keys.shape
     rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
@@ -84,7 +77,7 @@ def write(
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
 
-def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
+def relocated(store, seed=0):
     """A store with the same tokens in other memory, its pages in another order there."""
     pages, numbers = store._pages, store.pool._numbers
     memory = torch.full((len(pages) + 1, numbers + 32), torch.nan, dtype=torch.bfloat16)
@@ -100,15 +93,7 @@ def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
     return other
 
 
-def attend(
-    kernels: Kernels,
-    stores: Sequence[tuple[int, PagedStore]],
-    query: torch.Tensor,
-    prefix: Sequence[int],
-    paths: Sequence[Sequence[int]],
-    scaling: float,
-    **variations: Any,
-) -> torch.Tensor:
+def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
     stores, so many of each."""
     n, heads, _ = query.shape
@@ -130,7 +115,7 @@ def attend(
     return out
 
 
-def random_paths(rng: random.Random, nodes: int, start: int) -> tuple[list[int], list[list[int]]]:
+def random_paths(rng, nodes, start):
     """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from
     the root to it."""
     parents, paths = [-1], [[start]]

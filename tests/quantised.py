@@ -44,18 +44,18 @@ class Quantised(NamedTuple):
     lows: torch.Tensor | None = None
 
     @property
-    def dense(self) -> torch.Tensor:
+    def dense(self):
         """The weights that the numbers stand for, `[outputs, groups * 32]` float32."""
         found = self.values * self.scales.float().view(len(self.values), -1, 1)
         return (found if self.lows is None else found + self.lows.float()[..., None]).flatten(1)
 
 
-def in_groups(x: torch.Tensor) -> torch.Tensor:
+def in_groups(x):
     """Return `[n, inputs]` in groups, `[n, groups, 32]` float32, padded with zeros."""
     return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
 
 
-def quantise(weight: torch.Tensor, name: str) -> Quantised:
+def quantise(weight, name):
     """Quantise a weight `[outputs, inputs]` to `int8` or `int4`.
 
     The weight is rounded to bfloat16 first. Raises `InvalidInput` for weights that are not finite.
@@ -69,7 +69,7 @@ def quantise(weight: torch.Tensor, name: str) -> Quantised:
     return _int4(groups)
 
 
-def _int4(groups: torch.Tensor) -> Quantised:
+def _int4(groups):
     """Quantise groups `[outputs, groups, 32]` to whole numbers from 0 to 15.
 
     It tries each number of steps in `LEVELS`, fits scale and lowest value by least squares, and
@@ -105,7 +105,7 @@ def _int4(groups: torch.Tensor) -> Quantised:
     return Quantised(values, _half(slope), _half(base + low))
 
 
-def _in_turn(groups: torch.Tensor) -> torch.Tensor:
+def _in_turn(groups):
     """Return the sums of `[..., 32]`, one number added after the other as in the kernels."""
     total = torch.zeros_like(groups[..., 0])
     for i in range(GROUP):
@@ -113,11 +113,11 @@ def _in_turn(groups: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _half(x: torch.Tensor) -> torch.Tensor:
+def _half(x):
     return x.clamp(-LARGEST_HALF, LARGEST_HALF).half()
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x):
     """Quantise rows `[n, inputs]`, each group by itself.
 
     Returns whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A group with a
@@ -132,7 +132,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, torch.where(used, top / 127, torch.where(finite, 0, torch.nan))
 
 
-def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def fused(a, b, c):
     """Return a * b + c of float32, rounded once.
 
     The product is exact in float64. Their sum there is rounded to odd, as another rounding to the
@@ -148,7 +148,7 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 
 
-def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
+def product(x, weight):
     """Multiply rows `[n, inputs]` by a weight, group by group. Returns `[n, outputs]` float32."""
     values, scales = quantise_rows(x)
     y = x.new_zeros(len(x), len(weight.values), dtype=torch.float32)

@@ -11,7 +11,6 @@ from models import tiny
 from quickbeam.models import disk
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.formats import weights_format
-from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.packing import PackedWeights
@@ -22,9 +21,7 @@ from quickbeam.tree import TokenTree
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def saved(
-    layout: str, folder: Path, toy_folder: str, layers: int | None = None, **changes: object
-) -> str:
+def saved(layout, folder, toy_folder, layers=None, **changes):
     """A tiny model of this layout in a folder, with a tokenizer (of other tokens: it is loaded, no
     more)."""
     model = tiny(layout, torch.bfloat16, wide=True, layers=layers)
@@ -36,14 +33,12 @@ def saved(
     return str(folder)
 
 
-def limits(
-    folder: str, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
-) -> list[int]:
+def limits(folder, weights="bfloat16", dtype=torch.bfloat16):
     """Memory for no resident group, one, … as far as that is less than the model takes."""
     return limits_of(Checkpoint(Path(folder), dtype), weights)
 
 
-def limits_of(checkpoint: Checkpoint | GgufCheckpoint, weights: str = "bfloat16") -> list[int]:
+def limits_of(checkpoint, weights="bfloat16"):
     kernels, name = library.kernels(), weights_format(weights, checkpoint.dtype)
     assert kernels is not None
     packed = PackedWeights(checkpoint, checkpoint.stack, kernels, name)
@@ -52,16 +47,12 @@ def limits_of(checkpoint: Checkpoint | GgufCheckpoint, weights: str = "bfloat16"
     return [limit for limit in every if disk.limit(checkpoint, checkpoint.stack, weights, limit)]
 
 
-def on_disk(
-    folder: str, memory: int, weights: str = "bfloat16", dtype: torch.dtype = torch.bfloat16
-) -> Target:
+def on_disk(folder, memory, weights="bfloat16", dtype=torch.bfloat16):
     """The model with so much memory for its weights."""
     return of_disk(Checkpoint(Path(folder), dtype), memory, weights)
 
 
-def of_disk(
-    checkpoint: Checkpoint | GgufCheckpoint, memory: int, weights: str = "bfloat16"
-) -> Target:
+def of_disk(checkpoint, memory, weights="bfloat16"):
     kept = WeightFile.of(str(checkpoint.path), None, weights, None)
     more = {"weights": weights, "kept": kept, "memory": memory}
     target = Target(NativeModel(checkpoint, checkpoint.stack, **more))  # type: ignore[arg-type]
@@ -69,7 +60,7 @@ def of_disk(
     return target
 
 
-def alike(one: Target, other: Target, widths: tuple[int, ...] = (1, 2, 3, 16, 17, 40, 128)) -> None:
+def alike(one, other, widths=(1, 2, 3, 16, 17, 40, 128)):
     """Both give the same bits: after a prompt, in trees, and after a path of one was kept."""
     assert torch.equal(one.prefill(ids(150)), other.prefill(ids(150)))
     for width in widths:
@@ -85,7 +76,7 @@ def alike(one: Target, other: Target, widths: tuple[int, ...] = (1, 2, 3, 16, 17
     assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
 
 
-def bush(width: int, seed: int = 0) -> TokenTree:
+def bush(width, seed=0):
     """A random tree of so many nodes."""
     generator = torch.Generator().manual_seed(seed + width)
     tree = TokenTree(5)
@@ -98,5 +89,5 @@ def bush(width: int, seed: int = 0) -> TokenTree:
     return tree
 
 
-def ids(count: int) -> list[int]:
+def ids(count):
     return [(7 * i + 3) % 97 for i in range(count)]

@@ -27,13 +27,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("isa", CPUS)
-def test_the_tests_of_the_kernels_pass_on_arm(isa: str, tmp_path: Path) -> None:
+def test_the_tests_of_the_kernels_pass_on_arm(isa, tmp_path):
     done = foreign.run(foreign.compiled(isa), CPUS[isa], tmp_path, *TESTS, *FILES)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 1000, done.stdout
 
 
-def test_a_mistake_on_arm_is_seen(tmp_path: Path) -> None:
+def test_a_mistake_on_arm_is_seen(tmp_path):
     """A processor without products of bytes stops at the first of them."""
     done = foreign.run(
         foreign.compiled("neon-dot"),

@@ -4,7 +4,6 @@ output. Run: pytest tests/test_bans.py"""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,9 +26,7 @@ words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6
 ids = st.lists(st.integers(0, 3), max_size=8)
 
 
-def banned_after(
-    output: Sequence[int], min_tokens: int, ends: Sequence[int], bad: Sequence[Sequence[int]]
-) -> set[int]:
+def banned_after(output, min_tokens, ends, bad):
     """The plain reading: `output` is all tokens from the answer's first one on."""
     early = set(ends) if len(output) < min_tokens else set()
     return early | {
@@ -39,13 +36,11 @@ def banned_after(
     }
 
 
-def sampler_of(
-    params: SamplingParams, ends: Sequence[int], bad: Sequence[Sequence[int]]
-) -> Sampler:
+def sampler_of(params, ends, bad):
     return Sampler(params, [1, 2], V, ends=ends, bad=bad)
 
 
-def params_of(min_tokens: int, bad: Sequence[Sequence[int]], **more: object) -> SamplingParams:
+def params_of(min_tokens, bad, **more):
     return SamplingParams(min_tokens=min_tokens, bad_words=["…" for _ in bad], **more)
 
 
@@ -61,14 +56,7 @@ def params_of(min_tokens: int, bad: Sequence[Sequence[int]], **more: object) -> 
     path=ids,
     penalty=st.sampled_from([1.0, 1.3]),
 )
-def test_a_node_bans_what_the_whole_output_bans(
-    bad: list[list[int]],
-    ends: list[int],
-    min_tokens: int,
-    steps: list[list[int]],
-    path: list[int],
-    penalty: float,
-) -> None:
+def test_a_node_bans_what_the_whole_output_bans(bad, ends, min_tokens, steps, path, penalty):
     params = params_of(min_tokens, bad, repetition_penalty=penalty, logit_bias={0: 2.0})
     free = Sampler(SamplingParams(repetition_penalty=penalty, logit_bias={0: 2.0}), [1, 2], V)
     sampler = sampler_of(params, ends, bad)
@@ -87,13 +75,13 @@ def test_a_node_bans_what_the_whole_output_bans(
     assert torch.equal(got, expected)
 
 
-def test_a_word_that_begins_in_the_prompt_is_not_seen() -> None:
+def test_a_word_that_begins_in_the_prompt_is_not_seen():
     sampler = Sampler(SamplingParams(bad_words=["…"]), [5, 6], V, bad=[[5, 6, 7]])
     assert sampler.process(torch.zeros(V))[7] == 0
     assert sampler.process(torch.zeros(V), [5, 6])[7] == -math.inf
 
 
-def test_ids_outside_the_vocabulary_need_no_ban() -> None:
+def test_ids_outside_the_vocabulary_need_no_ban():
     bad = [[V], [2, V + 1], [V, 2], [1]]
     sampler = sampler_of(params_of(1, bad), [V, 3], bad)
     scores = sampler.process(torch.zeros(V), [])
@@ -101,7 +89,7 @@ def test_ids_outside_the_vocabulary_need_no_ban() -> None:
     assert sampler.process(torch.zeros(V), [V, 2])[2] == 0
 
 
-def test_bans_must_leave_a_token_and_be_complete() -> None:
+def test_bans_must_leave_a_token_and_be_complete():
     params = SamplingParams(min_tokens=1, bad_words="x", logit_bias={2: -math.inf})
     with pytest.raises(InvalidInput, match="min_tokens, bad_words and logit_bias ban all 3 tokens"):
         Sampler(params, [], 3, ends=[0], bad=[[1]])
@@ -118,10 +106,10 @@ class Pieces:
     """A tokenizer that takes the longest piece that it knows; `dummy` goes before every text, as
     the space of sentencepiece does."""
 
-    def __init__(self, pieces: Sequence[str], dummy: str = "") -> None:
+    def __init__(self, pieces, dummy=""):
         self.pieces, self.dummy = list(pieces), dummy
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text, add_special_tokens=True):
         assert not add_special_tokens
         found, rest = [], self.dummy + text
         while rest:
@@ -149,18 +137,18 @@ SPACE_FIRST = Pieces([" ", " no", "no", "w"], dummy=" ")
     (SPACE_FIRST, ["no"], [[1]]),  # " ", " no" ends with it
     (SPACE_FIRST, ["now"], [[1, 3]]),
 ])  # fmt: skip
-def test_words_are_banned_with_and_without_a_leading_space(tokenizer, words, ids) -> None:
+def test_words_are_banned_with_and_without_a_leading_space(tokenizer, words, ids):
     assert bad_word_ids(tokenizer, words) == ids
 
 
-def test_words_of_a_tokenizer_of_transformers() -> None:
+def test_words_of_a_tokenizer_of_transformers():
     vocab = {"a": 0, "Ġ": 1, "Ġa": 2}
     backend = Tokenizer(models.BPE(vocab, [("Ġ", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert bad_word_ids(PreTrainedTokenizerFast(tokenizer_object=backend), ["a"]) == [[0], [2]]
 
 
-def test_a_word_of_too_many_tokens_is_named() -> None:
+def test_a_word_of_too_many_tokens_is_named():
     tokenizer = Pieces(["a", " "])
     assert bad_word_ids(tokenizer, ["a" * 255]) == [[0] * 255]
     with pytest.raises(InvalidInput, match=r"bad_words: 'aaaa.* has 257 tokens: .* at most 256"):

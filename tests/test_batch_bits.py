@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +15,8 @@ import pytest
 import torch
 
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed
-from quickbeam.models.kv import Page, SequenceCache
+from quickbeam.models.base import Batch, Chain, Draft, Part
+from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagedStore, PagePool
@@ -29,7 +28,7 @@ WIDEST = 128  # rows that a part has at most, and more
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +48,7 @@ class World:
     rows alone, in another model that computes their text anew; `wrong` counts those that differ,
     `done` what happened between."""
 
-    def __init__(self, model: Model, other: Model, seed: int) -> None:
+    def __init__(self, model, other, seed):
         self.model, self.other, self.rng = model, other, random.Random(seed)
         self.texts: list[Text] = []
         # chunks with what they hold
@@ -57,13 +56,13 @@ class World:
         self.wrong = self.compared = 0
         self.done = Counter[str]()
 
-    def below(self, high: int) -> int:
+    def below(self, high):
         return self.rng.randrange(high)
 
-    def tokens(self, count: int) -> list[int]:
+    def tokens(self, count):
         return [self.below(VOCAB) for _ in range(count)]
 
-    def anew(self, text: Text) -> SequenceCache:
+    def anew(self, text):
         """The same text in the other model, read at once."""
         cache = self.other.pool.new()
         if text.ids:
@@ -71,7 +70,7 @@ class World:
             cache.commit(range(len(text.ids)))
         return cache
 
-    def tree(self, text: Text) -> TokenTree:
+    def tree(self, text):
         tree = TokenTree(self.below(VOCAB))
         for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
             parent, token = (
@@ -82,14 +81,14 @@ class World:
                 tree.add(parent, token, "random")
         return tree
 
-    def part(self, text: Text) -> Part:
+    def part(self, text):
         """A piece of prompt or a tree."""
         length = text.cache.length
         if self.rng.random() < (0.4 if length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
         return Draft(text.cache, self.tree(text))
 
-    def passes(self) -> None:
+    def passes(self):
         """One pass over some of the sequences, and the same rows alone."""
         room = [
             text
@@ -116,7 +115,7 @@ class World:
             text.cache.commit(path)
             text.ids += tokens
 
-    def compare(self, got: Passed, alone: Passed) -> None:
+    def compare(self, got, alone):
         assert got.logits.shape == alone.logits.shape and len(got.logits)
         differ = (got.logits != alone.logits).any(1) | ~got.logits.isfinite().all(1)
         self.wrong += int(differ.sum()) + (got.best != alone.best)
@@ -124,17 +123,17 @@ class World:
             self.wrong += int((got.hidden != alone.hidden).any(1).sum())
         self.compared += len(differ)
 
-    def new(self) -> None:
+    def new(self):
         if len(self.texts) < 6:
             self.texts.append(Text(self.model.pool.new()))
 
-    def fork(self) -> None:
+    def fork(self):
         if self.texts and len(self.texts) < 6:
             text = self.rng.choice(self.texts)
             self.texts.append(Text(text.cache.fork(), list(text.ids)))
             self.done["fork"] += bool(text.ids)
 
-    def truncate(self) -> None:
+    def truncate(self):
         if self.texts:
             text = self.rng.choice(self.texts)
             length = self.below(text.cache.length + 1)
@@ -142,7 +141,7 @@ class World:
             del text.ids[length:]
             text.cache.truncate(length)
 
-    def release(self) -> None:
+    def release(self):
         """Often, what nobody else holds is spoiled first."""
         if self.texts:
             text = self.texts.pop(self.below(len(self.texts)))
@@ -153,7 +152,7 @@ class World:
                         self.done["spoil"] += 1
             text.cache.release()
 
-    def share(self) -> None:
+    def share(self):
         """Hold a beginning beyond its sequence's life; now and then, let go of one."""
         size = self.model.granularity
         if self.shared and self.rng.random() < 0.2:
@@ -168,7 +167,7 @@ class World:
                 self.model.pool.keep(chunk)
             self.shared.append((chunks, text.ids[: count * size]))
 
-    def adopt(self) -> None:
+    def adopt(self):
         """A sequence that begins with what is held."""
         if self.shared and len(self.texts) < 6:
             chunks, ids = self.rng.choice(self.shared)
@@ -178,7 +177,7 @@ class World:
             self.texts.append(text)
 
     @torch.inference_mode()
-    def live(self, steps: int) -> None:
+    def live(self, steps):
         """Random operations; then the end of all, after which no page is taken."""
         for _ in range(steps):
             every = {
@@ -193,7 +192,7 @@ class World:
             self.rng.choices(list(every), list(every.values()))[0]()
 
     @torch.inference_mode()
-    def end(self) -> None:
+    def end(self):
         while self.texts:
             self.release()
         for chunks, _ in self.shared:
@@ -202,7 +201,7 @@ class World:
         assert self.model.pool.used == self.other.pool.used == 0
 
 
-def models(name: str) -> tuple[Model, Model]:
+def models(name):
     pair = tuple(make_model(tiny(name, torch.bfloat16), chunk=CHUNK) for _ in range(2))
     for model in pair:
         assert model.exact
@@ -210,7 +209,7 @@ def models(name: str) -> tuple[Model, Model]:
     return pair[0], pair[1]
 
 
-def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
+def wrong_rows(model, other, seeds, steps):
     wrong, done = 0, Counter[str]()
     for seed in seeds:
         world = World(model, other, seed)
@@ -225,7 +224,7 @@ def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
 
 @needs_kernels
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
+def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name):
     """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used
     before, and beginnings that are shared."""
     assert wrong_rows(*models(name), range(2), 120) == 0
@@ -234,15 +233,13 @@ def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> No
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("name", CONFIGS)
-def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
+def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name):
     assert wrong_rows(*models(name), range(1, 8), 400) == 0
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3"])
-def test_every_row_of_a_batch_is_that_of_its_own_tokens(
-    name: str,
-) -> None:
+def test_every_row_of_a_batch_is_that_of_its_own_tokens(name):
     """Each node of each tree, against its path read as a plain text."""
     model, other = models(name)
     world = World(model, other, 0)
@@ -271,7 +268,7 @@ def test_every_row_of_a_batch_is_that_of_its_own_tokens(
     )
 
 
-def early(self: PagePool, page: Page) -> None:
+def early(self, page):
     page.users -= 1
     if not page.users:
         self.used -= 1
@@ -296,16 +293,14 @@ def early(self: PagePool, page: Page) -> None:
     ],
     ids=["never copied", "the last not copied", "given away early"],
 )
-def test_memory_that_is_shared_wrongly_is_seen(
-    owner: type, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_shared_wrongly_is_seen(owner, name, wrong, monkeypatch):
     model, other = models("llama")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, wrong)
         assert sum(seen(model, other, seed) for seed in range(4)) > 5
 
 
-def seen(model: Model, other: Model, seed: int, steps: int = 100) -> int:
+def seen(model, other, seed, steps=100):
     world = World(model, other, seed)
     world.live(steps)
     return world.wrong
@@ -313,7 +308,7 @@ def seen(model: Model, other: Model, seed: int, steps: int = 100) -> int:
 
 @needs_kernels
 @torch.inference_mode()
-def test_nan_that_a_page_held_is_not_read_again() -> None:
+def test_nan_that_a_page_held_is_not_read_again():
     """The whole memory is NaN when the next sequence takes it."""
     model, other = models("mistral-window")
     cache = model.pool.new()

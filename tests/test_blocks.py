@@ -34,7 +34,7 @@ kinds = pytest.mark.parametrize("name", NAMES)
 HALVES = {"int4": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
-def blocks(name: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
+def blocks(name, rows, inputs, seed=0):
     """Blocks of random bits, with scales of many sizes."""
     of, random = FORMATS[name], np.random.default_rng(seed)
     data = random.integers(0, 256, (rows * inputs // of.inputs, of.bytes), dtype=np.uint8)
@@ -52,7 +52,7 @@ def blocks(name: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
     return BlockRows(torch.from_numpy(data.reshape(rows, -1)), name)
 
 
-def numbers_of(rows: BlockRows) -> torch.Tensor:
+def numbers_of(rows):
     """The numbers of checkpoints' blocks: a scale, a zero point, and values."""
     of = FORMATS[rows.name]
     data = rows.data.view(-1, of.bytes)
@@ -67,7 +67,7 @@ def numbers_of(rows: BlockRows) -> torch.Tensor:
     return (numbers * scale).view(len(rows), -1)
 
 
-def by_package(rows: BlockRows) -> torch.Tensor:
+def by_package(rows):
     """The numbers as the package `gguf` has them, of checkpoints' blocks as described."""
     if rows.name not in FILES:
         return numbers_of(rows)
@@ -75,7 +75,7 @@ def by_package(rows: BlockRows) -> torch.Tensor:
     return torch.from_numpy(np.array(gguf.dequantize(rows.data.numpy(), kind)))
 
 
-def run(isa: str, packed: object, outputs: int, x: torch.Tensor, **more: object) -> torch.Tensor:
+def run(isa, packed, outputs, x, **more):
     program = Program(load(isa))
     source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
     product(program, packed, source, target, **more)  # type: ignore[arg-type]
@@ -84,13 +84,13 @@ def run(isa: str, packed: object, outputs: int, x: torch.Tensor, **more: object)
     return y
 
 
-def numbers(n: int, inputs: int, seed: int = 1) -> torch.Tensor:
+def numbers(n, inputs, seed=1):
     x = torch.randn(n, inputs, generator=torch.Generator().manual_seed(seed))
     x[:, ::7] *= 30
     return x.bfloat16()
 
 
-def test_the_table_names_what_files_hold() -> None:
+def test_the_table_names_what_files_hold():
     for name in FILES:
         of = FORMATS[name]
         kind = gguf.GGMLQuantizationType(of.file_type)
@@ -104,7 +104,7 @@ def test_the_table_names_what_files_hold() -> None:
 
 @every_set
 @kinds
-def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
+def test_blocks_stand_for_the_packages_numbers(isa, name):
     """All bits of float32 are equal, through the layout of the kernels and by row."""
     kernels, rows = load(isa), blocks(name, 37, 768)
     wanted = by_package(rows)
@@ -120,7 +120,7 @@ def test_blocks_stand_for_the_packages_numbers(isa: str, name: str) -> None:
 
 @every_set
 @kinds
-def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: str) -> None:
+def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
     rows, x = blocks(name, 217, 512), numbers(33, 512)
     packed = Packed(load(isa), [rows], name=name)
     wide = run(isa, packed, 217, x)
@@ -141,7 +141,7 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa: str, name: s
 
 @every_set
 @kinds
-def test_the_largest_sums_are_exact(isa: str, name: str) -> None:
+def test_the_largest_sums_are_exact(isa, name):
     """All values and scales as large as they can be, of both signs."""
     rows = blocks(name, 32, 512)
     rows.data.fill_(255)
@@ -166,7 +166,7 @@ def test_the_largest_sums_are_exact(isa: str, name: str) -> None:
 
 
 @best_set
-def test_weights_of_several_formats_are_one_product(isa: str) -> None:
+def test_weights_of_several_formats_are_one_product(isa):
     kernels, x = load(isa), numbers(6, 512)
     parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
@@ -184,7 +184,7 @@ def test_weights_of_several_formats_are_one_product(isa: str) -> None:
 
 @best_set
 @pytest.mark.parametrize("names", [("q4_k", "q4_k"), ("q4_k", "q6_k")])
-def test_gated_weights_of_one_and_of_two_formats(isa: str, names: tuple[str, str]) -> None:
+def test_gated_weights_of_one_and_of_two_formats(isa, names):
     kernels, x = load(isa), numbers(5, 512)
     weights = [blocks(name, 40, 512, seed) for seed, name in enumerate(names)]
     packed = Packer(kernels, BFLOAT16).pack_apart(weights, gated=True)
@@ -200,7 +200,7 @@ def test_gated_weights_of_one_and_of_two_formats(isa: str, names: tuple[str, str
 
 @best_set
 @kinds
-def test_dense_rows_keep_further_dimensions(isa: str, name: str) -> None:
+def test_dense_rows_keep_further_dimensions(isa, name):
     rows = blocks(name, 12, 256)
     stacked = BlockRows(rows.data.view(3, 4, -1), name)
     assert stacked.shape == [3, 4, 256]
@@ -209,7 +209,7 @@ def test_dense_rows_keep_further_dimensions(isa: str, name: str) -> None:
 
 @every_set
 @pytest.mark.parametrize("name", ["w4g32", "w8g128"])
-def test_inputs_in_another_order(isa: str, name: str) -> None:
+def test_inputs_in_another_order(isa, name):
     """Products, chosen blocks and numbers are those of the columns put back; not without."""
     kernels, rows, x = load(isa), blocks(name, 48, 256), numbers(5, 256)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()

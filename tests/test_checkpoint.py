@@ -39,7 +39,7 @@ EVAL = Path.home() / ".cache" / "quickbeam-eval"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_folder_says_what_the_model_in_it_is(name: str, tmp_path: Path) -> None:
+def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
     model = made(name)
     model.save_pretrained(tmp_path)
     found = Checkpoint(tmp_path, torch.float32)
@@ -60,7 +60,7 @@ def test_a_folder_says_what_the_model_in_it_is(name: str, tmp_path: Path) -> Non
         ("gemma2", "model.layers.0.post_feedforward_layernorm.weight"),
     ],
 )
-def test_vectors_of_another_size_are_refused(name: str, vector: str, tmp_path: Path) -> None:
+def test_vectors_of_another_size_are_refused(name, vector, tmp_path):
     made(name).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {vector: torch.ones(5)}, file)
@@ -68,7 +68,7 @@ def test_vectors_of_another_size_are_refused(name: str, vector: str, tmp_path: P
         Checkpoint(tmp_path, None)
 
 
-def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path: Path) -> None:
+def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
     model = made("llama", torch.float16)
     model.model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -79,9 +79,7 @@ def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path: Pat
     assert torch.equal(found("lm_head.weight"), rows)
 
 
-def test_a_configuration_of_another_version_is_filled_in_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     fields = {
@@ -104,7 +102,7 @@ def test_a_configuration_of_another_version_is_filled_in_once(
         read_config(tmp_path)
 
 
-def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early_is_named(tmp_path):
     made("llama").save_pretrained(tmp_path)
     found = Checkpoint(tmp_path, torch.float32)
     os.truncate(tmp_path / "model.safetensors", 5000)
@@ -115,7 +113,7 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
         Checkpoint(tmp_path, torch.float32)
 
 
-def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
     config = copy.deepcopy(CONFIGS["gpt_oss"])
     config.intermediate_size = 64
     torch.manual_seed(0)
@@ -172,9 +170,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_configurations_as_published_are_described(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     """Field by field as on the Hub, with what the models' code doesn't read."""
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
@@ -187,12 +183,12 @@ def test_configurations_as_published_are_described(
         stack_of(config, torch.bfloat16)
 
 
-def test_names_of_attributes_are_those_of_transformers() -> None:
+def test_names_of_attributes_are_those_of_transformers():
     for kind in FAMILIES:
         assert ATTRIBUTES.get(kind, {}) == CONFIG_MAPPING[kind].attribute_map, kind
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     made("deepseek_v3").save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
@@ -205,7 +201,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert Checkpoint(tmp_path, torch.float32).stack.layers
 
 
-def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path: Path) -> None:
+def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
     model = made("llama")
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -234,7 +230,7 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-def test_angles_are_those_of_transformers(rope: dict[str, Any]) -> None:
+def test_angles_are_those_of_transformers(rope):
     more = {"rope_theta": 50000.0, "original_max_position_embeddings": 1024}
     more |= {"factor": None, "long_factor": [2.0] * 16}
     config = LlamaConfig(
@@ -256,7 +252,7 @@ def test_angles_are_those_of_transformers(rope: dict[str, Any]) -> None:
         assert torch.equal(ours, right[0, :, :16])
 
 
-def test_angles_that_lack_a_parameter_say_so() -> None:
+def test_angles_that_lack_a_parameter_say_so():
     with pytest.raises(InvalidInput, match=r"'llama3' lack 'factor'|'llama3' lack .*"):
         frequencies({"rope_type": "llama3", "rope_theta": 1e4}, 32)
 
@@ -290,7 +286,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def same_tokenizers(folder: Path) -> None:
+def same_tokenizers(folder):
     ours, theirs = (
         load_tokenizer(folder, read_config(folder)),
         AutoTokenizer.from_pretrained(folder),
@@ -317,13 +313,13 @@ def same_tokenizers(folder: Path) -> None:
             assert ours.apply_chat_template(turns, **way) == ids
 
 
-def test_the_default_models_tokenizer_is_that_of_transformers(smollm2: Path) -> None:
+def test_the_default_models_tokenizer_is_that_of_transformers(smollm2):
     same_tokenizers(smollm2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen-coder-0.5b", "qwen-coder-1.5b", "gemma-3-270m"])
-def test_other_tokenizers_are_those_of_transformers(name: str) -> None:
+def test_other_tokenizers_are_those_of_transformers(name):
     if not (EVAL / name).is_dir():
         pytest.skip(f"{EVAL / name} is not there")
     same_tokenizers(EVAL / name)
@@ -341,14 +337,14 @@ TEMPLATE = """{%- for message in messages if message.role != 'tool' %}
 
 
 @pytest.fixture
-def toy(toy_folder: str, tmp_path: Path) -> Path:
+def toy(toy_folder, tmp_path):
     for path in Path(toy_folder).glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path
 
 
-def test_templates_are_rendered_as_transformers_renders_them(toy: Path) -> None:
+def test_templates_are_rendered_as_transformers_renders_them(toy):
     ours, theirs = load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)
     assert isinstance(ours, Tokenizer)
     blocks = [{"role": "user", "content": [{"type": "text", "text": "<b>"}], "extra": (1, 2.5)}]
@@ -359,7 +355,7 @@ def test_templates_are_rendered_as_transformers_renders_them(toy: Path) -> None:
     text = theirs.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True)
     assert ours.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True) == text
 
-    def adder(x: int) -> int:
+    def adder(x):
         """Adds one.
 
         Args:
@@ -382,7 +378,7 @@ def test_templates_are_rendered_as_transformers_renders_them(toy: Path) -> None:
         "{{ raise_exception('no') }}",
     ],
 )
-def test_templates_stay_in_their_sandbox(toy: Path, template: str) -> None:
+def test_templates_stay_in_their_sandbox(toy, template):
     (toy / "chat_template.jinja").write_text(template)
     found = []
     for tokenizer in (load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)):
@@ -393,7 +389,7 @@ def test_templates_stay_in_their_sandbox(toy: Path, template: str) -> None:
     assert found[0] == found[1]
 
 
-def test_other_tokenizers_are_read_by_transformers(toy: Path) -> None:
+def test_other_tokenizers_are_read_by_transformers(toy):
     fields = json.loads((toy / "tokenizer_config.json").read_text())
     for change in (
         {"tokenizer_class": "BertTokenizer"},
@@ -428,7 +424,7 @@ assert not left, left
 """
 
 
-def test_an_answer_needs_no_transformers(toy: Path, toy_folder: str) -> None:
+def test_an_answer_needs_no_transformers(toy, toy_folder):
     weights = Path(toy_folder) / "model.safetensors"
     (toy / "model.safetensors").write_bytes(weights.read_bytes())
     subprocess.run([sys.executable, "-c", ALONE, str(toy)], check=True)

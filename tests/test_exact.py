@@ -19,7 +19,7 @@ from quickbeam.tree import TokenTree
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
 
-def one_at_a_time(target: Target, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+def one_at_a_time(target, prompt, tokens):
     """`[len(tokens), vocab]` logits after each of `tokens`, verified alone."""
     target.reset()
     target.prefill(prompt)
@@ -31,14 +31,12 @@ def one_at_a_time(target: Target, prompt: list[int], tokens: list[int]) -> torch
     return torch.stack(rows)
 
 
-def rows_that_differ(
-    target: Target, prompt: list[int], tokens: list[int], expected: torch.Tensor, seed: int
-) -> int:
+def rows_that_differ(target, prompt, tokens, expected, seed):
     """Verify `tokens` in trees where each has random siblings stored before and after it, nephews
     included; count rows with other bits."""
     generator = torch.Generator().manual_seed(seed)
 
-    def below(high: int) -> int:
+    def below(high):
         return int(torch.randint(high, (1,), generator=generator))
 
     target.reset()
@@ -64,7 +62,7 @@ def rows_that_differ(
 
 
 @pytest.mark.parametrize("name", few(CONFIGS, ["llama", "mistral-window", "qwen2-window", "qwen3"]))
-def test_every_layout_gives_the_same_bits_across_pages(name: str) -> None:
+def test_every_layout_gives_the_same_bits_across_pages(name):
     target = Target(tiny(name, torch.bfloat16, wide=True))
     assert target.model.exact
     generator = torch.Generator().manual_seed(0)
@@ -82,9 +80,7 @@ def test_every_layout_gives_the_same_bits_across_pages(name: str) -> None:
         pytest.param((37, 748, 1100), 40, 3, marks=pytest.mark.long),
     ],
 )
-def test_the_embedded_model_gives_the_same_bits(
-    smollm2, begins: tuple[int, ...], count: int, seeds: int
-) -> None:
+def test_the_embedded_model_gives_the_same_bits(smollm2, begins, count, seeds):
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model)
     text = (

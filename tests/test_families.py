@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,6 @@ from transformers import (
     PhiConfig,
     PhimoeConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -84,7 +82,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models.angles import angles_of
-from quickbeam.models.base import Batch, Chain, Model
+from quickbeam.models.base import Batch, Chain
 from quickbeam.models.compiled import CompiledStack, kv_shapes
 from quickbeam.models.families import FAMILIES, describe
 from quickbeam.models.families.reading import NotDescribed
@@ -95,7 +93,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
-from quickbeam.models.stack import Beside, Experts, Layer, Stack
+from quickbeam.models.stack import Experts, Stack
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -334,7 +332,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 IDS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def made(name, dtype=torch.float32):
     """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
@@ -353,23 +351,23 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.eval()
 
 
-def off(got: torch.Tensor, right: torch.Tensor) -> float:
+def off(got, right):
     return float((got - right).abs().max() / right.abs().max())
 
 
-def by_interpreter(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
+def by_interpreter(model, stack):
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
 
     turned = {one.rotary: one.turned for one in stack.attentions}
 
-    def of(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(rotary, positions):
         return angles_of(model.config, rotary, turned[rotary]).at(positions)
 
     return Interpreter(parameters, of).logits(stack, IDS)
 
 
-def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
+def by_kernels(model, stack):
     kernels = library.kernels()
     assert kernels is not None
     pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
@@ -382,14 +380,14 @@ def by_kernels(model: PreTrainedModel, stack: Stack) -> torch.Tensor:
 # --- transformers ---
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_here():
     here = {kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     assert {config.model_type for config in CONFIGS.values()} == here
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_logits_and_tokens_are_those_of_transformers(name: str) -> None:
+def test_logits_and_tokens_are_those_of_transformers(name):
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
     assert off(by_interpreter(plain, describe(plain)), right) < 2e-5
@@ -409,28 +407,28 @@ def test_logits_and_tokens_are_those_of_transformers(name: str) -> None:
     assert answer(model, NoDraft(), params, IDS.tolist()).output.token_ids == ids[len(IDS) :]
 
 
-def each_layer(change: Callable[[Layer], Layer]) -> Callable[[Stack], Stack]:
+def each_layer(change):
     return lambda stack: replace(stack, layers=tuple(change(layer) for layer in stack.layers))
 
 
-def each_attention(**changes: Any) -> Callable[[Stack], Stack]:
-    def changed(layer: Layer) -> Layer:
+def each_attention(**changes):
+    def changed(layer):
         of = layer.attention
         return replace(layer, attention=of and replace(of, **changes))
 
     return each_layer(changed)
 
 
-def each_recurrent(**changes: Any) -> Callable[[Stack], Stack]:
-    def changed(layer: Layer) -> Layer:
+def each_recurrent(**changes):
+    def changed(layer):
         of = layer.recurrent
         return replace(layer, recurrent=of and replace(of, **changes))
 
     return each_layer(changed)
 
 
-def each_experts(**changes: Any) -> Callable[[Stack], Stack]:
-    def changed(layer: Layer) -> Layer:
+def each_experts(**changes):
+    def changed(layer):
         of = layer.feed_forward
         return replace(
             layer, feed_forward=replace(of, **changes) if isinstance(of, Experts) else of
@@ -439,8 +437,8 @@ def each_experts(**changes: Any) -> Callable[[Stack], Stack]:
     return each_layer(changed)
 
 
-def each_routing(**changes: Any) -> Callable[[Stack], Stack]:
-    def changed(layer: Layer) -> Layer:
+def each_routing(**changes):
+    def changed(layer):
         of = layer.feed_forward
         if not isinstance(of, Experts):
             return layer
@@ -449,7 +447,7 @@ def each_routing(**changes: Any) -> Callable[[Stack], Stack]:
     return each_layer(changed)
 
 
-def swapped(layer: Layer) -> Layer:
+def swapped(layer):
     """A convolution whose two gates are taken for each other."""
     if layer.recurrent is None:
         return layer
@@ -459,12 +457,12 @@ def swapped(layer: Layer) -> Layer:
     return replace(layer, recurrent=replace(layer.recurrent, into=into))
 
 
-def unscaled(of: Beside) -> Beside:
+def unscaled(of):
     routing = replace(of.experts.routing, scale=None)
     return replace(of, experts=replace(of.experts, routing=routing))
 
 
-def wider(layer: Layer, by: int) -> Layer:
+def wider(layer, by):
     window = layer.attention.window
     return replace(layer, attention=replace(layer.attention, window=window and window + by))
 
@@ -583,7 +581,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 @torch.inference_mode()
-def test_a_wrong_description_is_seen(what: str) -> None:
+def test_a_wrong_description_is_seen(what):
     name, change = WRONG[what]
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
@@ -595,9 +593,7 @@ def test_a_wrong_description_is_seen(what: str) -> None:
 # --- what is not described ---
 
 
-def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
     plain = made("llama")
     plain.config.value_multiplier = 2.5
     with pytest.raises(NotDescribed, match="value_multiplier"):
@@ -611,7 +607,7 @@ def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(
         assert not why_not_native(plain)
 
 
-def test_parameters_that_no_family_names_are_seen() -> None:
+def test_parameters_that_no_family_names_are_seen():
     plain = made("qwen2")
     plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(NotDescribed, match=r"layers\.1\.mlp\.extra"):
@@ -626,7 +622,7 @@ def test_parameters_that_no_family_names_are_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma4-experts", "gemma4-per_layer"])
-def test_what_a_token_reads_is_known_of_every_drafter(name: str) -> None:
+def test_what_a_token_reads_is_known_of_every_drafter(name):
     """Transformers refuses to tell sizes that differ from layer to layer."""
     model, drafter = make_model(made(name)), LMDrafter(made(name), VOCAB)
     assert drafter.weight_bytes == model.token_bytes > 0
@@ -640,7 +636,7 @@ SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @functools.cache
-def policies(dtype: torch.dtype) -> dict[str, Any]:
+def policies(dtype):
     drafter = LMDrafter(made("llama", dtype), VOCAB)
     return {
         "logitspec": LogitSpec(Ngram(), LastLogits()),
@@ -649,7 +645,7 @@ def policies(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def turns(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+def turns(model, params):
     """Prompts and answers by plain decoding without a cache: a first turn, a second one behind it,
     and another text with the same beginning."""
     found, prompt = [], IDS[:20].tolist() * 2
@@ -690,7 +686,7 @@ HYBRIDS = (
         ],
     ),
 )
-def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind: str) -> None:
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name, kind):
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     weights = kind if kind.startswith("int") else "bfloat16"
     model = make_model(made(name, dtype), weights=weights, chunk=16)
@@ -714,7 +710,7 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name: str, kind
             assert state.error is None and state.output.token_ids == said
 
 
-def test_what_transformers_notes_in_a_configuration_is_no_attribute() -> None:
+def test_what_transformers_notes_in_a_configuration_is_no_attribute():
     model = tiny_model("llama", torch.float32)
     model.config._model_name_or_path = "somewhere"
     assert not why_not_native(model)

@@ -26,7 +26,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.models.base import Batch, Chain, Draft, Model
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
@@ -38,7 +38,7 @@ DEVICES = [
 ]
 
 
-def gathered(name: str, device: str = "cpu", **options) -> Model:
+def gathered(name, device="cpu", **options):
     return make_model(tiny(name, seed=4).to(device), native=False, **options)
 
 

@@ -21,7 +21,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Chain, Draft, Model
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.hf_recurrent import TorchStates
 from quickbeam.models.opening import make_model
 from quickbeam.models.torch import TorchModel
@@ -36,13 +36,13 @@ FAMILIES = [
 ]
 
 
-def made(kind: str, **options: Any) -> Model:
+def made(kind, **options):
     model = make_model(tiny("", torch.float32, config=KINDS[kind]), native=False, **options)
     assert isinstance(model, TorchModel) and model.pool.state_pages
     return model
 
 
-def error(model: Model) -> float:
+def error(model):
     """The largest relative error of the logits of random trees against those of their paths."""
     generator, worst = torch.Generator().manual_seed(0), 0.0
     texts = [IDS[:PAGE], IDS[7:8], IDS[20 : 18 + 2 * PAGE]]
@@ -69,7 +69,7 @@ def error(model: Model) -> float:
 
 
 @every_kind
-def test_nodes_follow_their_paths(kind: str) -> None:
+def test_nodes_follow_their_paths(kind):
     assert error(made(kind)) < 1e-4
 
 
@@ -89,14 +89,14 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_seen(mistake, monkeypatch):
     model = made("lfm2")
     monkeypatch.setattr(TorchStates, *MISTAKES[mistake])
     assert error(model) > 1e-2
 
 
 @every_kind
-def test_answers_are_those_of_transformers(kind: str) -> None:
+def test_answers_are_those_of_transformers(kind):
     plain = tiny("", torch.float32, config=KINDS[kind])
     prompts, model = [IDS[:100], IDS[40:43]], made(kind, chunk=PAGE)
     settings = dict(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -118,7 +118,7 @@ def test_answers_are_those_of_transformers(kind: str) -> None:
         assert model.pool.used == 0
 
 
-def test_states_belong_to_their_sequences() -> None:
+def test_states_belong_to_their_sequences():
     model = made("lfm2")
     cache, way = read(model, IDS[:70]), [5, 6, 7]
     fork = cache.fork()
@@ -139,13 +139,13 @@ def test_states_belong_to_their_sequences() -> None:
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, ["granite_hybrid-moe", "qwen3_next"]))
-def test_families_give_the_logits_of_transformers(family: str) -> None:
+def test_families_give_the_logits_of_transformers(family):
     """`TorchModel` compares them, in chunks and trees, and refuses others."""
     model = make_model(tiny("", torch.float32, config=CONFIGS[family]), native=False)
     assert model.pool.state_pages
 
 
-def test_what_transformers_runs_in_two_ways_is_refused() -> None:
+def test_what_transformers_runs_in_two_ways_is_refused():
     model = tiny("", torch.float32, config=CONFIGS["nemotron_h"])
     with pytest.raises(InvalidInput, match=r"time steps have a limit.*only the native kernels"):
         make_model(model, native=False)

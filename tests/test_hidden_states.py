@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from models import VOCAB, random_tree, tiny
 from quickbeam.errors import InvalidInput
@@ -25,7 +23,7 @@ LAYOUTS = ("llama", "qwen3", "gemma3-window", "gpt2", "gpt-neox", "phi3", "mistr
 
 
 @torch.inference_mode()
-def plain_states(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+def plain_states(model, ids, layers):
     """What `take_hidden` should give of `ids`, by transformers. Its last entry is taken after the
     final norm; what goes into that norm is the residual stream after all layers."""
     count, into = model.config.num_hidden_layers, []
@@ -42,13 +40,13 @@ def plain_states(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[in
     return torch.cat([(into[0] if i == count else states[min(i, count)])[0] for i in layers], -1)
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+def close(got, expected):
     assert got.shape == expected.shape
     scale = expected.abs().amax().clamp_(min=1)
     torch.testing.assert_close(got / scale, expected / scale, atol=1e-5, rtol=0)
 
 
-def all_layers(model: PreTrainedModel) -> tuple[int, ...]:
+def all_layers(model):
     """In an order of its own: the last one first."""
     count = model.config.num_hidden_layers
     return (count + 1, *range(1, count + 1))
@@ -57,25 +55,23 @@ def all_layers(model: PreTrainedModel) -> tuple[int, ...]:
 class Walk:
     """Random operations on a target, and what it should hold after each."""
 
-    def __init__(
-        self, target: Target, model: PreTrainedModel, layers: Sequence[int], seed: int
-    ) -> None:
+    def __init__(self, target, model, layers, seed):
         self.target, self.model, self.layers = target, model, layers
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.ids: list[int] = []
         self.taken = 0
 
-    def check(self) -> None:
+    def check(self):
         assert (self.target.ids, self.target.taken) == (self.ids, self.taken)
 
-    def take(self) -> None:
+    def take(self):
         got, new = self.target.take_hidden(), len(self.ids) - self.taken
         assert len(got) == new
         if new:
             close(got, plain_states(self.model, self.ids, self.layers)[self.taken :])
         self.taken = len(self.ids)
 
-    def prompt(self) -> None:
+    def prompt(self):
         keep = self.random.randint(0, len(self.ids))
         self.ids = [
             *self.ids[:keep],
@@ -84,7 +80,7 @@ class Walk:
         self.target.prefill(self.ids, keep=keep)
         self.taken = keep
 
-    def step(self) -> None:
+    def step(self):
         tree = random_tree(self.generator, self.random.choice([1, 2, 9, 17]))
         if self.random.random() < 0.5:
             self.target.verify(tree)
@@ -94,7 +90,7 @@ class Walk:
         self.target.commit(tree, path)
         self.ids += [tree.token[node] for node in path]
 
-    def in_parts(self, tree: TokenTree) -> None:
+    def in_parts(self, tree):
         part, base = TokenTree(tree.token[0]), 0
         for node in range(1, len(tree)):
             if self.random.random() < 0.4:
@@ -103,13 +99,13 @@ class Walk:
             part.add(tree.parent[node], tree.token[node], "part")
         self.target.verify(part, base)
 
-    def truncate(self) -> None:
+    def truncate(self):
         length = self.random.randint(1, len(self.ids))
         self.target.truncate(length)
         del self.ids[length:]
         self.taken = length
 
-    def reset(self) -> None:
+    def reset(self):
         self.target.reset()
         self.ids, self.taken = [], 0
         self.check()
@@ -117,7 +113,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_hidden_states_are_those_of_a_plain_run(name: str) -> None:
+def test_hidden_states_are_those_of_a_plain_run(name):
     model = tiny(name)
     layers = all_layers(model)
     target = Target(copy.deepcopy(model), chunk=4)
@@ -133,7 +129,7 @@ def test_hidden_states_are_those_of_a_plain_run(name: str) -> None:
         walk.take()
 
 
-def test_a_prompt_is_given_in_order_and_once() -> None:
+def test_a_prompt_is_given_in_order_and_once():
     model = tiny("llama")
     target = Target(copy.deepcopy(model), chunk=3)
     target.model.watch((2,))
@@ -147,7 +143,7 @@ def test_a_prompt_is_given_in_order_and_once() -> None:
 
 
 @pytest.mark.parametrize("native", (False, True))
-def test_watching_anew_ends_the_watch_before(native: bool) -> None:
+def test_watching_anew_ends_the_watch_before(native):
     model = tiny("gpt2")
     target = Target(make_model(copy.deepcopy(model), native=native))
     target.model.watch((1, 2))
@@ -156,7 +152,7 @@ def test_watching_anew_ends_the_watch_before(native: bool) -> None:
     close(target.take_hidden(), plain_states(model, PREFIX, (2,)))
 
 
-def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
+def test_the_mirror_of_a_lone_token_leaves_no_trace():
     model = tiny("llama")
     target = Target(copy.deepcopy(model))
     target.model._rows = 2  # as on machines whose kernels treat a single row differently
@@ -172,7 +168,7 @@ def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("layers", [(1,), (4,), (2, 1, 4, 3)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_watching_changes_no_logits(name: str, layers: tuple[int, ...]) -> None:
+def test_watching_changes_no_logits(name, layers):
     watched, other = (Target(tiny(name), chunk=4) for _ in range(2))
     watched.model.watch(layers)
     tree = random_tree(torch.Generator().manual_seed(1), 9)
@@ -184,7 +180,7 @@ def test_watching_changes_no_logits(name: str, layers: tuple[int, ...]) -> None:
         assert torch.equal(watched.verify(tree), other.verify(tree))
 
 
-def test_without_watching_nothing_is_kept() -> None:
+def test_without_watching_nothing_is_kept():
     target = Target(tiny("llama"))
     target.prefill(PREFIX)
     target.verify(tree := TokenTree(3))
@@ -193,14 +189,14 @@ def test_without_watching_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (1, 5), (-1,)])
-def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
+def test_layers_that_are_not_there_are_refused(layers):
     target = Target(tiny("llama"))
     with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
         target.model.watch(layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window"])
-def test_embedding_and_head_are_the_models(name: str) -> None:
+def test_embedding_and_head_are_the_models(name):
     model = tiny(name)
     target = Target(copy.deepcopy(model))
     states = plain_states(model, PREFIX, (model.config.num_hidden_layers + 1,))

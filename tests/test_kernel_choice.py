@@ -29,12 +29,12 @@ def plain_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
-def machine(monkeypatch, *sets: str) -> None:
+def machine(monkeypatch, *sets):
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
     monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
 
 
-def compiled(name: str) -> Path:
+def compiled(name):
     path = build.cached(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -161,7 +161,7 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
     machine(monkeypatch, "avx512", "plain")
     told, made = list[str](), list[str]()
 
-    def compile_to(path: Path, name: str) -> None:
+    def compile_to(path, name):
         made.append(name)
         if name == "avx512":
             raise build.CannotBuild("g++ failed")
@@ -187,7 +187,7 @@ def test_building_says_what_is_where(tmp_path):
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)
 
-    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    def run(*arguments, **environment):
         command = [sys.executable, "-m", "quickbeam.models.native.build", *arguments]
         done = subprocess.run(
             command,
@@ -265,7 +265,7 @@ def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(
 
 
 def test_compilers_are_told_what_they_understand(monkeypatch):
-    def flags(compiler: str, platform: str, name: str) -> list[list[str]]:
+    def flags(compiler, platform, name):
         monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
         return build.commands([compiler], name, [], Path("part"), Path("result"))
 

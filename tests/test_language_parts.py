@@ -17,7 +17,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
-    PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -60,7 +59,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-def axes(*sections: int, **more: Any) -> dict[str, Any]:
+def axes(*sections, **more):
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
     return {"rope_parameters": rope | more}
 
@@ -82,7 +81,7 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: str) -> PreTrainedModel:
+def made(kind):
     """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     own: Any = CONFIG_MAPPING[kind]()
@@ -104,7 +103,7 @@ def made(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-def logits_of(folder: Path) -> torch.Tensor:
+def logits_of(folder):
     checkpoint = Checkpoint(folder, torch.float32)
     model = NativeModel(checkpoint, checkpoint.stack)
     chain = Chain(model.pool.new(), IDS.tolist(), len(IDS))
@@ -128,14 +127,14 @@ ALIKE = {
 
 @pytest.mark.parametrize("kind", few(sorted(COMPOSITES), sorted(COMPOSITES - ALIKE)))
 @torch.inference_mode()
-def test_text_alone_is_answered_as_by_the_whole(kind: str, tmp_path: Path) -> None:
+def test_text_alone_is_answered_as_by_the_whole(kind, tmp_path):
     model = made(kind)
     right = model(input_ids=IDS[None], use_cache=False).logits[0]
     model.save_pretrained(tmp_path)
     assert off(logits_of(tmp_path), right) < 2e-5
 
 
-def test_every_language_part_is_described() -> None:
+def test_every_language_part_is_described():
     kinds = {CONFIG_MAPPING[kind]().get_text_config().model_type for kind in COMPOSITES}
     assert kinds <= FAMILIES.keys()
     assert {kind for kind in FAMILIES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= kinds
@@ -152,7 +151,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_names_of_published_checkpoints(names: str, tmp_path: Path) -> None:
+def test_names_of_published_checkpoints(names, tmp_path):
     made("qwen2_5_vl").save_pretrained(tmp_path)
     right = logits_of(tmp_path)
     layers, head = NAMES[names]
@@ -170,7 +169,7 @@ def test_names_of_published_checkpoints(names: str, tmp_path: Path) -> None:
         Checkpoint(tmp_path, torch.float32)
 
 
-def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path: Path) -> None:
+def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path):
     made("qwen2_5_vl").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]
@@ -183,7 +182,7 @@ def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_pat
     assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
 
 
-def test_flat_and_old_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flat_and_old_configurations(tmp_path, monkeypatch):
     """As Qwen2.5-VL's, which names the text's fields beside its parts."""
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     made("qwen2_5_vl").save_pretrained(tmp_path)
@@ -199,7 +198,7 @@ def test_flat_and_old_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(logits_of(tmp_path), right)
 
 
-def test_gemma_4_as_published(tmp_path: Path) -> None:
+def test_gemma_4_as_published(tmp_path):
     """Sizes of full layers by other names, and tensors that layers with others' keys don't need."""
     model = made("gemma4")
     model.save_pretrained(tmp_path)
@@ -230,7 +229,7 @@ PARTS_ALONE = """{% for message in messages %}[{{ message.role }}]
 TEXTS_ALONE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
 
 
-def test_content_is_given_as_the_template_takes_it() -> None:
+def test_content_is_given_as_the_template_takes_it():
     asked = [{"role": "user", "content": "abc"}]
     parts = [{"role": "user", "content": [TEXT_PART, TEXT_PART]}]
     assert for_template(PARTS_ALONE, asked) == [{"role": "user", "content": [TEXT_PART]}]
@@ -242,7 +241,7 @@ def test_content_is_given_as_the_template_takes_it() -> None:
 
 
 @pytest.fixture
-def folder(toy_folder: str, tmp_path: Path) -> Path:
+def folder(toy_folder, tmp_path):
     """A tiny model of images and text, with a template that takes parts alone."""
     for path in Path(toy_folder).glob("tokenizer*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -257,7 +256,7 @@ def folder(toy_folder: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_chat_of_text_is_answered_and_an_image_refused(folder: Path) -> None:
+def test_a_chat_of_text_is_answered_and_an_image_refused(folder):
     llm = LLM(str(folder), "ar", dtype="float32")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert llm.model.exact

@@ -20,8 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlavaConfig,
     MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
     Qwen2VLConfig,
     T5Config,
     ViTConfig,
@@ -49,25 +47,23 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-def load(
-    folder: Path, dtype: torch.dtype | None = torch.float32, **options: Any
-) -> PreTrainedModel:
+def load(folder, dtype=torch.float32, **options):
     return load_model(str(folder), dtype, CPU, **options)[0]
 
 
 @pytest.fixture
-def folder(toy_folder: str, tmp_path: Path) -> Path:
+def folder(toy_folder, tmp_path):
     """The toy's tokenizer and configuration; `write` gives it weights."""
     return Path(shutil.copytree(toy_folder, tmp_path / "model"))
 
 
-def configure(folder: Path, **fields: Any) -> None:
+def configure(folder, **fields):
     """Change the configuration."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def write(folder: Path, **fields: Any) -> Path:
+def write(folder, **fields):
     """Change the configuration, and give the folder random weights for it, by which attention
     decides."""
     configure(folder, **fields)
@@ -83,7 +79,7 @@ def write(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+def weights(folder, change):
     """Write tensors into the checkpoint, or take away those that are None."""
     state = load_file(folder / "model.safetensors") | change
     save_file(
@@ -96,9 +92,7 @@ def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 @pytest.mark.parametrize(
     ("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)]
 )
-def test_angles_that_follow_the_length_are_those_of_transformers(
-    folder: Path, rope: dict[str, Any], length: int
-) -> None:
+def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, length):
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -118,9 +112,7 @@ def test_angles_that_follow_the_length_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (DYNAMIC, CONTEXT)])
-def test_angles_do_not_depend_on_what_runs_beside(
-    folder: Path, rope: dict[str, Any], length: int
-) -> None:
+def test_angles_do_not_depend_on_what_runs_beside(folder, rope, length):
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.rotary_emb
     rotary = load(folder).model.rotary_emb
@@ -138,14 +130,14 @@ class Adapted(nn.Linear):
 
 
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
-def test_the_kernels_take_plain_linears_only(part: str) -> None:
+def test_the_kernels_take_plain_linears_only(part):
     model = tiny("llama")
     assert not why_not_native(model)
     model.model.layers[1].set_submodule(part, Adapted(32, 32))
     assert why_not_native(model)
 
 
-def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only() -> None:
+def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only():
     model = tiny("llama")
     model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
     assert why_not_native(model)
@@ -156,9 +148,7 @@ def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only() ->
     assert why_not_native(model)
 
 
-def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, tmp_path, caplog):
     plain = Path(shutil.copytree(folder, tmp_path / "plain"))
     write(folder, model_type="helium", architectures=["HeliumForCausalLM"])
     with caplog.at_level("INFO", "quickbeam"), LLM(str(folder)) as llm:
@@ -174,7 +164,7 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_experts_are_read_from_stacked_and_from_single_tensors(folder: Path, stacked: bool) -> None:
+def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     config = AutoConfig.from_pretrained(folder).to_dict() | {"num_local_experts": 3}
     plain = tiny("", config=MixtralConfig(**{**config, "model_type": "mixtral"}))
     plain.save_pretrained(folder)
@@ -195,7 +185,7 @@ def test_experts_are_read_from_stacked_and_from_single_tensors(folder: Path, sta
     assert answer.token_ids == ids[5:]
 
 
-def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_peft_is_refused(folder, monkeypatch):
     monkeypatch.setattr(loading, "is_peft_available", lambda: False)
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "somebody/model"})
@@ -210,7 +200,7 @@ def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> None:
+def test_an_adapter_is_merged(folder, tmp_path, beside):
     peft = pytest.importorskip("peft")
     write(folder, tie_word_embeddings=False)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -233,7 +223,7 @@ def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> Non
 @pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them"
 )
-def test_quantised_weights_without_their_library_are_refused(folder: Path) -> None:
+def test_quantised_weights_without_their_library_are_refused(folder):
     configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     with pytest.raises(
         InvalidInput,
@@ -244,7 +234,7 @@ def test_quantised_weights_without_their_library_are_refused(folder: Path) -> No
 
 
 @pytest.fixture
-def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def with_code(folder, tmp_path, monkeypatch):
     """A model that comes with Python code, which leaves `ran` beside the folder when it runs."""
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
@@ -270,9 +260,7 @@ def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return folder
 
 
-def test_code_of_a_model_runs_only_where_that_is_asked_for(
-    with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # the lines of a chat are no consent
     with pytest.raises(InvalidInput, match="--trust-remote-code") as caught:
         load(with_code)
@@ -281,12 +269,10 @@ def test_code_of_a_model_runs_only_where_that_is_asked_for(
     assert type(model).__name__ == "OddForCausalLM" and (tmp_path / "ran").exists()
 
 
-def test_a_drafter_is_trusted_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch, tmp_path):
     seen = []
 
-    def stand_in(*arguments: Any, **options: Any) -> None:
+    def stand_in(*arguments, **options):
         seen.append(options["trust_remote_code"])
         raise InvalidInput("enough")
 
@@ -299,7 +285,7 @@ def test_a_drafter_is_trusted_where_that_is_asked_for(
     assert seen == [False, True]
 
 
-def test_the_number_format_may_be_the_checkpoints_own(folder: Path) -> None:
+def test_the_number_format_may_be_the_checkpoints_own(folder):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
     assert load(folder, wanted_dtype("auto")).dtype is torch.float16
     assert load(folder, wanted_dtype("float32")).dtype is torch.float32
@@ -308,12 +294,12 @@ def test_the_number_format_may_be_the_checkpoints_own(folder: Path) -> None:
             parse("int8")
 
 
-def test_a_revision_is_of_the_hub_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_is_of_the_hub_alone(folder, monkeypatch):
     with pytest.raises(InvalidInput, match=r"revision 'v1'.*on this machine"):
         load(folder, revision="v1")
     seen: dict[str, Any] = {}
 
-    def stop(name: str, **options: Any) -> None:
+    def stop(name, **options):
         seen.update(options)
         raise OSError("not cached")
 
@@ -323,7 +309,7 @@ def test_a_revision_is_of_the_hub_alone(folder: Path, monkeypatch: pytest.Monkey
     assert seen == {"revision": "v1", "trust_remote_code": False}
 
 
-def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
+def test_a_device_map_takes_the_place_of_the_device(folder):
     assert load(folder, device_map="cpu").device == CPU
     with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
         load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
@@ -343,15 +329,13 @@ def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
     ],
     ids=["llava", "qwen2-vl", "vit", "t5"],
 )
-def test_what_is_no_causal_language_model_is_named(
-    tmp_path: Path, config: PreTrainedConfig, reason: str
-) -> None:
+def test_what_is_no_causal_language_model_is_named(tmp_path, config, reason):
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=f"can't load .*: {reason}"):
         load(tmp_path)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
+def test_a_checkpoint_that_lacks_weights_is_refused(folder):
     write(folder, tie_word_embeddings=False)
     weights(folder, {"lm_head.weight": None})
     with pytest.raises(
@@ -374,7 +358,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
     )
 
 
-def test_a_checkpoint_of_other_shapes_is_refused(folder: Path) -> None:
+def test_a_checkpoint_of_other_shapes_is_refused(folder):
     write(folder)
     weights(folder, {"model.norm.weight": torch.ones(3)})
     with pytest.raises(
@@ -383,7 +367,7 @@ def test_a_checkpoint_of_other_shapes_is_refused(folder: Path) -> None:
         load(folder)
 
 
-def test_what_is_no_file_of_weights_is_refused(folder: Path) -> None:
+def test_what_is_no_file_of_weights_is_refused(folder):
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InvalidInput, match="can't load"):
         load(folder)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory, monkeypatch):
     """A cache folder of the test's own, with the kernels that are compiled already."""
     from quickbeam.hub import cache_folder
 
@@ -62,11 +61,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, toy_folder: str) -> Callable[[str], str]:
+def folder(tmp_path_factory, toy_folder):
     """Folders of tiny models by layout."""
     made: dict[str, str] = {}
 
-    def of(layout: str) -> str:
+    def of(layout):
         if layout not in made:
             made[layout] = saved(layout, tmp_path_factory.mktemp(layout), toy_folder)
         return made[layout]
@@ -74,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy_folder: str) -> Callabl
     return of
 
 
-def weights(target: Target) -> WeightsOnDisk:
+def weights(target):
     assert isinstance(target.model.streamed, WeightsOnDisk)
     return target.model.streamed
 
@@ -92,9 +91,7 @@ def weights(target: Target) -> WeightsOnDisk:
         ("gpt-oss-sinks", "int4"),
     ],
 )
-def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
-    folder: Callable[[str], str], layout: str, kind: str
-) -> None:
+def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(folder, layout, kind):
     disk = on_disk(folder(layout), limits(folder(layout), kind)[3], kind)
     alike(Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
     record = weights(disk).record()
@@ -111,9 +108,7 @@ def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
         ("granite_hybrid-moe", torch.bfloat16),
     ],
 )
-def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(
-    tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
+def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(tmp_path, name, dtype):
     model = made(name, dtype)
     model.save_pretrained(tmp_path)
     every = limits(str(tmp_path), dtype=dtype)
@@ -122,10 +117,10 @@ def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(
     disk.model.close()
 
 
-def test_only_experts_that_a_row_has_chosen_are_read(folder: Callable[[str], str]) -> None:
+def test_only_experts_that_a_row_has_chosen_are_read(folder):
     disk = on_disk(folder("gpt-oss-sinks"), limits(folder("gpt-oss-sinks"))[0])
 
-    def read(width: int) -> int:
+    def read(width):
         disk.model.close()  # nothing is read ahead
         before = int(weights(disk).record()["read_bytes"])
         disk.verify(bush(width))
@@ -137,9 +132,7 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder: Callable[[str], str
     assert one < 0.8 * many and many <= 2 * weights(disk).record()["streamed_bytes"]
 
 
-def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(
-    tmp_path: Path, toy_folder: str
-) -> None:
+def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(tmp_path, toy_folder):
     rope = LONGROPE | {
         "short_factor": [1 + i / 16 for i in range(16)],
         "long_factor": [2.0 + i for i in range(16)],
@@ -154,9 +147,7 @@ def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(
 
 
 @pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set_reads_from_disk(
-    folder: Callable[[str], str], isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_instruction_set_reads_from_disk(folder, isa, monkeypatch):
     library.load(isa)
     kind = KINDS[SETS.index(isa) % 3]
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
@@ -171,9 +162,7 @@ def test_every_instruction_set_reads_from_disk(
 @pytest.mark.parametrize(
     ("layout", "kind"), [("llama-multi-head", "int8"), ("gpt-oss-sinks", "bfloat16")]
 )
-def test_every_division_of_the_memory_gives_the_same_bits(
-    folder: Callable[[str], str], layout: str, kind: str
-) -> None:
+def test_every_division_of_the_memory_gives_the_same_bits(folder, layout, kind):
     memory = Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind))
     resident = []
     for limit in limits(folder(layout), kind):
@@ -187,7 +176,7 @@ def test_every_division_of_the_memory_gives_the_same_bits(
     assert resident[0] == 0 and resident == sorted(resident) and len(set(resident)) > 5
 
 
-def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str], str]) -> None:
+def test_several_sequences_and_long_prompts_share_a_pass(folder):
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2]).model
     alone = make_model(tiny("qwen2", torch.bfloat16, wide=True))
     for model in (alone, disk):
@@ -205,7 +194,7 @@ def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str],
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "gpt-oss-sinks"])
-def test_hidden_states_are_the_same(folder: Callable[[str], str], layout: str) -> None:
+def test_hidden_states_are_the_same(folder, layout):
     disk = on_disk(folder(layout), limits(folder(layout))[2])
     memory = Target(make_model(tiny(layout, torch.bfloat16, wide=True)))
     for target in (memory, disk):
@@ -220,13 +209,11 @@ def test_hidden_states_are_the_same(folder: Callable[[str], str], layout: str) -
     )
 
 
-def test_slow_reads_are_waited_for(
-    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_reads_are_waited_for(folder, monkeypatch):
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     read, turn = File.read, iter(range(10**9))
 
-    def slow(self: File, offset: int, room: torch.Tensor) -> None:
+    def slow(self, offset, room):
         room.numpy()[:] = 255  # numbers that are none: nobody may read them
         time.sleep((next(turn) * 7 % 5) / 2000)
         read(self, offset, room)
@@ -236,9 +223,7 @@ def test_slow_reads_are_waited_for(
     disk.model.close()
 
 
-def test_a_buffer_that_is_given_back_too_early_shows(
-    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
     """The wrong version that the tests above must catch."""
     memory, disk = (
         Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
@@ -246,7 +231,7 @@ def test_a_buffer_that_is_given_back_too_early_shows(
     )
     take = Ring.take
 
-    def early(self: Ring) -> torch.Tensor:
+    def early(self):
         buffer = take(self)
         self.release()
         for _, future in self._ahead:  # what follows is there, in the same buffer
@@ -258,16 +243,14 @@ def test_a_buffer_that_is_given_back_too_early_shows(
         alike(memory, disk, (1,))
 
 
-def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(
-    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder, monkeypatch):
     memory, disk = (
         Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
         on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
     )
     take, turns = Ring.take, iter(range(10**9))
 
-    def interrupted(self: Ring) -> torch.Tensor:
+    def interrupted(self):
         if next(turns) == 4:
             raise KeyboardInterrupt
         return take(self)
@@ -280,10 +263,10 @@ def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(
     alike(memory, disk, (1, 9))
 
 
-def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
+def test_two_models_and_threads_that_end(folder):
     before = set(threading.enumerate())
 
-    def reading() -> bool:
+    def reading():
         return not set(threading.enumerate()) <= before
 
     first, second = (on_disk(folder(name), limits(folder(name))[0]) for name in ("qwen2", "llama"))
@@ -299,7 +282,7 @@ def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
     first.model.close()
 
 
-def test_a_forked_process_reads_for_itself(folder: Callable[[str], str]) -> None:
+def test_a_forked_process_reads_for_itself(folder):
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     expected = disk.prefill(ids(30))
     torch.set_num_threads(1)
@@ -312,9 +295,7 @@ def test_a_forked_process_reads_for_itself(folder: Callable[[str], str]) -> None
     assert torch.equal(disk.prefill(ids(30)), expected)
 
 
-def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(
-    folder: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(folder, tmp_path):
     shutil.copytree(folder("qwen2"), tmp_path / "model")
     shard = tmp_path / "model" / "model.safetensors"
     with safe_open(shard, "pt") as file:
@@ -329,9 +310,7 @@ def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("what", ["cut", "changed", "failing"])
-def test_a_file_that_goes_wrong_is_an_error_that_names_it(
-    folder: Callable[[str], str], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_goes_wrong_is_an_error_that_names_it(folder, what, monkeypatch):
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     disk.prefill(ids(20))
     path = weights(disk)._file.path
@@ -344,7 +323,7 @@ def test_a_file_that_goes_wrong_is_an_error_that_names_it(
     else:
         disk.model.close()
 
-        def fail(*_: object) -> int:
+        def fail(*_):
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(os, "preadv", fail)
@@ -357,9 +336,7 @@ def test_a_file_that_goes_wrong_is_an_error_that_names_it(
     disk.model.close()
 
 
-def test_answers_are_the_same_by_every_method_and_after_an_error(
-    toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_the_same_by_every_method_and_after_an_error(toy_folder, monkeypatch):
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True),
         SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True),
@@ -392,7 +369,7 @@ def test_answers_are_the_same_by_every_method_and_after_an_error(
     disk.close()
 
 
-def test_a_model_drafts_for_one_on_disk(toy_folder: str) -> None:
+def test_a_model_drafts_for_one_on_disk(toy_folder):
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     expected = LLM(toy_folder, "ar").generate(PROMPTS[0], params).token_ids
     with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
@@ -403,15 +380,13 @@ def test_a_model_drafts_for_one_on_disk(toy_folder: str) -> None:
     assert found.token_ids == expected and found.statistics.mean_accepted_tokens > 2
 
 
-def test_what_fits_is_loaded_as_ever(toy_folder: str, cache: Path) -> None:
+def test_what_fits_is_loaded_as_ever(toy_folder, cache):
     with LLM(toy_folder, "ar", memory="1GB") as llm:
         assert llm.model.streamed is None and llm.describe() == llm.kernels
     assert not list(cache.glob("weights/*"))
 
 
-def test_what_cannot_be_read_while_computing_is_refused(
-    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, monkeypatch):
     least = limits(toy_folder)[0]
     with pytest.raises(InvalidInput, match="at least 1MB"):
         LLM(toy_folder, "ar", memory=least - 1)
@@ -432,9 +407,7 @@ def test_what_cannot_be_read_while_computing_is_refused(
         LLM(toy_folder, "ar", memory=TIGHT)
 
 
-def test_tensors_that_are_missing_or_of_another_shape_are_named(
-    tmp_path: Path, toy_folder: str
-) -> None:
+def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, toy_folder):
     other = saved("llama", tmp_path / "narrow", toy_folder, intermediate_size=64)
     with pytest.raises(InvalidInput, match="expected"):
         LLM(other, memory=120_000)
@@ -443,7 +416,7 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(
         LLM(fewer, memory=120_000)
 
 
-def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder: str) -> None:
+def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder):
     llm = LLM(toy_folder, "ar", memory=TIGHT)
     passes = []
     forward = llm.model.forward
@@ -457,7 +430,7 @@ def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder: str) -
     llm.close()
 
 
-def test_on_the_command_line(toy_folder: str) -> None:
+def test_on_the_command_line(toy_folder):
     run = CliRunner().invoke
     told = [
         "generate",
@@ -478,7 +451,7 @@ def test_on_the_command_line(toy_folder: str) -> None:
     assert few.exit_code == 2 and "needs at least" in few.stderr
 
 
-def test_bench_tells_what_is_read(toy_folder: str) -> None:
+def test_bench_tells_what_is_read(toy_folder):
     few = ["--methods", "ar,logitspec", "--limit", "1", "--max-tokens", "4"]
     found = CliRunner().invoke(app, ["bench", *few, "--model", toy_folder, "--memory", "20000"])
     assert found.exit_code == 0, found.output
@@ -499,7 +472,7 @@ print(peak_bytes())
 
 
 @pytest.mark.long
-def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str) -> None:
+def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
     from safetensors.torch import save_file
 
     model = tiny("llama", torch.bfloat16)
@@ -527,7 +500,7 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 3e8
 
-    def peak(folder: str, memory: str) -> int:
+    def peak(folder, memory):
         told = [sys.executable, "-c", LOADING, folder, memory]
         return int(
             subprocess.run(
@@ -544,7 +517,7 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str
         assert peak(str(tmp_path), str(limit)) - python < limit + 130e6 < size
 
 
-def flags_of(address: int) -> str:
+def flags_of(address):
     """What Linux says of the memory at an address (`VmFlags`)."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -556,7 +529,7 @@ def flags_of(address: int) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_weights_lie_in_huge_pages_where_there_are_any(dtype: torch.dtype) -> None:
+def test_weights_lie_in_huge_pages_where_there_are_any(dtype):
     for size in (1, 1000, 3 * 2**20 + 5):
         found = room_for_weights(size, dtype)
         assert found.shape == (size,) and found.dtype is dtype
@@ -568,7 +541,7 @@ def test_weights_lie_in_huge_pages_where_there_are_any(dtype: torch.dtype) -> No
     assert " hg" not in flags_of(torch.frombuffer(plain, dtype=dtype).data_ptr())
 
 
-def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch):
     """Asking PyTorch for such memory does nothing once it has given any."""
     if library.kernels() is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("no kernels, or no huge pages")

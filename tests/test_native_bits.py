@@ -7,9 +7,9 @@ pytest tests/test_native_bits.py
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from cases import spread
 from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated, write
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
-from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
@@ -33,7 +32,7 @@ WIDEST = 128
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
+def threads():
     """One thread, unless a test sets another number: work this small is slower on several, far
     slower on a busy machine."""
     before = torch.get_num_threads()
@@ -45,9 +44,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 # --- products ---
 
 
-def kernels_product(
-    kernels: Kernels, inputs: int, outputs: int, epilogue: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
+def kernels_product(kernels, inputs, outputs, epilogue):
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     gated = epilogue == library.GATED
     weights, program = (
@@ -59,7 +56,7 @@ def kernels_product(
     )
     program.linear(packed, program.given("x", inputs), program.given("y", outputs, True), epilogue)
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x):
         y = torch.zeros(len(x), outputs)
         program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
         return y
@@ -67,7 +64,7 @@ def kernels_product(
     return product
 
 
-def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], inputs: int) -> int:
+def rows_that_depend_on_others(product, inputs):
     """Run any rows side by side, 1 to 128 of them in any order; count those that give other bits
     than alone."""
     x, rng, wrong = number(WIDEST, inputs), random.Random(0), 0
@@ -85,9 +82,7 @@ def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], 
     # the last: more than is kept of the rows at once where they are widened
     [(34, 40), (64, 100), (96, 16), (160, 217), (5002, 17)],
 )
-def test_rows_of_a_product_do_not_depend_on_others(
-    isa: str, inputs: int, outputs: int, epilogue: int
-) -> None:
+def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogue):
     assert (
         rows_that_depend_on_others(kernels_product(load(isa), inputs, outputs, epilogue), inputs)
         == 0
@@ -96,9 +91,7 @@ def test_rows_of_a_product_do_not_depend_on_others(
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_products_and_norms_do_not_depend_on_threads(
-    isa: str, count: int, threads: Callable[[int], None]
-) -> None:
+def test_products_and_norms_do_not_depend_on_threads(isa, count, threads):
     product, x, wide = (
         kernels_product(load(isa), 96, 217, library.STORE),
         number(40, 96),
@@ -111,15 +104,15 @@ def test_products_and_norms_do_not_depend_on_threads(
 
 
 @best_set
-def test_a_product_that_depends_on_other_rows_is_seen(isa: str) -> None:
+def test_a_product_that_depends_on_other_rows_is_seen(isa):
     right = kernels_product(load(isa), 64, 40, library.STORE)
 
-    def touched(x: torch.Tensor) -> torch.Tensor:
+    def touched(x):
         return right(x) + 2.0**-20 * x.float().sum(0, keepdim=True).mean().expand(len(x), 40) * (
             len(x) > 16
         )
 
-    def mistaken(x: torch.Tensor) -> torch.Tensor:
+    def mistaken(x):
         return right(x.roll(1, 0))
 
     assert (
@@ -139,10 +132,10 @@ class Tokens:
     key: torch.Tensor
     value: torch.Tensor
 
-    def __getitem__(self, rows: slice | list[int]) -> Tokens:
+    def __getitem__(self, rows):
         return Tokens(self.query[rows], self.key[rows], self.value[rows])
 
-    def __add__(self, more: Tokens) -> Tokens:
+    def __add__(self, more):
         return Tokens(
             torch.cat([self.query, more.query]),
             torch.cat([self.key, more.key]),
@@ -160,7 +153,7 @@ class Part(NamedTuple):
     paths: Sequence[Sequence[int]]
 
 
-def tokens_of(n: int, heads: int, shape: KVShape, seed: int) -> Tokens:
+def tokens_of(n, heads, shape, seed):
     dims = (
         (heads, shape.key_dim),
         (shape.kv_heads, shape.key_dim),
@@ -169,14 +162,14 @@ def tokens_of(n: int, heads: int, shape: KVShape, seed: int) -> Tokens:
     return Tokens(*(number(n, *dim, seed=3 * seed + i) for i, dim in enumerate(dims)))
 
 
-def chain(store: PagedStore, tokens: Tokens) -> Part:
+def chain(store, tokens):
     """Tokens behind the committed ones, each seeing all before it."""
     start, n = store.length, len(tokens.query)
     store.reserve(start + n)
     return Part(store, tokens, range(start, start + n), range(start + 1, start + n + 1), [[]] * n)
 
 
-def forward(kernels: Kernels, parts: Sequence[Part], **variations: Any) -> list[torch.Tensor]:
+def forward(kernels, parts, **variations):
     """Keys and values to their pages, then attention of all parts in one call; `[n, heads,
     value_dim]` of each."""
     shape, (n, heads, dim) = (
@@ -202,9 +195,7 @@ def forward(kernels: Kernels, parts: Sequence[Part], **variations: Any) -> list[
     return list(out.split([len(part.orders) for part in parts]))
 
 
-def scattered(
-    rng: random.Random, store: PagedStore, tokens: Tokens, noise: Tokens
-) -> tuple[Part, list[int]]:
+def scattered(rng, store, tokens, noise):
     """A tree on whose deepest path `tokens` stand, among random siblings and nephews; the nodes of
     that path."""
     start, right, paths = store.length, list[int](), list[list[int]]()
@@ -229,20 +220,14 @@ def scattered(
 
 
 def rows_that_attend_otherwise(
-    kernels: Kernels,
-    heads: int,
-    shape: KVShape,
-    length: int,
-    seed: int,
-    twist: Callable[[Part], Part] = lambda part: part,
-    **variations: Any,
-) -> int:
+    kernels, heads, shape, length, seed, twist=lambda part: part, **variations
+):
     """Commit 40 tokens behind `length` others one by one; then scattered over trees, with other
     sequences in the batch, in pages that move. Count rows with other bits."""
     rng, more, pool = random.Random(seed), 40, PagePool([shape], kernels)
     tokens, wrong = tokens_of(length + more, heads, shape, seed), 0
 
-    def begun() -> PagedStore:
+    def begun():
         store = pool.new()
         if length:
             forward(kernels, [chain(store, tokens[:length])], **variations)
@@ -297,16 +282,14 @@ SHAPES = {
 @every_set
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(
-    isa: str, shape: str, window: int | None
-) -> None:
+def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(isa, shape, window):
     heads, kept = SHAPES[shape]
     for seed, length in enumerate((0, 1, 63, 130, 601)):
         assert rows_that_attend_otherwise(load(isa), heads, kept, length, seed, window=window) == 0
 
 
 @every_set
-def test_variations_of_attention_keep_the_bits(isa: str) -> None:
+def test_variations_of_attention_keep_the_bits(isa):
     heads, kept = SHAPES["grouped"]
     sinks = number(heads, like=torch.float32)
     for variations in (
@@ -319,9 +302,7 @@ def test_variations_of_attention_keep_the_bits(isa: str) -> None:
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_attention_does_not_depend_on_threads(
-    isa: str, count: int, threads: Callable[[int], None]
-) -> None:
+def test_attention_does_not_depend_on_threads(isa, count, threads):
     kernels, (heads, shape) = load(isa), SHAPES["grouped"]
     store, tokens, outs = PagePool([shape], kernels).new(), tokens_of(300, heads, shape, 0), []
     for used in (1, count):
@@ -338,11 +319,11 @@ def test_attention_does_not_depend_on_threads(
 
 
 @every_set
-def test_attention_that_depends_on_the_tree_is_seen(isa: str) -> None:
+def test_attention_that_depends_on_the_tree_is_seen(isa):
     """Paths in another order, a parent left out, and a sibling seen."""
     heads, kept = SHAPES["grouped"]
 
-    def paths_by(change: Callable[[list[int]], list[int]]) -> Callable[[Part], Part]:
+    def paths_by(change):
         return lambda part: part._replace(paths=[change(list(path)) for path in part.paths])
 
     swapped = paths_by(lambda path: [path[1], path[0], *path[2:]] if len(path) > 2 else path)
@@ -362,10 +343,10 @@ def test_attention_that_depends_on_the_tree_is_seen(isa: str) -> None:
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def native(monkeypatch):
     """Makes targets use the kernels of an instruction set."""
 
-    def take(isa: str) -> None:
+    def take(isa):
         load(isa)
         monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
@@ -373,15 +354,13 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return take
 
 
-def text(n: int, seed: int = 0) -> list[int]:
+def text(n, seed=0):
     return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @every_set
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tree_gives_the_bits_of_one_token_at_a_time(
-    isa: str, name: str, native: Callable[[str], None]
-) -> None:
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
     native(isa)
     target = Target(tiny(name, torch.bfloat16))
     assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
@@ -395,9 +374,7 @@ def test_a_tree_gives_the_bits_of_one_token_at_a_time(
 @every_set
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_many_trees_give_the_bits_of_one_token_at_a_time(
-    isa: str, name: str, wide: bool, native: Callable[[str], None]
-) -> None:
+def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native):
     native(isa)
     target = Target(tiny(name, torch.bfloat16, wide=wide))
     ids = text(300, 1)
@@ -414,23 +391,13 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(
 
 @best_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_trees_whose_paths_are_mixed_up_are_seen(
-    isa: str, name: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch):
     native(isa)
     target, ids = Target(tiny(name, torch.bfloat16)), text(100)
     expected = one_at_a_time(target, ids[:60], ids[60:])
     init = Rows.__init__
 
-    def mixed(
-        self: Rows,
-        tokens: Any,
-        positions: Any,
-        orders: Any = (),
-        prefix: Any = (),
-        paths: Any = (),
-        *rest: Any,
-    ) -> None:
+    def mixed(self, tokens, positions, orders=(), prefix=(), paths=(), *rest):
         init(
             self,
             tokens,
@@ -447,9 +414,7 @@ def test_trees_whose_paths_are_mixed_up_are_seen(
     )
 
 
-def widest_tree(
-    tokens: Sequence[int], nodes: int, rng: random.Random
-) -> tuple[TokenTree, list[int]]:
+def widest_tree(tokens, nodes, rng):
     """`tokens` on a path of a tree of `nodes` nodes, the others anywhere; and that path."""
     tree, path = TokenTree(tokens[0]), [0]
     while len(tree) < nodes:
@@ -468,9 +433,7 @@ def widest_tree(
 
 @every_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_widths_up_to_128_give_the_same_bits(
-    isa: str, name: str, native: Callable[[str], None]
-) -> None:
+def test_widths_up_to_128_give_the_same_bits(isa, name, native):
     native(isa)
     target, ids, rng = (
         Target(tiny(name, torch.bfloat16, wide=True)),
@@ -489,9 +452,7 @@ def test_widths_up_to_128_give_the_same_bits(
 @pytest.mark.parametrize(
     ("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
 )
-def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(
-    isa: str, name: str, native: Callable[[str], None]
-) -> None:
+def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, native):
     native(isa)
     ids, found = text(150), []
     for chunk in (512, 64, 37, 5):
@@ -521,9 +482,7 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(
 
 
 @every_set
-def test_a_model_does_not_depend_on_threads(
-    isa: str, native: Callable[[str], None], threads: Callable[[int], None]
-) -> None:
+def test_a_model_does_not_depend_on_threads(isa, native, threads):
     native(isa)
     ids, found = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
@@ -536,7 +495,7 @@ def test_a_model_does_not_depend_on_threads(
     assert torch.equal(found[0][2], reference.best(found[0][1]))
 
 
-def bits_hold_behind(target: Target, length: int) -> bool:
+def bits_hold_behind(target, length):
     ids = text(length + 16)
     prompt, tokens = ids[:length], ids[length:]
     expected = one_at_a_time(target, prompt, tokens)
@@ -544,7 +503,7 @@ def bits_hold_behind(target: Target, length: int) -> bool:
 
 
 @best_set
-def test_long_contexts_give_the_same_bits(isa: str, native: Callable[[str], None]) -> None:
+def test_long_contexts_give_the_same_bits(isa, native):
     native(isa)
     assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), 1500)
 
@@ -552,17 +511,13 @@ def test_long_contexts_give_the_same_bits(isa: str, native: Callable[[str], None
 @pytest.mark.long
 @every_set
 @pytest.mark.parametrize("length", [1023, 2500, 4000])
-def test_contexts_to_4000_give_the_same_bits(
-    isa: str, length: int, native: Callable[[str], None]
-) -> None:
+def test_contexts_to_4000_give_the_same_bits(isa, length, native):
     native(isa)
     assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), length)
 
 
 @every_set
-def test_a_tree_verified_in_parts_gives_the_same_bits(
-    isa: str, native: Callable[[str], None]
-) -> None:
+def test_a_tree_verified_in_parts_gives_the_same_bits(isa, native):
     """`verify(tree, base)`: nodes that follow in a second call, and in a third."""
     native(isa)
     target, ids = Target(tiny("llama", torch.bfloat16)), text(60)

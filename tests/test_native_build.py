@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C++ compiler is the
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(monkeypatch):
     """No wishes in the environment, and nothing loaded before or after."""
     for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA"):
         monkeypatch.delenv(name, raising=False)
@@ -42,20 +41,20 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def forget() -> None:
+def forget():
     library._choose.cache_clear()
     library.load.cache_clear()
 
 
 @pytest.fixture
-def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def no_cache(monkeypatch, tmp_path):
     """A folder where libraries are kept, with none in it."""
     folder = tmp_path / "kernels"
     monkeypatch.setattr(build, "cached", lambda name: folder / f"{name}.so")
     return folder
 
 
-def compiler_that(folder: Path, does: str) -> str:
+def compiler_that(folder, does):
     """A command that runs `does` in a shell."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{does}\n")
@@ -63,9 +62,7 @@ def compiler_that(folder: Path, does: str) -> str:
     return str(path)
 
 
-def test_a_compiler_that_is_missing_or_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
     to = tmp_path / "made" / "plain.so"
     monkeypatch.setenv("CXX", "/nonexistent")
     with pytest.raises(build.CannotBuild, match="/nonexistent"):
@@ -90,9 +87,7 @@ def test_a_compiler_that_is_missing_or_fails_is_named(
         build.compile_to(to, "plain")
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
     monkeypatch.setattr(build, "cached", lambda name: tmp_path / "file" / "below" / f"{name}.so")
@@ -101,9 +96,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 
 @pytest.mark.parametrize("isa", SETS)
-def test_a_target_takes_the_set_that_is_asked_for(
-    isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
     found = library.kernels()
     assert found is not None and found.name == isa and found.page == 64
@@ -116,7 +109,7 @@ def test_a_target_takes_the_set_that_is_asked_for(
     )
 
 
-def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_which_kernels(monkeypatch):
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     found = library.kernels()
     assert found is not None and found.name == SETS[0]
@@ -141,9 +134,7 @@ def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "missing", [name for name in [*build.SETS, build.EMULATED] if name not in SETS]
 )
-def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(
-    missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(missing, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_ISA", missing)
     with pytest.raises(
         InvalidInput,
@@ -152,9 +143,7 @@ def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(
         library.kernels()
 
 
-def test_without_a_compiler_a_target_runs_on_pytorchs_operators(
-    monkeypatch: pytest.MonkeyPatch, no_cache: Path
-) -> None:
+def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_cache):
     monkeypatch.setenv("CXX", "/nonexistent")
     assert library.kernels() is None
     assert "/nonexistent" in library.describe()
@@ -171,12 +160,10 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(
                 Target(tiny("llama", torch.bfloat16))
 
 
-def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(
-    monkeypatch: pytest.MonkeyPatch, no_cache: Path
-) -> None:
+def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no_cache):
     asked = []
 
-    def compile_to(path: Path, name: str) -> None:
+    def compile_to(path, name):
         asked.append(name)
         raise build.CannotBuild(f"unknown flags of {name}")
 
@@ -186,7 +173,7 @@ def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(
 
 
 @needs_compiler
-def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
+def test_a_library_is_compiled_once(monkeypatch, no_cache):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     told, run, commands = list[str](), subprocess.run, []
     monkeypatch.setattr(
@@ -203,10 +190,8 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, no_cache: P
 
 
 @needs_compiler
-def test_a_library_of_another_version_or_none_at_all_is_refused(
-    monkeypatch: pytest.MonkeyPatch, no_cache: Path, tmp_path: Path
-) -> None:
-    def library_with(version: int, size: int) -> Path:
+def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_cache, tmp_path):
+    def library_with(version, size):
         source, made = tmp_path / "other.cpp", tmp_path / f"{version}-{size}.so"
         body = (
             f'extern "C" long qb_version() {{ return {version}; }} extern "C" long '
@@ -262,7 +247,7 @@ program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("isa", SETS)
-def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) -> None:
+def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
     """All tests of the kernels again, on a library that stops at the first access beyond a buffer
     and the first undefined operation."""
     names = ("libasan.so", "libstdc++.so")  # the second, too, has to be there before Python
@@ -290,7 +275,7 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) ->
         "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
     }
 
-    def run(code: str) -> subprocess.CompletedProcess[str]:
+    def run(code):
         command = [
             sys.executable,
             "-c",
@@ -311,7 +296,7 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) ->
 
 @pytest.mark.long
 @needs_compiler
-def test_without_openmp_calls_have_threads_of_their_own(tmp_path: Path) -> None:
+def test_without_openmp_calls_have_threads_of_their_own(tmp_path):
     """As on macOS and Windows."""
     made, here = tmp_path / "own.so", Path(__file__).parent
     build.compile_to(made, "plain", ["-O1", "-fno-openmp", "-pthread"])
@@ -331,9 +316,7 @@ def test_without_openmp_calls_have_threads_of_their_own(tmp_path: Path) -> None:
     ("compiler", "platform"),
     [("x86_64-w64-mingw32-g++-posix", "win-amd64"), ("aarch64-linux-gnu-g++", "linux-aarch64")],
 )
-def test_every_set_of_another_platform_compiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, platform: str
-) -> None:
+def test_every_set_of_another_platform_compiles(monkeypatch, tmp_path, compiler, platform):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not there")
     monkeypatch.setenv("CXX", compiler)
@@ -344,7 +327,7 @@ def test_every_set_of_another_platform_compiles(
 
 
 @pytest.mark.parametrize("isa", SETS[:1])
-def test_libraries_of_several_sets_share_nothing(isa: str) -> None:
+def test_libraries_of_several_sets_share_nothing(isa):
     """Objects that are unique in a process would be those of the set that was loaded first."""
     nm = shutil.which("nm")
     if nm is None or sys.platform != "linux":

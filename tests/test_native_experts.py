@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -49,7 +49,7 @@ RULES = {
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
+def threads():
     """One thread, unless a test sets another number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -57,7 +57,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def parameters() -> dict[str, torch.Tensor]:
+def parameters():
     """Weights large enough that experts and their weights matter."""
     shapes = {
         "router": (COUNT, INPUTS),
@@ -78,7 +78,7 @@ def parameters() -> dict[str, torch.Tensor]:
     }
 
 
-def one(i: int, activation: str) -> FeedForward:
+def one(i, activation):
     up, bias = (
         tuple(Tensor(name, k, 2, expert=i) for k in (0, 1)) for name in ("gate_up", "gate_up_bias")
     )
@@ -86,7 +86,7 @@ def one(i: int, activation: str) -> FeedForward:
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 
 
-def experts(rule: str = "softmax", shared: bool = True, activation: str = "silu") -> Experts:
+def experts(rule="softmax", shared=True, activation="silu"):
     routing, chosen = RULES[rule], tuple(one(i, activation) for i in range(COUNT))
     if not shared:
         return Experts(routing, chosen)
@@ -100,13 +100,13 @@ def experts(rule: str = "softmax", shared: bool = True, activation: str = "silu"
 Pass = Callable[[torch.Tensor], torch.Tensor]
 
 
-def by_kernels(isa: str, of: Experts, name: str) -> Pass:
+def by_kernels(isa, of, name):
     """`[n, INPUTS]` to `[n, INPUTS]` float32."""
     kernels, numbers, wide = load(isa), parameters(), name == "float32"
     pack = Packer(kernels, name)
 
     @functools.cache
-    def place(linear: Linear) -> object:
+    def place(linear):
         weights = [rows_of(part, numbers[part.name]) for part in linear.weights]
         bias = [rows_of(part, numbers[part.name]) for part in linear.biases]
         return pack.pack(weights, torch.cat(bias) if bias else None, len(weights) == 2)
@@ -121,7 +121,7 @@ def by_kernels(isa: str, of: Experts, name: str) -> Pass:
     compiler = Compiler(program, stack, place, read, pages, angles, INPUTS)
     add_experts(compiler, of, source, target)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+    def run(x):
         y = torch.full((len(x), INPUTS), torch.nan)
         x = x.to(torch.float32 if wide else torch.bfloat16).contiguous()
         program.run(plain_rows(len(x)), {"x": x, "y": y})
@@ -131,13 +131,13 @@ def by_kernels(isa: str, of: Experts, name: str) -> Pass:
     return run
 
 
-def error(got: torch.Tensor, right: torch.Tensor) -> float:
+def error(got, right):
     return float((got - right).abs().max() / right.abs().max())
 
 
 @every_set
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_of_choosing_is_the_interpreters(isa: str, rule: str) -> None:
+def test_every_rule_of_choosing_is_the_interpreters(isa, rule):
     of, x = experts(rule), number(ROWS, INPUTS).float()
     right = Interpreter(parameters()).feed_experts(x, of)
     assert error(by_kernels(isa, of, "float32")(x), right) < 1e-5
@@ -148,14 +148,14 @@ def test_every_rule_of_choosing_is_the_interpreters(isa: str, rule: str) -> None
 @best_set
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_experts_compute_is_the_interpreters(isa: str, activation: str, shared: bool) -> None:
+def test_what_experts_compute_is_the_interpreters(isa, activation, shared):
     of, x = experts(shared=shared, activation=activation), number(ROWS, INPUTS).float()
     right = Interpreter(parameters()).feed_experts(x, of)
     for name, most in zip(FORMATS, (1e-5, 0.02, 0.03, 0.3), strict=True):
         assert error(by_kernels(isa, of, name)(x), right) < most
 
 
-def rows_that_depend_on_others(run: Pass) -> int:
+def rows_that_depend_on_others(run):
     """Run any rows side by side, and count those that give other bits than alone."""
     x, rng, wrong = number(ROWS, INPUTS), random.Random(0), 0
     alone = torch.cat([run(x[i : i + 1]) for i in range(ROWS)])
@@ -167,7 +167,7 @@ def rows_that_depend_on_others(run: Pass) -> int:
 
 @every_set
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_does_not_depend_on_what_others_chose(isa: str, name: str) -> None:
+def test_a_row_does_not_depend_on_what_others_chose(isa, name):
     assert rows_that_depend_on_others(by_kernels(isa, experts(), name)) == 0
 
 
@@ -175,9 +175,7 @@ def test_a_row_does_not_depend_on_what_others_chose(isa: str, name: str) -> None
     ("isa", "count"),
     few([(isa, count) for isa in SETS for count in (2, 3)], [(SETS[0], 2), (SETS[-1], 3)]),
 )
-def test_a_row_does_not_depend_on_threads(
-    isa: str, count: int, threads: Callable[[int], None]
-) -> None:
+def test_a_row_does_not_depend_on_threads(isa, count, threads):
     x = number(ROWS, INPUTS)
     for name in FORMATS:
         run = by_kernels(isa, experts(), name)
@@ -188,7 +186,7 @@ def test_a_row_does_not_depend_on_threads(
 
 
 @best_set
-def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
+def test_experts_summed_in_order_of_arrival_are_seen(isa):
     """The same products, added as the rows of a pass bring their experts up."""
     of, numbers = experts(shared=False), parameters()
     parts = [
@@ -198,7 +196,7 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
         for feed in of.chosen
     ]
 
-    def run(x: torch.Tensor, by_number: bool) -> torch.Tensor:
+    def run(x, by_number):
         # row by row, as PyTorch's products depend on the number of rows
         routes = [Interpreter(numbers).route(row, of.routing) for row in x.float()[:, None]]
         weight, expert = (torch.cat(part) for part in zip(*routes, strict=True))
@@ -214,7 +212,7 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa: str) -> None:
 
 
 @best_set
-def test_how_many_experts_a_pass_read_is_counted(isa: str) -> None:
+def test_how_many_experts_a_pass_read_is_counted(isa):
     run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
@@ -224,7 +222,7 @@ def test_how_many_experts_a_pass_read_is_counted(isa: str) -> None:
 
 
 @best_set
-def test_a_row_that_is_not_finite_spoils_no_other(isa: str) -> None:
+def test_a_row_that_is_not_finite_spoils_no_other(isa):
     x = number(8, INPUTS)
     run = by_kernels(isa, experts(), "bfloat16")
     right = run(x)
@@ -282,9 +280,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         [(isa, FORMATS[1 + i % 3], name) for i, isa in enumerate(SETS) for name in CONFIGS],
     ),
 )
-def test_a_tree_gives_the_bits_of_one_token_at_a_time(
-    isa: str, weights: str, name: str, native: Callable[[str], None]
-) -> None:
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, weights, name, native):
     native(isa)
     target = Target(make_model(tiny("", torch.bfloat16, config=CONFIGS[name]), weights=weights))
     ids = text(78)

@@ -15,16 +15,15 @@ import reference
 from interpreter import ACTIVATIONS
 from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
 from quickbeam.models.native import library
-from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
-from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.pages import PagePool
 
 FLOAT = torch.float32
 
 
-def product(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(kernels, x, weight):
     program, y = Program(kernels), torch.empty(len(x), len(weight))
     program.linear(
         Packed(kernels, [weight], name="float32"),
@@ -37,9 +36,7 @@ def product(kernels: Kernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 @every_set
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
-def test_products_are_right_and_rows_do_not_depend_on_others(
-    isa: str, inputs: int, outputs: int
-) -> None:
+def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, outputs):
     kernels, rng = load(isa), random.Random(0)
     x, weight = number(128, inputs, like=FLOAT), number(outputs, inputs, like=FLOAT, seed=1)
     alone = torch.cat([product(kernels, row[None], weight) for row in x])
@@ -54,7 +51,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(
 @every_set
 @pytest.mark.parametrize("activation", ACTIVATIONS)  # others are for experts and gates alone
 @pytest.mark.parametrize("gated", [False, True])
-def test_activations(isa: str, activation: str, gated: bool) -> None:
+def test_activations(isa, activation, gated):
     kernels, program = load(isa), Program(load(isa))
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
     weights, y = weights[: 1 + gated], torch.empty(5, 40)
@@ -75,7 +72,7 @@ def test_activations(isa: str, activation: str, gated: bool) -> None:
 
 @every_set
 @pytest.mark.parametrize("add", [None, 0.5])
-def test_layer_norms(isa: str, add: float | None) -> None:
+def test_layer_norms(isa, add):
     program, x, y = Program(load(isa)), number(7, 45, like=FLOAT) + 3, torch.ones(7, 45)
     weight, bias = number(45, like=FLOAT, seed=1), number(45, like=FLOAT, seed=2)
     named = program.given("x", 45, True), program.given("y", 45, True)
@@ -85,9 +82,7 @@ def test_layer_norms(isa: str, add: float | None) -> None:
     assert (y - (right if add is None else 1 + add * right)).abs().max() < 3e-6
 
 
-def attend(
-    kernels: Kernels, store: PagedStore, qkv: torch.Tensor, rows: Rows, window: int | None
-) -> torch.Tensor:
+def attend(kernels, store, qkv, rows, window):
     """HEADS without angles, then ATTEND."""
     shape, heads = store.shapes[0], 4
     program, out = Program(kernels), torch.empty(len(qkv), heads * shape.value_dim)
@@ -103,9 +98,7 @@ def attend(
 @every_set
 @pytest.mark.parametrize("window", [None, 5, 70])
 @pytest.mark.parametrize("length", [1, 63, 130])
-def test_a_trees_rows_have_the_bits_of_their_paths(
-    isa: str, length: int, window: int | None
-) -> None:
+def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
     kernels, rng, dim, nodes = load(isa), random.Random(length), 24, 21
     shape = KVShape(2, dim, dim)
     pool = PagePool([shape], kernels, dtype=FLOAT)
@@ -140,7 +133,7 @@ def test_a_trees_rows_have_the_bits_of_their_paths(
 
 
 @best_set
-def test_moved_and_read_keys_and_values_are_the_same(isa: str) -> None:
+def test_moved_and_read_keys_and_values_are_the_same(isa):
     kernels, dim = load(isa), 24
     pool = PagePool([KVShape(2, dim, dim)], kernels, dtype=FLOAT)
     qkv, store = number(100, 8 * dim, like=FLOAT), pool.new()

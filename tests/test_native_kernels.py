@@ -7,7 +7,6 @@ pytest tests/test_native_kernels.py
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ EPILOGUES = {
 cases = examples(40, derandomize=True)
 
 
-def within(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> None:
+def within(got, wanted, allowed):
     """Hold `got` to `wanted`, each number to its own tolerance."""
     assert got.shape == wanted.shape
     if got.dtype is torch.bfloat16:
@@ -63,17 +62,17 @@ def within(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> No
 class Framed:
     """Columns of a wider buffer, whose other numbers an operation must leave alone."""
 
-    def __init__(self, inner: torch.Tensor, column: int, beyond: int, around: float) -> None:
+    def __init__(self, inner, column, beyond, around):
         n, width = inner.shape
         self.around, self.column, self.width = around, column, width
         self.whole = torch.full((n + 1, column + width + beyond), around, dtype=inner.dtype)
         self.whole[:n, column : column + width] = inner
 
     @property
-    def stride(self) -> int:
+    def stride(self):
         return self.whole.shape[1]
 
-    def read(self) -> torch.Tensor:
+    def read(self):
         """What is in the columns; fails where anything around them has changed."""
         inner = self.whole[:-1, self.column : self.column + self.width].clone()
         self.whole[:-1, self.column : self.column + self.width] = self.around
@@ -83,7 +82,7 @@ class Framed:
         return inner
 
 
-def sums_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def sums_of(x, weight, bias):
     """Sums of the products' sizes: what the rounding of a product is proportional to."""
     return reference.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
 
@@ -103,18 +102,8 @@ def sums_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     seed=st.integers(0, 99),
 )
 def test_a_product_and_what_comes_after_it(
-    isa: str,
-    epilogue: str,
-    n: int,
-    inputs: int,
-    outputs: int,
-    float32: bool,
-    biased: bool,
-    gathered: bool,
-    of: int,
-    column: int,
-    seed: int,
-) -> None:
+    isa, epilogue, n, inputs, outputs, float32, biased, gathered, of, column, seed
+):
     kernels, what = load(isa), EPILOGUES[epilogue]
     gated, float32 = epilogue == "gated", float32 or epilogue == "add"
     x = number(n, inputs, seed=seed)
@@ -176,7 +165,7 @@ def test_a_product_and_what_comes_after_it(
 
 @every_set
 @pytest.mark.parametrize("inputs", [64, 66])
-def test_a_wrong_product_is_seen(isa: str, inputs: int) -> None:
+def test_a_wrong_product_is_seen(isa, inputs):
     """The comparison above can fail: with the neighbour's row, and with one weight that is a little
     off."""
     kernels, x, weight = load(isa), number(5, inputs), number(40, inputs, seed=1)
@@ -197,7 +186,7 @@ def test_a_wrong_product_is_seen(isa: str, inputs: int) -> None:
 @every_set
 @pytest.mark.parametrize("n", [1, 2, 9, 17, 40, 128])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 37), (34, 100)])
-def test_what_is_not_finite_stays_in_its_row(isa: str, n: int, inputs: int, outputs: int) -> None:
+def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs):
     kernels, x, weight = load(isa), number(n, inputs), number(outputs, inputs, seed=1)
     rng = random.Random(n)
     bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
@@ -222,9 +211,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, n: int, inputs: int, outp
 
 @every_set
 @pytest.mark.parametrize("outputs", [5, 16, 40, 300])
-def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
-    isa: str, outputs: int
-) -> None:
+def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(isa, outputs):
     kernels, rng, inputs = load(isa), random.Random(outputs), 64
     logits = number(64, outputs)
     for row in range(40):  # two or three equal ones, some of them all equal
@@ -261,7 +248,7 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
 
 @every_set
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_best_of_all_threads_is_the_first(isa: str, threads: int) -> None:
+def test_the_best_of_all_threads_is_the_first(isa, threads):
     kernels, n, inputs, outputs = load(isa), 6, 32, 200
     x, weight = (
         torch.ones(n, inputs, dtype=torch.bfloat16),
@@ -296,17 +283,7 @@ def test_the_best_of_all_threads_is_the_first(isa: str, threads: int) -> None:
     column=st.integers(0, 20),
     seed=st.integers(0, 99),
 )
-def test_a_norm(
-    isa: str,
-    n: int,
-    width: int,
-    weighted: bool,
-    floats: tuple[bool, bool],
-    gather: bool,
-    of: int,
-    column: int,
-    seed: int,
-) -> None:
+def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     kernels, rng = load(isa), random.Random(seed)
     x = number(
         n, width, like=torch.float32 if floats[0] else torch.bfloat16, seed=seed
@@ -334,7 +311,7 @@ def test_a_norm(
 
 
 @every_set
-def test_a_norm_keeps_what_is_not_finite_in_its_row(isa: str) -> None:
+def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
     kernels, x, y = load(isa), number(4, 33, like=torch.float32), torch.empty(4, 33)
     x[1, 32], x[2, 3] = NAN, INF
     program = Program(kernels)
@@ -352,7 +329,7 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa: str) -> None:
     column=st.integers(0, 20),
     seed=st.integers(0, 99),
 )
-def test_embeddings(isa: str, n: int, width: int, float32: bool, column: int, seed: int) -> None:
+def test_embeddings(isa, n, width, float32, column, seed):
     kernels, rng = load(isa), random.Random(seed)
     weight, tokens, scale = (
         number(50, width, seed=seed),
@@ -382,9 +359,7 @@ def test_embeddings(isa: str, n: int, width: int, float32: bool, column: int, se
     of=st.integers(0, 20),
     column=st.integers(0, 20),
 )
-def test_copies(
-    isa: str, n: int, width: int, floats: tuple[bool, bool], add: bool, of: int, column: int
-) -> None:
+def test_copies(isa, n, width, floats, add, of, column):
     kernels, types = load(isa), (torch.bfloat16, torch.float32)
     to_float = floats[1] or add
     x, before = (
@@ -413,9 +388,7 @@ def test_copies(
     biased=st.booleans(),
     float32=st.booleans(),
 )
-def test_chosen_blocks(
-    isa: str, n: int, inputs: int, blocks: list[int], biased: bool, float32: bool
-) -> None:
+def test_chosen_blocks(isa, n, inputs, blocks, biased, float32):
     import numpy as np
 
     kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
@@ -444,7 +417,7 @@ def test_chosen_blocks(
     outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     inputs=st.integers(1, 300).map(lambda half: 2 * half),
 )
-def test_packed_weights_come_back(isa: str, outputs: list[int], inputs: int) -> None:
+def test_packed_weights_come_back(isa, outputs, inputs):
     kernels, weights = load(isa), [number(n, inputs, seed=i) for i, n in enumerate(outputs)]
     packed = Packed(kernels, weights)
     assert torch.equal(packed.rows(), torch.cat(weights))
@@ -484,9 +457,7 @@ DIMS = [
     start=st.integers(0, 100),
     seed=st.integers(0, 99),
 )
-def test_heads_are_normed_turned_and_kept(
-    isa: str, n: int, heads: tuple[int, int], dim: int, normed: bool, of: int, start: int, seed: int
-) -> None:
+def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start, seed):
     """Two sequences, whose rows stand at any positions and go to any orders."""
     kernels, rng, (all_heads, kv_heads) = load(isa), random.Random(seed), heads
     n = max(n, 2)
@@ -550,9 +521,7 @@ def test_heads_are_normed_turned_and_kept(
     nodes=st.integers(1, 100),
     seed=st.integers(0, 99),
 )
-def test_committed_nodes_move_to_their_place(
-    isa: str, dims: tuple[int, int], start: int, nodes: int, seed: int
-) -> None:
+def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
     kernels, rng = load(isa), random.Random(seed)
     keys, values = (
         number(2, start + nodes, dims[0], seed=seed),
@@ -567,14 +536,7 @@ def test_committed_nodes_move_to_their_place(
     assert torch.equal(key, keys[:, orders]) and torch.equal(value, values[:, orders])
 
 
-def attention_error(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: list[list[int]],
-    scaling: float,
-    **variations: Any,
-) -> torch.Tensor:
+def attention_error(query, keys, values, seen, scaling, **variations):
     """What rounding allows: weights are rounded to bfloat16, scores are sums in float32."""
     group = query.shape[1] // len(keys)
     spread = reference.attend(query, keys, values.abs(), seen, scaling, **variations)
@@ -585,7 +547,7 @@ def attention_error(
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> dict[str, Any]:
+def scenes(draw):
     """Sequences, each with tokens in front and a random tree behind."""
     heads, kv_heads = draw(st.sampled_from(HEADS))
     sequences = [
@@ -611,7 +573,7 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
 @every_set
 @examples(60, derandomize=True)
 @given(scene=scenes())
-def test_attention(isa: str, scene: dict[str, Any]) -> None:
+def test_attention(isa, scene):
     """Rows of several sequences: chains, and trees behind them."""
     kernels, rng, (dim, value_dim) = load(isa), random.Random(scene["seed"]), scene["dims"]
     scaling, seed = scene["loud"] * dim**-0.5, scene["seed"]
@@ -648,7 +610,7 @@ def test_attention(isa: str, scene: dict[str, Any]) -> None:
 
 
 @every_set
-def test_wrong_attention_is_seen(isa: str) -> None:
+def test_wrong_attention_is_seen(isa):
     """The comparison above can fail: with a sibling for a parent, one token too few, and no
     window."""
     kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
@@ -673,9 +635,7 @@ def test_wrong_attention_is_seen(isa: str) -> None:
 @every_set
 @pytest.mark.parametrize("value_dim", [8, 20])
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(
-    isa: str, value_dim: int, bad: float
-) -> None:
+def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa, value_dim, bad):
     """Bad keys and values in siblings, in nodes to come and in what a page holds from before; bad
     queries."""
     kernels, rng, start, nodes = load(isa), random.Random(0), 75, 40
@@ -708,7 +668,7 @@ def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(
 
 
 @every_set
-def test_a_row_that_sees_a_bad_key_says_so(isa: str) -> None:
+def test_a_row_that_sees_a_bad_key_says_so(isa):
     keys, values, query = number(1, 70, 16), number(1, 70, 16, seed=1), number(1, 2, 16, seed=2)
     keys[0, 40, 3] = NAN
     got = attend(load(isa), [(1, filled(load(isa), keys, values))], query, [70], [[]], 0.2)

@@ -6,21 +6,16 @@ pytest tests/test_pinned.py
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from models import tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.hf_attention import decoder_layers
-from quickbeam.models.opening import Opened, _by_transformers, make_model
+from quickbeam.models.opening import _by_transformers, make_model
 from quickbeam.models.pinned import (
     BUFFERS,
-    Copies,
     Direct,
     PinnedLayers,
     SideStream,
@@ -39,25 +34,25 @@ DEEP = 7  # layers
 class Late(Direct):
     """Copies when somebody waits for them, and no sooner."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def start(self, slot, target, source):
         target.fill_(255)  # from now on the buffer may hold anything
         self.asked[slot] = target, source
 
-    def wait(self, slot: int) -> None:
+    def wait(self, slot):
         if slot in self.asked:
             super().start(slot, *self.asked.pop(slot))
 
 
-def deep(layout: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def deep(layout, dtype=torch.float32):
     """A tiny model with more layers than buffers."""
     return tiny(layout, dtype, layers=DEEP)
 
 
-def limits(model: PreTrainedModel) -> list[int]:
+def limits(model):
     """Memory for no layer that stays, one, … and all but three."""
     layers = decoder_layers(model)
     piece, inside = (
@@ -68,13 +63,13 @@ def limits(model: PreTrainedModel) -> list[int]:
     return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
 
 
-def pinned(model: PreTrainedModel, memory: int, copies: Copies | None = None) -> Target:
+def pinned(model, memory, copies=None):
     found = pin_layers(model, memory, CPU, copies)
     assert found is not None
     return Target(make_model(model, pinned=found))
 
 
-def outputs(target: Target) -> list[torch.Tensor]:
+def outputs(target):
     """Of a prompt, of trees, and after a path of one was kept."""
     tree, path = bush(9), [0]
     found = [
@@ -89,21 +84,19 @@ def outputs(target: Target) -> list[torch.Tensor]:
     return [*found, target.verify(bush(3))]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(one, other):
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("copies", [Direct, Late])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_that_come_and_go_compute_what_the_whole_model_does(
-    layout: str, copies: type[Direct]
-) -> None:
+def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout, copies):
     expected = outputs(Target(make_model(deep(layout))))
     assert same(outputs(pinned(deep(layout), limits(deep(layout))[1], copies())), expected)
 
 
 @pytest.mark.parametrize("held", range(DEEP - BUFFERS))
-def test_every_division_of_the_memory_gives_the_same_bits(held: int) -> None:
+def test_every_division_of_the_memory_gives_the_same_bits(held):
     limit = limits(deep("qwen2"))[held]
     early, late = (pinned(deep("qwen2"), limit, copies()) for copies in (Direct, Late))
     first = pinned(deep("qwen2"), limits(deep("qwen2"))[0])
@@ -124,31 +117,31 @@ def test_every_division_of_the_memory_gives_the_same_bits(held: int) -> None:
 class Hasty(PinnedLayers):
     """Wrong: takes the next layer before this one is computed."""
 
-    def _before(self, number: int, *rest: object) -> None:
+    def _before(self, number, *rest):
         super()._before(number, *rest)
         super()._after(number)
 
-    def _after(self, number: int, *_: object) -> None:
+    def _after(self, number, *_):
         pass
 
 
 class Trusting(PinnedLayers):
     """Wrong: computes without waiting for the copy."""
 
-    def _before(self, number: int, *_: object) -> None:
+    def _before(self, number, *_):
         if self._holds[number % BUFFERS] != number:
             self._fetch(number)
 
 
 @pytest.mark.parametrize(("wrong", "copies"), [(Hasty, Direct), (Trusting, Late)])
-def test_wrong_orders_of_copies_are_caught(wrong: type[PinnedLayers], copies: type[Direct]) -> None:
+def test_wrong_orders_of_copies_are_caught(wrong, copies):
     expected = outputs(Target(make_model(deep("llama"))))
     model = deep("llama")
     made = wrong(model, decoder_layers(model), [3], CPU, copies())
     assert not same(outputs(Target(make_model(model, pinned=made))), expected)
 
 
-def test_a_pass_that_ends_midway_leaves_nothing_wrong() -> None:
+def test_a_pass_that_ends_midway_leaves_nothing_wrong():
     expected = outputs(Target(make_model(deep("llama"))))
     model = deep("llama")
     target = pinned(model, limits(model)[1])
@@ -160,7 +153,7 @@ def test_a_pass_that_ends_midway_leaves_nothing_wrong() -> None:
     assert same(outputs(target), expected)
 
 
-def test_what_fits_is_left_alone_and_what_can_t_is_refused() -> None:
+def test_what_fits_is_left_alone_and_what_can_t_is_refused():
     model = deep("llama")
     least = limits(model)[0]
     assert pin_layers(model, 1 << 30, CPU) is None
@@ -177,9 +170,7 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])
-def test_an_llm_gives_the_answers_of_the_whole_model(
-    method: str, tmp_path: Path, toy_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folder, monkeypatch):
     """What `memory` does on CUDA, on a CPU: trees are grown by the measured cost, and a model
     drafts."""
     big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
@@ -187,7 +178,7 @@ def test_an_llm_gives_the_answers_of_the_whole_model(
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
     limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
 
-    def as_on_cuda(name: str, dtype: torch.dtype, place: torch.device, **told: Any) -> Opened:
+    def as_on_cuda(name, dtype, place, **told):
         more = {"revision": told["revision"], "trust_remote_code": told["trust_remote_code"]}
         return _by_transformers(name, dtype, place, "bfloat16", told["memory"], None, None, more)
 
@@ -208,7 +199,7 @@ def test_an_llm_gives_the_answers_of_the_whole_model(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype) -> None:
+def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype):
     device = torch.device("cuda")
     plain = deep("llama", dtype).to(device)
     everything = Target(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     FineGrainedFP8Config,
     LlamaConfig,
-    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
@@ -59,12 +57,12 @@ class Quantised(NamedTuple):
     group: torch.Tensor
 
     @property
-    def dense(self) -> torch.Tensor:
+    def dense(self):
         zero = 0 if self.q.is_floating_point() else self.zero.float()[:, self.group]
         return (self.q.float() - zero) * self.scale.float()[:, self.group]
 
 
-def words(rows: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+def words(rows, bits, order=None):
     """Whole numbers `[n, m]` in int32 words `[n, m * bits / 32]`, low bits first."""
     each = 32 // bits
     apart = rows.numpy().astype(np.uint64).reshape(len(rows), -1, each)[..., order or range(each)]
@@ -72,7 +70,7 @@ def words(rows: torch.Tensor, bits: int, order: list[int] | None = None) -> torc
     return torch.from_numpy(found.astype(np.uint32).view(np.int32))
 
 
-def awq(w: Quantised) -> Tensors:
+def awq(w):
     return {
         "qweight": words(w.q.T, 4, NIBBLES),
         "qzeros": words(w.zero.T, 4, NIBBLES),
@@ -80,7 +78,7 @@ def awq(w: Quantised) -> Tensors:
     }
 
 
-def gptq(w: Quantised, bits: int = 4, less: int = 1) -> Tensors:
+def gptq(w, bits=4, less=1):
     return {
         "qweight": words(w.q, bits).T,
         "qzeros": words(w.zero.T - less, bits),
@@ -90,7 +88,7 @@ def gptq(w: Quantised, bits: int = 4, less: int = 1) -> Tensors:
     }
 
 
-def packed(w: Quantised, bits: int = 4, symmetric: bool = True) -> Tensors:
+def packed(w, bits=4, symmetric=True):
     found = {
         "weight_packed": words(w.q, bits),
         "weight_scale": w.scale.bfloat16(),
@@ -103,7 +101,7 @@ def packed(w: Quantised, bits: int = 4, symmetric: bool = True) -> Tensors:
     return found
 
 
-def whole(w: Quantised, suffix: str = "weight_scale") -> Tensors:
+def whole(w, suffix="weight_scale"):
     if w.q.is_floating_point():
         return {"weight": w.q, suffix: w.scale, "input_scale": torch.tensor(1.5)}
     zero = (w.zero.int() - 128).to(torch.int8)
@@ -114,11 +112,11 @@ def whole(w: Quantised, suffix: str = "weight_scale") -> Tensors:
     }
 
 
-def by_blocks(w: Quantised) -> Tensors:
+def by_blocks(w):
     return whole(w._replace(scale=w.scale[::128]), "weight_scale_inv")
 
 
-def one_scale(w: Quantised, suffix: str = "weight_scale") -> Tensors:
+def one_scale(w, suffix="weight_scale"):
     return whole(w._replace(scale=w.scale[0, 0]), suffix)
 
 
@@ -136,7 +134,7 @@ class Case(NamedTuple):
     inner: int = 256
 
 
-def compressed(format: str, group: int | None = None, **more: Any) -> dict[str, Any]:
+def compressed(format, group=None, **more):
     weights = {"num_bits": 4, "group_size": group, **more}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
@@ -175,7 +173,7 @@ CASES = {
 }
 
 
-def quantised(outputs: int, inputs: int, case: Case, random: torch.Generator) -> Quantised:
+def quantised(outputs, inputs, case, random):
     """A random weight."""
     group = case.group or inputs
     groups = -(-inputs // group)
@@ -197,7 +195,7 @@ def quantised(outputs: int, inputs: int, case: Case, random: torch.Generator) ->
     return Quantised(q, zero.to(torch.uint8), scale, of)
 
 
-def model_of(case: Case, moe: bool = False) -> PreTrainedModel:
+def model_of(case, moe=False):
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": case.inner, "num_hidden_layers": 2}
     config: Any = LlamaConfig(**sizes)
     if moe:
@@ -210,7 +208,7 @@ def model_of(case: Case, moe: bool = False) -> PreTrainedModel:
     return tiny("", config=config)
 
 
-def write(folder: Path, name: str, moe: bool = False) -> tuple[PreTrainedModel, Tensors]:
+def write(folder, name, moe=False):
     """A checkpoint; returns the model of the numbers that it holds, and its quantised weights."""
     case, random = CASES[name], torch.Generator().manual_seed(1)
     model = model_of(case, moe)
@@ -239,7 +237,7 @@ def write(folder: Path, name: str, moe: bool = False) -> tuple[PreTrainedModel, 
     return loaded(model, stored | dense), dense
 
 
-def loaded(model: PreTrainedModel, tensors: Tensors) -> PreTrainedModel:
+def loaded(model, tensors):
     """The model with these numbers, experts' put together."""
     state = {name: tensors[name].float() for name in model.state_dict() if name in tensors}
     for name, parameter in model.state_dict().items():
@@ -257,18 +255,18 @@ def loaded(model: PreTrainedModel, tensors: Tensors) -> PreTrainedModel:
     return model
 
 
-def logits(checkpoint: Checkpoint) -> torch.Tensor:
+def logits(checkpoint):
     model, ids = NativeModel(checkpoint, checkpoint.stack), IDS.tolist()
     return model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
 
 
 @torch.no_grad()
-def right(model: PreTrainedModel) -> torch.Tensor:
+def right(model):
     return model(IDS[None]).logits[0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_has_its_own_numbers(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_has_its_own_numbers(name, tmp_path):
     model, dense = write(tmp_path, name)
     whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
     assert KERNELS is not None and blocks.dtype is torch.bfloat16 and blocks.quantised
@@ -289,9 +287,7 @@ def test_a_checkpoint_has_its_own_numbers(name: str, tmp_path: Path) -> None:
     assert error(logits(blocks), wanted) < 0.05
 
 
-def test_an_older_configuration_is_filled_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_configuration_is_filled_in(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     for name in ("awq", "gptq", "packed", "fp8"):
         write(tmp_path, name)
@@ -302,12 +298,12 @@ def test_an_older_configuration_is_filled_in(
         assert Checkpoint(tmp_path, None)(f"{AT}.weight").name == CASES[name].format
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def error(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-one"])
-def test_float8_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+def test_float8_is_read_as_transformers_reads_it(name, tmp_path):
     write(tmp_path, name)
     found = Checkpoint(tmp_path, torch.float32)
     block = CASES[name].config.get("weight_block_size")
@@ -318,7 +314,7 @@ def test_float8_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> N
         assert torch.equal(found(one), parameter), one
 
 
-def test_blocks_may_be_as_many_as_outputs(tmp_path: Path) -> None:
+def test_blocks_may_be_as_many_as_outputs(tmp_path):
     weight = quantised(128, 128 * 128, CASES["fp8"], torch.Generator().manual_seed(1))
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
@@ -333,7 +329,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_another_zero_point_is_another_model(name: str, tmp_path: Path) -> None:
+def test_another_zero_point_is_another_model(name, tmp_path):
     of, change = WRONG[name]
     model, _ = write(tmp_path, of)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -343,7 +339,7 @@ def test_another_zero_point_is_another_model(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["g_idx", "scales"])
-def test_another_order_or_scale_is_another_model(part: str, tmp_path: Path) -> None:
+def test_another_order_or_scale_is_another_model(part, tmp_path):
     model, _ = write(tmp_path, "gptq-order")
     stored = load_file(tmp_path / "model.safetensors")
     for one in [one for one in stored if one.endswith(part)]:
@@ -352,9 +348,7 @@ def test_another_order_or_scale_is_another_model(part: str, tmp_path: Path) -> N
     assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
 
 
-def test_columns_in_another_order_are_another_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_in_another_order_are_another_model(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "NIBBLES", list(range(8)))
     model, _ = write(tmp_path, "awq")
     assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
@@ -362,7 +356,7 @@ def test_columns_in_another_order_are_another_model(
 
 @pytest.mark.parametrize("name", ["awq", "gptq-order", "packed-zero", "int8", "fp8-uneven"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_no_answer(name: str, temperature: float, tmp_path: Path) -> None:
+def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
     checkpoint, ids = Checkpoint(tmp_path, None), IDS.tolist()
     model = NativeModel(checkpoint, checkpoint.stack)
@@ -374,7 +368,7 @@ def test_drafts_change_no_answer(name: str, temperature: float, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
-def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
+def test_experts_are_read_one_by_one(name, tmp_path):
     model, dense = write(tmp_path, name, moe=True)
     whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
     at = "model.layers.1.mlp.experts"
@@ -390,9 +384,7 @@ def test_experts_are_read_one_by_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "moe"), [("awq", False), ("gptq-order", False), ("fp8-uneven", False), ("awq", True)]
 )
-def test_what_is_read_from_disk_has_the_bits_of_memory(
-    name: str, moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     write(tmp_path, name, moe)
     checkpoint = Checkpoint(tmp_path, None)
@@ -404,7 +396,7 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_only_what_is_not_quantised_is(weights: str, tmp_path: Path) -> None:
+def test_only_what_is_not_quantised_is(weights, tmp_path):
     write(tmp_path, "awq")
     checkpoint = Checkpoint(tmp_path, None)
     model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
@@ -429,7 +421,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_methods_are_named(name: str, tmp_path: Path) -> None:
+def test_other_methods_are_named(name, tmp_path):
     write(tmp_path, "awq")
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -440,7 +432,7 @@ def test_other_methods_are_named(name: str, tmp_path: Path) -> None:
         Checkpoint(tmp_path, None)
 
 
-def changed(folder: Path, change: Callable[[Tensors], object]) -> None:
+def changed(folder, change):
     write(folder, "gptq")
     stored = load_file(folder / "model.safetensors")
     change(stored)
@@ -450,7 +442,7 @@ def changed(folder: Path, change: Callable[[Tensors], object]) -> None:
 AT = "model.layers.0.self_attn.q_proj"
 
 
-def groups_of(count: int) -> Tensors:
+def groups_of(count):
     zeros, scales = torch.ones(count, 16).int(), torch.ones(count, 128)
     return {f"{AT}.qzeros": zeros, f"{AT}.scales": scales}
 
@@ -468,15 +460,13 @@ def groups_of(count: int) -> Tensors:
         (lambda s: s.update(groups_of(3)), InvalidInput, "128 inputs in 3 groups"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    change: Callable[[Tensors], object], error: type[Exception], words: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
     changed(tmp_path, change)
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, None)(f"{AT}.weight")
 
 
-def config_with(folder: Path, **fields: Any) -> None:
+def config_with(folder, **fields):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -492,14 +482,14 @@ def config_with(folder: Path, **fields: Any) -> None:
         compressed(PACK) | {"sparsity_config": [2]},
     ],
 )
-def test_fields_of_another_kind_are_refused(config: Any, tmp_path: Path) -> None:
+def test_fields_of_another_kind_are_refused(config, tmp_path):
     write(tmp_path, "packed")
     config_with(tmp_path, quantization_config=config)
     with pytest.raises(InvalidInput, match=r"quantization_config can't be read .* again"):
         Checkpoint(tmp_path, None)
 
 
-def expert(s: Tensors, number: int, part: str, rows: int, bits: int) -> None:
+def expert(s, number, part, rows, bits):
     """Store one expert's matrix otherwise."""
     at = f"model.layers.1.mlp.experts.{number}.{part}_proj."
     case = CASES["packed" if bits == 4 else "packed-8"]
@@ -529,13 +519,7 @@ def expert(s: Tensors, number: int, part: str, rows: int, bits: int) -> None:
         (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "chooses 9 of 4 experts"),
     ],
 )
-def test_experts_that_are_not_alike_are_refused(
-    change: Callable[[Tensors], object],
-    fields: dict[str, Any],
-    error: type[Exception],
-    words: str,
-    tmp_path: Path,
-) -> None:
+def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tmp_path):
     write(tmp_path, "packed", moe=True)
     stored = load_file(tmp_path / SINGLE)
     change(stored)
@@ -557,7 +541,7 @@ def test_experts_that_are_not_alike_are_refused(
         {"dtype": []},
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused(change: Any, tmp_path: Path) -> None:
+def test_a_header_that_contradicts_itself_is_refused(change, tmp_path):
     write(tmp_path, "awq")
     data = (tmp_path / SINGLE).read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")

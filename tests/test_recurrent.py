@@ -26,14 +26,12 @@ from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.models.base import Batch, Chain, Draft, Model
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import States
 from quickbeam.params import SamplingParams
-from quickbeam.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -63,13 +61,13 @@ PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def made(kind: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Model:
+def made(kind, dtype=torch.bfloat16, **options):
     model = make_model(tiny("", dtype, config=KINDS[kind]), **options)
     assert model.exact and isinstance(model, NativeModel)
     return model
 
 
-def read(model: Model, ids: list[int], chunks: tuple[int, ...] = ()) -> SequenceCache:
+def read(model, ids, chunks=()):
     """A sequence of `ids`, read in pieces that end at `chunks`."""
     cache, done = model.pool.new(), 0
     for end in (*chunks, len(ids)):
@@ -79,7 +77,7 @@ def read(model: Model, ids: list[int], chunks: tuple[int, ...] = ()) -> Sequence
     return cache
 
 
-def of_path(model: Model, ids: list[int]) -> torch.Tensor:
+def of_path(model, ids):
     """The logits after a text that is run by itself."""
     cache = model.pool.new()
     try:
@@ -89,7 +87,7 @@ def of_path(model: Model, ids: list[int]) -> torch.Tensor:
         cache.release()
 
 
-def wrong_rows(model: Model, seed: int = 0, steps: int = 4, nodes: int = 9) -> int:
+def wrong_rows(model, seed=0, steps=4, nodes=9):
     """Grow random trees behind sequences side by side, in one pass or two; count nodes with other
     logits than their path's by itself. Then commit a path, and go on."""
     generator, wrong = torch.Generator().manual_seed(seed), 0
@@ -112,16 +110,14 @@ def wrong_rows(model: Model, seed: int = 0, steps: int = 4, nodes: int = 9) -> i
     return wrong
 
 
-def differ(model: Model, ids: list[int], tree: TokenTree, got: torch.Tensor, base: int) -> int:
+def differ(model, ids, tree, got, base):
     paths = [[tree.token[i] for i in tree.path(node)] for node in range(base, len(tree))]
     rows = zip(got, paths, strict=True)
     return sum(not torch.equal(row, of_path(model, [*ids, *path])) for row, path in rows)
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_nodes_have_the_bits_of_their_paths(
-    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_have_the_bits_of_their_paths(kind, isa, monkeypatch):
     load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
@@ -132,9 +128,7 @@ def test_nodes_have_the_bits_of_their_paths(
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_a_prompt_has_the_same_bits_however_it_is_cut(
-    kind: str, isa: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, monkeypatch):
     """Token by token, states are made one step after the other; else for many tokens at once."""
     load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
@@ -152,7 +146,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize(("kind", "weights"), spread(list(KINDS), ["float32", "int8", "int4"]))
-def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: str) -> None:
+def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
     wide = weights == "float32"
     model = made(
         kind, torch.float32 if wide else torch.bfloat16, weights="bfloat16" if wide else weights
@@ -167,13 +161,13 @@ def test_nodes_have_the_bits_of_their_paths_in_every_format(kind: str, weights: 
 class Siblings:
     """A tree whose nodes take their older siblings for their parents."""
 
-    def __init__(self, tree: TokenTree) -> None:
+    def __init__(self, tree):
         self.parent = list(tree.parent)
         for node, parent in enumerate(tree.parent):
             older = [i for i in range(1, node) if tree.parent[i] == parent]
             self.parent[node] = older[-1] if older else parent
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.parent)
 
 
@@ -196,7 +190,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize(("kind", "mistake"), spread(list(KINDS), list(MISTAKES)))
-def test_a_mistake_is_seen(kind: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_seen(kind, mistake, monkeypatch):
     model, (name, wrong) = made(kind), MISTAKES[mistake]
     monkeypatch.setattr(States, name, wrong)
     assert wrong_rows(model) > 3
@@ -204,7 +198,7 @@ def test_a_mistake_is_seen(kind: str, mistake: str, monkeypatch: pytest.MonkeyPa
 
 @every_kind
 @torch.inference_mode()
-def test_a_convolution_whose_window_is_off_by_one_is_seen(kind: str) -> None:
+def test_a_convolution_whose_window_is_off_by_one_is_seen(kind):
     plain = tiny("", torch.float32, config=KINDS[kind])
     right = plain(input_ids=torch.tensor([IDS[:40]]), use_cache=False).logits[0, -1]
     for by in (0, 1):
@@ -217,13 +211,13 @@ def test_a_convolution_whose_window_is_off_by_one_is_seen(kind: str) -> None:
 
 
 @every_kind
-def test_a_pass_that_fails_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
     model, generator = made(kind), torch.Generator().manual_seed(0)
     cache = read(model, IDS[:70])
     assert isinstance(model, NativeModel)
     tree, run = random_tree(generator, 8), model._kernels.run
 
-    def failing(*arguments: Any) -> None:
+    def failing(*arguments):
         run(*arguments)
         raise RuntimeError("failed")
 
@@ -238,7 +232,7 @@ def test_a_pass_that_fails_changes_nothing(kind: str, monkeypatch: pytest.Monkey
 
 
 @every_kind
-def test_forks_go_their_own_ways(kind: str) -> None:
+def test_forks_go_their_own_ways(kind):
     model = made(kind)
     cache, ways = read(model, IDS[:70]), ([5, 6, 7], [8, 9])
     forks = [cache.fork() for _ in ways]
@@ -253,7 +247,7 @@ def test_forks_go_their_own_ways(kind: str) -> None:
 
 
 @every_kind
-def test_what_cannot_be_committed_is_refused(kind: str) -> None:
+def test_what_cannot_be_committed_is_refused(kind):
     model = made(kind)
     cache = read(model, IDS[:10])
     model.forward(Batch([Chain(cache, IDS[:5])]))
@@ -272,7 +266,7 @@ def test_what_cannot_be_committed_is_refused(kind: str) -> None:
 # --- answers ---
 
 
-def policies(kind: str) -> dict[str, Any]:
+def policies(kind):
     """The drafter has recurrent layers, too."""
     drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
     return {
@@ -282,7 +276,7 @@ def policies(kind: str) -> dict[str, Any]:
     }
 
 
-def conversation(model: Model, params: SamplingParams) -> list[tuple[list[int], list[int]]]:
+def conversation(model, params):
     """Prompts of several pages, and answers by plain decoding without a cache."""
     found, prompt = [], [*IDS[:100], *IDS[:40]]
     for more in (IDS[5:70], IDS[9:12]):
@@ -300,9 +294,7 @@ SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @pytest.mark.parametrize(("kind", "weights", "sampling"), spread(list(KINDS), FORMATS, SAMPLING))
-def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(
-    kind: str, weights: str, sampling: dict[str, Any]
-) -> None:
+def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, sampling):
     wide = weights == "float32"
     dtype = torch.float32 if wide else torch.bfloat16
     model = made(kind, dtype, weights="bfloat16" if wide else weights, chunk=PAGE + 32)
@@ -325,9 +317,7 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(
 
 
 @every_kind
-def test_snapshots_are_counted_bounded_and_freed(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
     monkeypatch.setattr(prefix_cache, "SNAPSHOTS", 3)
     model = made(kind, chunk=PAGE)
     engine, params = Engine(model), SamplingParams(max_tokens=3, ignore_eos=True)
@@ -344,7 +334,7 @@ def test_snapshots_are_counted_bounded_and_freed(
 
 
 @every_kind
-def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind: str) -> None:
+def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind):
     model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [IDS[begin : begin + 90] for begin in range(4)]
     policy = LogitSpec(Ngram(), LastLogits())

@@ -28,7 +28,6 @@ from transformers import (
     OPTConfig,
     PhimoeConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     RobertaConfig,
@@ -102,16 +101,16 @@ BAD: dict[str, tuple[PreTrainedConfig, str]] = {
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
-def made(config: PreTrainedConfig, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+def made(config, dtype, seed=0):
     return tiny("", dtype, seed, config=config)
 
 
 @pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def errors(monkeypatch):
     """The errors that models are judged by, all of which are checked."""
     found = list[float]()
 
-    def noted(got: torch.Tensor, expected: torch.Tensor) -> float:
+    def noted(got, expected):
         found.append(relative_error(got, expected))
         return found[-1]
 
@@ -123,9 +122,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @DTYPES
 @pytest.mark.parametrize("name", GOOD)
-def test_good_models_load_with_room_to_spare(
-    name: str, dtype: torch.dtype, errors: list[float]
-) -> None:
+def test_good_models_load_with_room_to_spare(name, dtype, errors):
     for seed in range(3):
         make_model(made(GOOD[name], dtype, seed), native=False)
     room = same_logits.TOLERANCE.get(dtype, same_logits.TOLERANCE_FLOAT32)
@@ -134,7 +131,7 @@ def test_good_models_load_with_room_to_spare(
 
 @DTYPES
 @pytest.mark.parametrize("name", BAD)
-def test_bad_models_are_refused_with_the_true_reason(name: str, dtype: torch.dtype) -> None:
+def test_bad_models_are_refused_with_the_true_reason(name, dtype):
     config, reason = BAD[name]
     for seed in range(2):
         model = made(config, dtype, seed)
@@ -147,18 +144,16 @@ def test_bad_models_are_refused_with_the_true_reason(name: str, dtype: torch.dty
 class Convolved(nn.Module):
     """An MLP that reads the token before as well, as short convolutions do."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.mlp(x + x.roll(1, 1))
 
 
 @DTYPES
-def test_what_reads_earlier_tokens_beside_attention_is_refused(
-    dtype: torch.dtype, errors: list[float]
-) -> None:
+def test_what_reads_earlier_tokens_beside_attention_is_refused(dtype, errors):
     for seed in range(3):
         model = tiny("olmo2", dtype, seed)
         for layer in model.model.layers:
@@ -170,9 +165,7 @@ def test_what_reads_earlier_tokens_beside_attention_is_refused(
     assert min(logits) > 5 * same_logits.KERNELS * max(rounding)
 
 
-def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(monkeypatch):
     errors = iter([0.3, 0.11, 0.3, 0.09])
     monkeypatch.setattr(same_logits, "relative_error", lambda *_: next(errors))
     target = Target(make_model(tiny("olmo2"), native=False))
@@ -181,7 +174,7 @@ def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(
         make_model(tiny("olmo2"), native=False)
 
 
-def test_a_window_that_only_the_mask_knows_of_is_heeded() -> None:
+def test_a_window_that_only_the_mask_knows_of_is_heeded():
     model = made(GOOD["phimoe-window"], torch.float32)
     ids = [(7 * i + 3) % 97 for i in range(40)]
     expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
@@ -190,8 +183,8 @@ def test_a_window_that_only_the_mask_knows_of_is_heeded() -> None:
     torch.testing.assert_close(target.prefill(ids), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_layouts_that_are_described_are_not_run_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_layouts_that_are_described_are_not_run_for_it(monkeypatch):
+    def fail(*_):
         raise AssertionError("checked")
 
     monkeypatch.setattr(torch_back_end, "expect", fail)
@@ -201,14 +194,14 @@ def test_layouts_that_are_described_are_not_run_for_it(monkeypatch: pytest.Monke
         make_model(tiny("", torch.bfloat16, config=UNDESCRIBED))
 
 
-def test_a_model_of_nans_is_left_to_its_answers_error() -> None:
+def test_a_model_of_nans_is_left_to_its_answers_error():
     model = tiny("olmo2")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
     make_model(model, native=False)
 
 
-def test_a_forward_that_fails_is_no_crash() -> None:
+def test_a_forward_that_fails_is_no_crash():
     model = AutoModelForCausalLM.from_config(CONFIGS["olmo2"])
     model.model.layers[1].mlp = nn.Linear(3, 3)
     with pytest.raises(InvalidInput, match=r"transformers' own forward fails on a text \(mat1"):

@@ -31,14 +31,14 @@ from quickbeam.tree import TokenTree
 PREFIX = [5, 9, 13, 44, 2, 71, 9, 13, 60, 33, 8]
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+def close(got, expected):
     got, expected = got.detach().clone(), expected.detach().clone()
     scale = expected.abs().max()
     torch.testing.assert_close(got / scale, expected / scale, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tree_logits_equal_separate_paths(name: str) -> None:
+def test_tree_logits_equal_separate_paths(name):
     reference = tiny(name)
     target = Target(copy.deepcopy(reference), chunk=4)
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def test_tree_logits_equal_separate_paths(name: str) -> None:
         assert target.ids == ids
 
 
-def test_layers_that_share_keys_and_values_read_those_of_all_rows() -> None:
+def test_layers_that_share_keys_and_values_read_those_of_all_rows():
     kinds = ["sliding_attention", "full_attention"] * 2
     shared = dict(num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2, head_dim=8)
     small = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8)
@@ -66,7 +66,7 @@ def test_layers_that_share_keys_and_values_read_those_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt-neox", "mistral-window"])
-def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str) -> None:
+def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name):
     target = Target(tiny(name))
     generator = torch.Generator().manual_seed(2)
     target.prefill(PREFIX)
@@ -85,7 +85,7 @@ def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str) -> None:
 
 @examples(60)
 @given(st.data())
-def test_any_tree_and_commit_give_what_a_fresh_run_gives(data: st.DataObject) -> None:
+def test_any_tree_and_commit_give_what_a_fresh_run_gives(data):
     """Whatever was verified, accepted and rejected before, the next step's logits are those of the
     certain tokens alone."""
     target, fresh = _pair()
@@ -112,13 +112,13 @@ def test_any_tree_and_commit_give_what_a_fresh_run_gives(data: st.DataObject) ->
 _targets: list[Target] = []
 
 
-def _pair() -> tuple[Target, Target]:
+def _pair():
     if not _targets:
         _targets.extend(Target(tiny("gemma3-window"), chunk=5) for _ in range(2))
     return _targets[0], _targets[1]
 
 
-def test_prefill_in_any_chunks_and_from_any_common_prefix() -> None:
+def test_prefill_in_any_chunks_and_from_any_common_prefix():
     reference = tiny("mistral-window")
     ids = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = reference(input_ids=torch.tensor([ids])).logits[0, -1]
@@ -143,12 +143,12 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
     ],
     ids=["mamba", "jamba"],
 )
-def test_recurrent_and_hybrid_models_are_refused(config) -> None:
+def test_recurrent_and_hybrid_models_are_refused(config):
     with pytest.raises(InvalidInput, match="can't take a draft back"):
         Target(AutoModelForCausalLM.from_config(config))
 
 
-def test_encoder_decoders_are_refused() -> None:
+def test_encoder_decoders_are_refused():
     model = T5ForConditionalGeneration(
         T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     )
@@ -156,14 +156,14 @@ def test_encoder_decoders_are_refused() -> None:
         Target(model)
 
 
-def test_layers_that_bypass_the_attention_interface_are_refused() -> None:
+def test_layers_that_bypass_the_attention_interface_are_refused():
     model = tiny("llama")
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(InvalidInput, match="2 of its 3 layers"):
         Target(model)
 
 
-def test_bad_calls_name_what_is_wrong() -> None:
+def test_bad_calls_name_what_is_wrong():
     target = Target(tiny("llama"))
     with pytest.raises(InvalidInput, match="empty prompt"):
         target.prefill([])
@@ -178,7 +178,7 @@ def test_bad_calls_name_what_is_wrong() -> None:
         target.commit(tree, [child])
 
 
-def test_context_length_is_the_models() -> None:
+def test_context_length_is_the_models():
     assert make_model(tiny("llama")).context_length == 4096
     short = LlamaConfig(**{**SMALL, **HEADS, "max_position_embeddings": 32})
     assert make_model(AutoModelForCausalLM.from_config(short)).context_length == 32

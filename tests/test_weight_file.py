@@ -10,7 +10,6 @@ import inspect
 import os
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,19 +30,17 @@ from quickbeam.models.weight_reader import Extent, File, Ring
 DATA = torch.randint(0, 256, (10_000,), dtype=torch.uint8, generator=torch.Generator())
 
 
-def pieces() -> Iterator[torch.Tensor]:
+def pieces():
     yield from DATA.split(3000)
 
 
-def made(
-    path: Path, progress: Callable[[str, float | None], None] = lambda stage, done: None
-) -> WeightFile:
+def made(path, progress=lambda stage, done: None):
     file = WeightFile(path, progress)
     file.write(len(DATA), pieces, "packing")
     return file
 
 
-def test_what_is_written_is_read_and_is_safetensors(tmp_path: Path) -> None:
+def test_what_is_written_is_read_and_is_safetensors(tmp_path):
     path = tmp_path / "weights" / "w.safetensors"
     file = made(path)
     read = file.read(len(DATA))
@@ -52,9 +49,7 @@ def test_what_is_written_is_read_and_is_safetensors(tmp_path: Path) -> None:
         assert torch.equal(other.get_tensor("weights"), DATA)
 
 
-def test_a_full_disk_is_said_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):
     usage = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(QuickbeamError, match="0 MB are free there"):
@@ -62,7 +57,7 @@ def test_a_full_disk_is_said_before_any_work(
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
 
-def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_cache_that_can_not_be_written_is_named(tmp_path):
     (tmp_path / "weights").symlink_to(tmp_path / "gone")
     with pytest.raises(QuickbeamError, match=r"weights.*QUICKBEAM_CACHE"):
         made(tmp_path / "weights" / "w.safetensors")
@@ -72,10 +67,10 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+def test_what_is_broken_off_leaves_nothing(tmp_path, error):
     path = tmp_path / "w.safetensors"
 
-    def broken() -> Iterator[torch.Tensor]:
+    def broken():
         yield DATA[:3000]
         raise error
 
@@ -87,7 +82,7 @@ def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException)
     assert path.is_file() and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
+def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path):
     path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", [""]
     earlier.write_bytes(b"of an earlier layout")
     made(path, lambda stage, done: told.append(stage))
@@ -100,9 +95,7 @@ def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
     assert path.read_bytes() == first
 
 
-def test_another_way_of_packing_has_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
     """What lays out weights is part of the file's name: Python's part, and the kernels'."""
     sources = tmp_path / "sources"
     shutil.copytree(build.HERE, sources, ignore=shutil.ignore_patterns("lib", "__pycache__"))
@@ -121,9 +114,7 @@ def test_another_way_of_packing_has_another_file(
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("layout", ["qwen2", "gpt2", "gpt-oss-sinks"])
-def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(
-    layout: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kind, monkeypatch):
     kernels, model = library.kernels(), tiny(layout, torch.bfloat16, wide=True)
     assert kernels is not None
     weights = PackedWeights(ModelParameters(model), describe(model), kernels, kind)
@@ -140,9 +131,7 @@ def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(
 
 @pytest.mark.parametrize("buffers", [2, 3, 5])
 @pytest.mark.parametrize("direct", [True, False])
-def test_extents_come_in_their_order_again_and_again(
-    tmp_path: Path, buffers: int, direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, monkeypatch):
     path = tmp_path / "data"
     data = os.urandom(7 * ALIGNED - 100)  # the last extent ends behind the file
     path.write_bytes(data)
@@ -152,7 +141,7 @@ def test_extents_come_in_their_order_again_and_again(
     extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in pages]
     known = 0
 
-    def parts(extent: int, turn: int) -> list[Extent] | None:
+    def parts(extent, turn):
         return [extents[extent]] if extent != 1 or turn < known else None
 
     ring = Ring(File(path), extents, buffers, parts)
@@ -168,13 +157,11 @@ def test_extents_come_in_their_order_again_and_again(
     ring.close()
 
 
-def test_a_file_system_without_direct_reads_is_said_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_direct_reads_is_said_and_read(tmp_path, monkeypatch, caplog):
     path, opened = tmp_path / "data", os.open
     path.write_bytes(bytes(range(256)) * 16)
 
-    def refuse(name: object, flags: int, *more: int) -> int:
+    def refuse(name, flags, *more):
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
         return opened(name, flags, *more)  # type: ignore[arg-type]
@@ -187,15 +174,13 @@ def test_a_file_system_without_direct_reads_is_said_and_read(
     assert room.tolist() == list(range(256))
 
 
-def test_on_windows_threads_read_a_file_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_windows_threads_read_a_file_one_after_the_other(tmp_path, monkeypatch):
     (tmp_path / "data").write_bytes(data := os.urandom(1 << 16))
     for missing in ("preadv", "O_DIRECT"):
         monkeypatch.delattr(os, missing, raising=False)
     file = File(tmp_path / "data")
 
-    def read(place: int) -> bytes:
+    def read(place):
         room = torch.zeros(512, dtype=torch.uint8)
         file.read_cached(place * 512, room)
         return bytes(room.numpy())

@@ -18,7 +18,6 @@ from kernels import best_set, every_set, load, number, plain_rows
 from quantised import Quantised, quantise, quantise_rows
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
-from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed, Packer
 
@@ -28,14 +27,14 @@ kinds = pytest.mark.parametrize("name", [INT8, INT4])
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kernels_product(kernels: Kernels, packed: Packed, epilogue: int = library.STORE) -> Product:
+def kernels_product(kernels, packed, epilogue=library.STORE):
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
     program.linear(
         packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue
     )
 
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def product(x):
         y = torch.zeros(len(x), outputs)
         program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
         return y
@@ -43,7 +42,7 @@ def kernels_product(kernels: Kernels, packed: Packed, epilogue: int = library.ST
     return product
 
 
-def uneven(outputs: int, inputs: int) -> torch.Tensor:
+def uneven(outputs, inputs):
     """Weights of many sizes, with a row of zeros and one huge number."""
     weight = number(outputs, inputs, seed=1) * 2.0 ** torch.randint(
         -9, 3, (outputs, 1), generator=torch.Generator().manual_seed(2)
@@ -54,7 +53,7 @@ def uneven(outputs: int, inputs: int) -> torch.Tensor:
     return weight
 
 
-def rows(n: int, inputs: int) -> torch.Tensor:
+def rows(n, inputs):
     """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal
     ones."""
     x = number(n, inputs, seed=3)
@@ -70,9 +69,7 @@ def rows(n: int, inputs: int) -> torch.Tensor:
 @every_set
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_weights_and_products_are_those_of_the_reference(
-    isa: str, name: str, inputs: int, outputs: int
-) -> None:
+def test_weights_and_products_are_those_of_the_reference(isa, name, inputs, outputs):
     kernels, weight = load(isa), uneven(outputs, inputs)
     packed, wanted = Packed(kernels, [weight], name=name), quantise(weight, name)
     assert torch.equal(packed.dense(), wanted.dense[:, :inputs])
@@ -83,7 +80,7 @@ def test_weights_and_products_are_those_of_the_reference(
 
 
 @kinds
-def test_a_sum_that_is_rounded_twice_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_rounded_twice_is_seen(name, monkeypatch):
     weight, x = quantise(uneven(217, 160), name), rows(9, 160)
     wanted = quantised.product(x, weight)
     monkeypatch.setattr(quantised, "fused", lambda a, b, c: a * b + c)
@@ -95,7 +92,7 @@ def test_a_sum_that_is_rounded_twice_is_seen(name: str, monkeypatch: pytest.Monk
 @every_set
 @kinds
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
-def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: int) -> None:
+def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
     weights = [uneven(217, 96)] + [number(217, 96, seed=4)] * (epilogue == library.GATED)
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = Packed(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
@@ -124,7 +121,7 @@ def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: 
         assert torch.equal(product(x), parts[0])
 
 
-def rows_that_depend_on_others(product: Product, inputs: int) -> int:
+def rows_that_depend_on_others(product, inputs):
     """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits
     than alone."""
     x, rng, wrong = rows(64, inputs), random.Random(0), 0
@@ -135,11 +132,11 @@ def rows_that_depend_on_others(product: Product, inputs: int) -> int:
     return wrong
 
 
-def test_one_scale_for_all_rows_is_seen() -> None:
+def test_one_scale_for_all_rows_is_seen():
     """The usual way, a scale a call, makes a row depend on its neighbours."""
     weight = quantise(uneven(40, 64), INT8)
 
-    def mistaken(x: torch.Tensor) -> torch.Tensor:
+    def mistaken(x):
         scale = x.float().abs().max() / 127
         return (x.float() / scale).round() @ weight.dense.T * scale
 
@@ -149,7 +146,7 @@ def test_one_scale_for_all_rows_is_seen() -> None:
 
 @every_set
 @kinds
-def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
+def test_the_largest_sums_do_not_saturate(isa, name):
     """All numbers as large as they can be, of one sign and of both."""
     weight = torch.ones(32, 4096, dtype=torch.bfloat16)
     weight[16:] = -1
@@ -164,7 +161,7 @@ def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
 
 @every_set
 @kinds
-def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
+def test_what_is_not_finite_stays_in_its_row(isa, name):
     x, weight = number(9, 96), uneven(40, 96)
     product = kernels_product(load(isa), Packed(load(isa), [weight], name=name))
     whole = product(x)
@@ -178,7 +175,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
 
 @best_set
 @kinds
-def test_the_best_is_found_among_quantised_logits(isa: str, name: str) -> None:
+def test_the_best_is_found_among_quantised_logits(isa, name):
     kernels, weight, x = load(isa), number(300, 64, seed=1), number(20, 64)
     x[7, 3] = torch.nan
     program, packed = Program(kernels), Packed(kernels, [weight], name=name)
@@ -190,7 +187,7 @@ def test_the_best_is_found_among_quantised_logits(isa: str, name: str) -> None:
 
 
 @kinds
-def test_weights_come_near_what_they_stand_for(name: str) -> None:
+def test_weights_come_near_what_they_stand_for(name):
     weight = number(64, 320, seed=1)
     found = quantise(weight, name).dense[:, :320]
     error = ((found - weight.float()).norm() / weight.float().norm()).item()
@@ -204,7 +201,7 @@ def test_weights_come_near_what_they_stand_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-def test_weights_of_sixteen_levels_keep_them(signed: bool) -> None:
+def test_weights_of_sixteen_levels_keep_them(signed):
     """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they
     were, scaled and shifted."""
     generator = torch.Generator().manual_seed(0)
@@ -219,7 +216,7 @@ def test_weights_of_sixteen_levels_keep_them(signed: bool) -> None:
     torch.testing.assert_close(found.scales.float(), step[..., 0], rtol=4e-3, atol=0)
 
 
-def test_rows_are_rounded_to_even_and_keep_their_largest() -> None:
+def test_rows_are_rounded_to_even_and_keep_their_largest():
     x = torch.zeros(2, 64)
     x[0, :4], x[1, 32:35] = torch.tensor([127.0, 0.5, 1.5, -2.5]), torch.tensor([-254.0, 1.0, 3.0])
     values, scales = quantise_rows(x.bfloat16())
@@ -233,7 +230,7 @@ def test_rows_are_rounded_to_even_and_keep_their_largest() -> None:
 
 @best_set
 @kinds
-def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
+def test_weights_that_are_not_finite_are_refused(isa, name):
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = number(40, 64)
         weight[39, 63] = value
@@ -244,7 +241,7 @@ def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
 
 
 @best_set
-def test_sizes_are_those_of_what_is_packed(isa: str) -> None:
+def test_sizes_are_those_of_what_is_packed(isa):
     weights = [number(40, 96), number(40, 96)]
     for name in (BFLOAT16, INT8, INT4):
         for gated in (False, True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,7 @@ METHODS = ["ar", "pld", "logitspec"]
 
 
 @pytest.fixture(autouse=True)
-def cache(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def cache(tmp_path_factory, monkeypatch):
     """A cache folder of the test's own, with the kernels that are compiled already."""
     from quickbeam.hub import cache_folder
 
@@ -51,13 +48,13 @@ def cache(
     yield folder
 
 
-def ids(count: int) -> list[int]:
+def ids(count):
     return [(7 * i + 3) % 97 for i in range(count)]
 
 
 @kinds
 @needs_kernels
-def test_methods_batches_and_seeds_give_the_same_answers(toy_folder: str, name: str) -> None:
+def test_methods_batches_and_seeds_give_the_same_answers(toy_folder, name):
     llm = LLM(toy_folder, "ar", weights=name)
     assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith("native (")
     for params in (
@@ -79,7 +76,7 @@ def test_methods_batches_and_seeds_give_the_same_answers(toy_folder: str, name: 
 @kinds
 @needs_kernels
 @pytest.mark.parametrize("layout", ["llama", "qwen3"])
-def test_trees_have_the_bits_of_one_token_at_a_time(name: str, layout: str) -> None:
+def test_trees_have_the_bits_of_one_token_at_a_time(name, layout):
     target = Target(make_model(tiny(layout, torch.bfloat16), weights=name))
     prompt, tokens = ids(70)[:58], ids(70)[58:]
     expected = one_at_a_time(target, prompt, tokens)
@@ -88,7 +85,7 @@ def test_trees_have_the_bits_of_one_token_at_a_time(name: str, layout: str) -> N
 
 @kinds
 @needs_kernels
-def test_other_weights_give_other_logits_and_near_ones(name: str) -> None:
+def test_other_weights_give_other_logits_and_near_ones(name):
     plain, other = (
         Target(make_model(tiny("llama", torch.bfloat16), weights=kind))
         for kind in ("bfloat16", name)
@@ -100,7 +97,7 @@ def test_other_weights_give_other_logits_and_near_ones(name: str) -> None:
 
 @kinds
 @needs_kernels
-def test_the_head_has_8_bits_at_least(name: str) -> None:
+def test_the_head_has_8_bits_at_least(name):
     model = tiny("llama", torch.bfloat16)
     weight = model.get_output_embeddings().weight.detach().clone()
     found = make_model(model, weights=name).head.packed
@@ -108,7 +105,7 @@ def test_the_head_has_8_bits_at_least(name: str) -> None:
     assert torch.equal(found.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())
 
 
-def test_quantised_weights_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_need_the_kernels(monkeypatch):
     with pytest.raises(InvalidInput, match="no family describes HeliumForCausalLM; leave them out"):
         make_model(tiny("", torch.bfloat16, config=UNDESCRIBED), weights=INT4)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
@@ -119,7 +116,7 @@ def test_quantised_weights_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", few([INT8, INT4], [INT4]))
-def test_the_embedded_model_answers_alike(name: str) -> None:
+def test_the_embedded_model_answers_alike(name):
     llm, params = LLM(weights=name), SamplingParams(max_tokens=12)
     asked = [{"role": "user", "content": "Name three rivers."}]
     expected = llm.chat(asked, params, method="ar").token_ids
@@ -131,7 +128,7 @@ def test_the_embedded_model_answers_alike(name: str) -> None:
 # --- what is kept ---
 
 
-def logits(folder: str | Path, name: str, told: list[str]) -> torch.Tensor:
+def logits(folder, name, told):
     llm = LLM(str(folder), "ar", weights=name, progress=lambda stage, fraction: told.append(stage))
     found = Target(llm.model).prefill(ids(20))
     llm.close()
@@ -140,7 +137,7 @@ def logits(folder: str | Path, name: str, told: list[str]) -> torch.Tensor:
 
 @kinds
 @needs_kernels
-def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path) -> None:
+def test_kept_weights_give_the_same_bits(toy_folder, name, cache):
     first, second = list[str](), list[str]()
     a, b = logits(toy_folder, name, first), logits(toy_folder, name, second)
     assert (
@@ -162,9 +159,7 @@ def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path
 
 
 @needs_kernels
-def test_a_checkpoint_that_changes_is_quantised_again(
-    toy_folder: str, tmp_path: Path, cache: Path
-) -> None:
+def test_a_checkpoint_that_changes_is_quantised_again(toy_folder, tmp_path, cache):
     folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
     before = logits(folder, INT8, told)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -177,10 +172,8 @@ def test_a_checkpoint_that_changes_is_quantised_again(
 
 
 @needs_kernels
-def test_a_full_disk_is_a_warning(
-    toy_folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(file: int) -> None:
+def test_a_full_disk_is_a_warning(toy_folder, cache, monkeypatch, caplog):
+    def full(file):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -194,7 +187,7 @@ def test_a_full_disk_is_a_warning(
     assert [file.suffix for file in (cache / "weights").iterdir()] == [".lock"]
 
 
-def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path) -> None:
+def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for place in ("somebody/model", str(tmp_path)):
         file = WeightFile.of(place, None, INT8, None)
@@ -206,14 +199,12 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path
     )
 
 
-def test_kept_weights_are_of_what_the_code_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_weights_are_of_what_the_code_does(tmp_path, monkeypatch):
     for name in weight_file.LAYOUT:
         shutil.copy(build.HERE / name, tmp_path)
     monkeypatch.setattr(build, "HERE", tmp_path)
 
-    def path() -> Path | None:
+    def path():
         return WeightFile.of("somebody/model", "c0ffee", INT8, None).path
 
     first, source = path(), tmp_path / "quantised.py"
@@ -225,7 +216,7 @@ def test_kept_weights_are_of_what_the_code_does(
 # --- what is refused ---
 
 
-def test_what_can_not_be_quantised_is_refused(toy_folder: str) -> None:
+def test_what_can_not_be_quantised_is_refused(toy_folder):
     with pytest.raises(InvalidInput, match="unknown weights 'int2'; known: bfloat16, int8, int4"):
         LLM(toy_folder, weights="int2")
     with pytest.raises(InvalidInput, match="weights='int8' go with rows of bfloat16, not float32"):
@@ -235,7 +226,7 @@ def test_what_can_not_be_quantised_is_refused(toy_folder: str) -> None:
 
 
 @needs_kernels
-def test_not_finite_rows_are_an_error(toy_folder: str) -> None:
+def test_not_finite_rows_are_an_error(toy_folder):
     llm = LLM(toy_folder, "ar", weights=INT8)
     with torch.inference_mode():
         llm.model.embedding.weight[ord("a")] = torch.nan
