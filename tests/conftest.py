@@ -74,6 +74,42 @@ def toy_folder(tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """A cache folder of the test's own, with the kernels and the model that are there already."""
+    folder = tmp_path_factory.mktemp("cache")
+    for file in ("kernels", "smollm2-135m"):
+        if (hub.cache_folder() / file).exists():
+            os.symlink(hub.cache_folder() / file, folder / file)
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def threads():
+    """One thread, unless a test sets another number: work this small is slower on several, far
+    slower on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Makes models use the kernels of an instruction set."""
+    from kernels import load
+
+    def take(isa):
+        load(isa)
+        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+        monkeypatch.setenv("QUICKBEAM_ISA", isa)
+
+    return take
+
+
 @pytest.fixture(scope="module")
 def llm(toy_folder):
     from quickbeam import LLM

@@ -22,17 +22,10 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.tree import TokenTree
 
+pytestmark = pytest.mark.usefixtures("threads")
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 CHUNK = 16  # tokens of a prompt that a pass reads
 WIDEST = 128  # rows that a part has at most, and more
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
+from kernels import SETS, every_set
 from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
@@ -33,7 +34,7 @@ from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.loading import load_model
 from quickbeam.models.memory import HUGE, room_for_weights
-from quickbeam.models.native import build, library
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_reader import File, Ring
@@ -42,22 +43,13 @@ from streaming import alike, bush, ids, limits, on_disk, saved
 from test_families import made
 from test_loading import LONGROPE
 
-pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+pytestmark = [
+    pytest.mark.skipif(library.kernels() is None, reason="no native kernels here"),
+    pytest.mark.usefixtures("cache"),
+]
 KINDS = ("bfloat16", "int8", "int4")
-SETS = [*build.machine_sets(), *([build.EMULATED] if build.runs(build.EMULATED) else [])]
 TIGHT = 60_000  # bytes, of toys that take more
 PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """A cache folder of the test's own, with the kernels that are compiled already."""
-    from quickbeam.hub import cache_folder
-
-    folder = tmp_path_factory.mktemp("cache")
-    os.symlink(cache_folder() / "kernels", folder / "kernels")
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(folder))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +138,10 @@ def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(tmp_path, toy_fol
     disk.model.close()
 
 
-@pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set_reads_from_disk(folder, isa, monkeypatch):
-    library.load(isa)
+@every_set
+def test_every_instruction_set_reads_from_disk(folder, isa, native):
+    native(isa)
     kind = KINDS[SETS.index(isa) % 3]
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-    monkeypatch.setenv("QUICKBEAM_ISA", isa)
     memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"), kind)[1], kind)
     assert disk.model.pool.kernels.name == isa  # type: ignore[attr-defined]

@@ -27,18 +27,9 @@ from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 from test_exact import one_at_a_time, rows_that_differ
 
+pytestmark = pytest.mark.usefixtures("threads")
 LAYOUTS = list(CONFIGS)
 WIDEST = 128
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    """One thread, unless a test sets another number: work this small is slower on several, far
-    slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 # --- products ---
@@ -342,18 +333,6 @@ def test_attention_that_depends_on_the_tree_is_seen(isa):
 # --- whole models ---
 
 
-@pytest.fixture
-def native(monkeypatch):
-    """Makes targets use the kernels of an instruction set."""
-
-    def take(isa):
-        load(isa)
-        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-        monkeypatch.setenv("QUICKBEAM_ISA", isa)
-
-    return take
-
-
 def text(n, seed=0):
     return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -381,12 +360,8 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native
     for begin in (1, 100, 200):
         prompt, tokens = ids[:begin], ids[begin : begin + 80]
         expected = one_at_a_time(target, prompt, tokens)
-        assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(4)] == [
-            0,
-            0,
-            0,
-            0,
-        ]
+        wrong = [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(4)]
+        assert wrong == [0] * 4
 
 
 @best_set

@@ -13,12 +13,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma4TextConfig, PreTrainedConfig, Qwen2MoeConfig
 
 from cases import few
 from interpreter import Interpreter
 from kernels import SETS, best_set, every_set, load, number, plain_rows
-from models import SIZES, VOCAB, tiny
+from models import tiny
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.compiler import Compiler, Numbers
 from quickbeam.models.experts import add_experts
@@ -30,9 +29,11 @@ from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, 
 from quickbeam.models.stack_tensors import rows_of
 from quickbeam.models.target import Target
 from test_exact import one_at_a_time, rows_that_differ
-from test_native_bits import native, text
+from test_families import CONFIGS
+from test_native_bits import text
 
-__all__ = ["native"]  # a fixture
+pytestmark = pytest.mark.usefixtures("threads")
+MODELS = ("qwen2_moe", "deepseek_v3", "gemma4-experts")  # shared, latent, beside
 INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 LOGITS = Linear((Tensor("router"),), (Tensor("router_bias"),))
@@ -46,15 +47,6 @@ RULES = {
     "corrected": Routing(LOGITS, 3, correction="correction", renormalised=True, least=0.4),
     "mixer": Routing(LOGITS, 2, "mixer", jitter=0.05),
 }
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    """One thread, unless a test sets another number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def parameters():
@@ -232,52 +224,11 @@ def test_a_row_that_is_not_finite_spoils_no_other(isa):
     assert torch.equal(got[[0, 1, 2, 4, 5, 6, 7]], right[[0, 1, 2, 4, 5, 6, 7]])
 
 
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "shared": Qwen2MoeConfig(
-        **SIZES,
-        num_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-    ),
-    "latent": DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4},
-        kv_lora_rank=12,
-        q_lora_rank=20,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=6,
-        v_head_dim=8,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        num_mtp_layers=0,
-    ),
-    "beside": Gemma4TextConfig(
-        **SIZES | {"num_hidden_layers": 4},
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=6,
-        head_dim=8,
-        global_head_dim=16,
-        attention_k_eq_v=True,
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=VOCAB,
-        enable_moe_block=True,
-        num_experts=5,
-        top_k_experts=2,
-        moe_intermediate_size=24,
-    ),
-}
-
-
 @pytest.mark.parametrize(
     ("isa", "weights", "name"),
     few(
-        [(isa, weights, name) for isa in SETS for weights in FORMATS[1:] for name in CONFIGS],
-        [(isa, FORMATS[1 + i % 3], name) for i, isa in enumerate(SETS) for name in CONFIGS],
+        [(isa, weights, name) for isa in SETS for weights in FORMATS[1:] for name in MODELS],
+        [(isa, FORMATS[1 + i % 3], name) for i, isa in enumerate(SETS) for name in MODELS],
     ),
 )
 def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, weights, name, native):

@@ -20,36 +20,20 @@ from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models import weight_file
-from quickbeam.models.native import build, library
+from quickbeam.models.native import library
 from quickbeam.models.native.quantised import INT4, INT8, Packed
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
+from streaming import ids
 from test_exact import one_at_a_time, rows_that_differ
 
+pytestmark = pytest.mark.usefixtures("cache")
 kinds = pytest.mark.parametrize("name", [INT8, INT4])
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 METHODS = ["ar", "pld", "logitspec"]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """A cache folder of the test's own, with the kernels that are compiled already."""
-    from quickbeam.hub import cache_folder
-
-    folder = tmp_path_factory.mktemp("cache")
-    for file in ("kernels", "smollm2-135m"):
-        if (cache_folder() / file).exists():
-            os.symlink(cache_folder() / file, folder / file)
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(folder))
-    yield folder
-
-
-def ids(count):
-    return [(7 * i + 3) % 97 for i in range(count)]
 
 
 @kinds
@@ -197,20 +181,6 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
         WeightFile.of("somebody/model", "c0ffee", INT8, None).path
         != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
     )
-
-
-def test_kept_weights_are_of_what_the_code_does(tmp_path, monkeypatch):
-    for name in weight_file.LAYOUT:
-        shutil.copy(build.HERE / name, tmp_path)
-    monkeypatch.setattr(build, "HERE", tmp_path)
-
-    def path():
-        return WeightFile.of("somebody/model", "c0ffee", INT8, None).path
-
-    first, source = path(), tmp_path / "quantised.py"
-    assert path() == first
-    source.write_text(source.read_text() + "ROUNDED = True\n")
-    assert path() != first
 
 
 # --- what is refused ---
