@@ -10,9 +10,9 @@ import torch
 
 import reference
 from quickbeam.models.kv import Page
-from quickbeam.models.native import build, library, operations
+from quickbeam.models.native import build, library
 from quickbeam.models.native.operands import KVShape, RowList, Rows
-from quickbeam.models.native.program import Program
+from quickbeam.models.native.program import Program, place
 from quickbeam.models.pages import PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
@@ -61,17 +61,19 @@ def write(kernels, shape, keys, values, rows):
     program, (heads, n, dim) = Program(kernels), keys.shape
     rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
     query, small = torch.zeros(n, heads * dim), torch.zeros(1)
-    latent = {"turned": 0, "column": 0, "angles": 0, "interleaved": False}
-    operations.latent(
-        program,
-        program.given("query", heads * dim, True),
+    rest_of, small_of = (
         program.given("rest", rest[0].numel(), True),
         program.given("small", 0, True),
+    )
+    program.add(
+        library.LATENT,
+        program.given("query", heads * dim, True),
         program.given("sorted", 0),
-        heads,
-        shape,
-        0,
-        **latent,
+        key=rest_of.index,
+        key_stride=rest_of.width,
+        value=small_of.index,
+        heads=heads,
+        **place(shape, 0),
     )
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
@@ -83,8 +85,8 @@ def relocated(store, seed=0):
     memory = torch.full((len(pages) + 1, numbers + 32), torch.nan, dtype=torch.bfloat16)
     places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
     other = store.pool.new()
-    for place, page in zip(places, pages, strict=True):
-        moved = Page(memory[place, 32:].copy_(page.data))
+    for at, page in zip(places, pages, strict=True):
+        moved = Page(memory[at, 32:].copy_(page.data))
         moved.users = 1
         other._pages.append(moved)
     other.pool.used += len(pages)

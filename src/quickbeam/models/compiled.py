@@ -21,7 +21,7 @@ from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.formats import weights_format
 from quickbeam.models.linear import NativeLinear, embedding_of
 from quickbeam.models.memory import room_for_weights
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Recurrence
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
@@ -142,7 +142,7 @@ class CompiledStack:
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, c.x)
         if stack.positions is not None:
-            operations.learned_positions(program, parameters(stack.positions), c.x)
+            program.embed(parameters(stack.positions), c.x, positions=True)
         if stack.per_layer is not None:
             add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
         for i, layer in enumerate(stack.layers):

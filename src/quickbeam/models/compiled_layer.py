@@ -11,7 +11,7 @@ from quickbeam.models.compiler import Compiler
 from quickbeam.models.experts import add_experts
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.native.program import Buffer
+from quickbeam.models.native.program import Buffer, place
 from quickbeam.models.recurrent import add_recurrent
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
@@ -125,17 +125,19 @@ def _latent(
     if latent.query is not None:
         before = c.packed(latent.query[1]).inputs
         queries = product(*latent.query, 0, "queries")
-    operations.latent(
-        c.program,
+    rest = product(latent.norm, latent.up, before, "rest")  # what doesn't turn of keys, and values
+    c.program.add(
+        library.LATENT,
         queries,
-        product(latent.norm, latent.up, before, "rest"),
-        small,
         query,
-        of.heads,
-        shape,
-        offset,
-        turned=of.turned,
-        column=before + latent.rank,
+        key=rest.index,
+        key_stride=rest.width,
+        value=small.index,
+        value_stride=small.width,
+        value_head=before + latent.rank,  # from there on, what turns of all heads' keys
+        heads=of.heads,
+        **place(shape, offset),
+        rotary=of.turned,
         angles=c.angles.columns[of.rotary],
         interleaved=of.rotary.interleaved,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quickbeam.models.compiler import Compiler, RoutedExperts
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.stack import Experts, Routing
 
@@ -47,18 +47,24 @@ def add_experts(
     scoring, first = c.numbers.exact(of.scoring), of.chosen[0]
     scores = c.buffer("scores", scoring.outputs, True)
     c.program.linear(scoring, source if router is None else router, scores)
-    operations.experts(
-        c.program,
-        struct,
-        up.format,
+    c.program.add(
+        library.EXPERTS,
         source,
-        scores,
-        c.buffer("routes", 2 * routing.top, True),
-        c.buffer("inner", routing.top * inner + shared),
         target,
-        activation=first.activation,
-        limit=first.limit,
-        slope=first.slope,
+        inputs=source.width,
+        outputs=target.width,
+        format=up.format,
+        key=scores.index,
+        value=c.buffer(
+            "routes", 2 * routing.top, True
+        ).index,  # two numbers for each of its experts
+        best=c.buffer("inner", routing.top * inner + shared).index,  # side by side what they make
+        experts=struct,
+        first_expert=-1,
+        last_expert=struct.count + 1,
+        activation=library.ACTIVATIONS.index(first.activation),
+        softcap=first.limit,
+        scaling=first.slope,
     )
 
 

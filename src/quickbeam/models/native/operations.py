@@ -1,4 +1,4 @@
-"""Operations of a program that only some models have: latent attention, experts, gates.
+"""Operations of a program that only some models have: products in parts, gates, chosen blocks.
 
 `program.py` has those that all have.
 """
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape
-from quickbeam.models.native.program import Buffer, Program, in_float32, place
+from quickbeam.models.native.program import Buffer, Program, in_float32
 from quickbeam.models.native.quantised import Packed, SplitPacked
 
 
@@ -40,83 +39,6 @@ def product(
         for part, made in zip(packed.parts, (gates, rest), strict=True):
             program.linear(part, source, made)
         gate(program, rest, gates, target, 1, rest.width, **more)
-
-
-def latent(
-    program: Program,
-    queries: Buffer,
-    rest: Buffer,
-    small: Buffer,
-    query: Buffer,
-    heads: int,
-    shape: KVShape,
-    offset: int,
-    *,
-    turned: int,
-    column: int,
-    angles: int,
-    interleaved: bool,
-) -> None:
-    """The same as `heads` for a latent attention, from float32 buffers.
-
-    `queries`: head by head. `rest`: of each head, what doesn't turn of its key, and its value.
-    `small`: from `column` on, what turns of all heads' keys. `turned`: how many dimensions, the
-    last of a head.
-    """
-    program.add(
-        library.LATENT,
-        queries,
-        query,
-        key=rest.index,
-        key_stride=rest.width,
-        value=small.index,
-        value_stride=small.width,
-        value_head=column,
-        heads=heads,
-        **place(shape, offset),
-        rotary=turned,
-        angles=angles,
-        interleaved=interleaved,
-    )
-
-
-def experts(
-    program: Program,
-    experts: library.Experts,
-    format: int,
-    source: Buffer,
-    scores: Buffer,
-    routes: Buffer,
-    inner: Buffer,
-    target: Buffer,
-    *,
-    activation: str,
-    limit: float = 0.0,
-    slope: float = 1.0,
-) -> None:
-    """A feed-forward of experts, to a float32 target.
-
-    `format`: of their weights but the last ones. `scores`: the router's float32 results. `routes`:
-    float32, two numbers for each of a row's experts. `inner`: like the source, what a row's experts
-    have inside, one beside the other.
-    """
-    program.add(
-        library.EXPERTS,
-        source,
-        target,
-        inputs=source.width,
-        outputs=target.width,
-        format=format,
-        key=scores.index,
-        value=routes.index,
-        best=inner.index,
-        experts=experts,
-        first_expert=-1,
-        last_expert=experts.count + 1,
-        activation=library.ACTIVATIONS.index(activation),
-        softcap=limit,
-        scaling=slope,
-    )
 
 
 def gate(
@@ -181,18 +103,4 @@ def chosen(program: Program, packed: Packed, source: Buffer, target: Buffer) -> 
         inputs=packed.inputs,
         outputs=packed.outputs,
         format=packed.format,
-    )
-
-
-def learned_positions(program: Program, weight: torch.Tensor, target: Buffer) -> None:
-    """Add the positions' rows of `weight` (`[positions, d]`) to a float32 target."""
-    program.add(
-        library.EMBED,
-        None,
-        target,
-        weight=weight,
-        inputs=weight.shape[1],
-        scaling=1.0,
-        source_float=weight.dtype is torch.float32,
-        epilogue=library.ADD,
     )

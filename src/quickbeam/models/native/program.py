@@ -106,11 +106,19 @@ class Program:
         self.ops.append(op)
         self._table = None
 
-    def embed(self, weight: Weight, target: Buffer, column: int = 0, scale: float = 1.0) -> None:
+    def embed(
+        self,
+        weight: Weight,
+        target: Buffer,
+        column: int = 0,
+        scale: float = 1.0,
+        *,
+        positions: bool = False,
+    ) -> None:
         """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16 or blocks) to the target.
 
         A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight`
-        may be float32 where the target is.
+        may be float32 where the target is. `positions`: add the rows of the tokens' positions.
         """
         stored: dict[str, Any] = {"weight": weight}
         if isinstance(weight, BlockRows):
@@ -118,6 +126,7 @@ class Program:
         elif weight.dtype is torch.float32:
             stored["source_float"] = True
         stored |= {"inputs": weight.shape[1], "scaling": scale, "target_offset": column}
+        stored["epilogue"] = library.ADD if positions else library.STORE
         self.add(library.EMBED, None, target, **stored)
 
     def norm(
