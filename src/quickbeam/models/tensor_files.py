@@ -33,14 +33,14 @@ BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
 _one_at_a_time = threading.Lock()
 
 
-def read_into(room: memoryview, file: int, at: int) -> int:
-    """Fill `room` with bytes of an open file from byte `at` on.
+def read_into(room: memoryview, file: int, at: int, least: int | None = None) -> int:
+    """Fill `room`, or at least its first `least` bytes, with those of an open file from `at` on.
 
     Returns how many were read, fewer only where the file ends. Several threads may read one file.
     Raises `OSError`.
     """
     done = 0
-    while done < len(room):
+    while done < (len(room) if least is None else least):
         if hasattr(os, "preadv"):
             count = os.preadv(file, [room[done:]], at + done)
         else:  # Windows can't read elsewhere than at the file's position

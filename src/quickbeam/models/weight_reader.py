@@ -79,7 +79,8 @@ class File:
     def _fill(self, fd: int, offset: int, room: torch.Tensor) -> None:
         size = min(len(room), self._seen[0] - offset)
         try:
-            done = read_into(room[:size].numpy().data, fd, offset)
+            # all of the room: direct reads are of whole pages, also where the file ends before
+            done = read_into(room.numpy().data, fd, offset, size)
         except OSError as error:
             raise QuickbeamError(
                 f"reading {self.path} at byte {offset} failed: {error.strerror or error}"
