@@ -1,8 +1,5 @@
 """The kernels' tests again on ARM64, by an emulator: with bfloat16 and byte products of the
-processor, and without.
-
-pytest tests/test_arm.py -m long
-"""
+processor, and without."""
 
 from __future__ import annotations
 

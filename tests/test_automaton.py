@@ -1,5 +1,4 @@
-"""Words in texts, against looking for each; and many of them. `pytest
-tests/test_automaton.py`"""
+"""Words in texts, against looking for each; and many of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Bans of `min_tokens` and `bad_words` at nodes of trees, against a plain reading of the whole
-output. Run: pytest tests/test_bans.py"""
+output."""
 
 from __future__ import annotations
 

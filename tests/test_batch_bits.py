@@ -1,8 +1,5 @@
 """Bit-identity of batches: what a sequence's rows give depends neither on the others of the pass
-nor on how its memory came to be.
-
-pytest tests/test_batch_bits.py
-"""
+nor on how its memory came to be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Blocks of files: the numbers that they stand for, bit for bit, and products with them.
-
-pytest tests/test_blocks.py
-"""
+"""Blocks of files: the numbers that they stand for, bit for bit, and products with them."""
 
 from __future__ import annotations
 

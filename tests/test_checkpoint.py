@@ -1,7 +1,4 @@
-"""A folder as data: the architecture, weights and tokenizer that transformers reads from it.
-
-pytest tests/test_checkpoint.py
-"""
+"""A folder as data: the architecture, weights and tokenizer that transformers reads from it."""
 
 from __future__ import annotations
 

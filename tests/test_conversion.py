@@ -1,7 +1,4 @@
-"""From a `.gguf` file to a folder that transformers reads, made once in the cache.
-
-pytest tests/test_conversion.py
-"""
+"""From a `.gguf` file to a folder that transformers reads, made once in the cache."""
 
 import os
 

@@ -1,8 +1,5 @@
 """Bit-identity: over the native kernels, a tree's logits are those of one token at a time, to the
-last bit.
-
-pytest tests/test_exact.py
-"""
+last bit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Every family of `quickbeam.models.families` on tiny random models: transformers' logits and
-tokens, and the same answers with drafts and without.
-
-pytest tests/test_families.py
-"""
+tokens, and the same answers with drafts and without."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Attention of many sequences in one call, the way of accelerators: the logits of each sequence by
-itself, layout by layout.
-
-pytest tests/test_gathered.py
-"""
+itself, layout by layout."""
 
 from __future__ import annotations
 

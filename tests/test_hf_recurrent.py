@@ -1,7 +1,4 @@
-"""Recurrent layers by PyTorch's operators: nodes follow their paths as far as rounding lets them.
-
-pytest tests/test_hf_recurrent.py
-"""
+"""Recurrent layers by PyTorch's operators: nodes give what their paths do, up to rounding."""
 
 from __future__ import annotations
 

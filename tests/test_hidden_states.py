@@ -1,8 +1,5 @@
 """Hidden states of the certain tokens: those of a plain run of transformers, whatever was verified,
-rejected and forgotten.
-
-pytest tests/test_hidden_states.py
-"""
+rejected and forgotten."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The embedded models: a pull is whole or nothing, whatever interrupts it. `pytest
-tests/test_hub.py`"""
+"""The embedded models: a pull is whole or nothing, whatever interrupts it."""
 
 import errno
 import hashlib

@@ -1,5 +1,4 @@
-"""Which kernels a process uses, where they are kept, and what is said of them. `pytest
-tests/test_kernel_choice.py`"""
+"""Which kernels a process uses, where they are kept, and what is said of them."""
 
 from __future__ import annotations
 

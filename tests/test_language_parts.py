@@ -1,8 +1,5 @@
 """Models that read more than text: their language part on tiny random models of transformers, and
-prompts that hold more than text.
-
-pytest tests/test_language_parts.py
-"""
+prompts that hold more than text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is loaded is the whole model as transformers computes it, or is refused in words. `pytest
-tests/test_loading.py`"""
+"""What is loaded is the whole model as transformers computes it, or is refused in words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Models that are larger than the memory for their weights: the bits of the same model in memory,
-whatever is read from disk.
-
-pytest tests/test_memory.py
-"""
+whatever is read from disk."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from kernels import SETS, every_set
+from kernels import SETS
 from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
@@ -138,7 +135,7 @@ def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(tmp_path, toy_fol
     disk.model.close()
 
 
-@every_set
+@pytest.mark.parametrize("isa", SETS)
 def test_every_instruction_set_reads_from_disk(folder, isa, native):
     native(isa)
     kind = KINDS[SETS.index(isa) % 3]

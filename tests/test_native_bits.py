@@ -1,8 +1,5 @@
 """Bit-identity of the native kernels: what a row gives depends on what it sees alone. On every
-instruction set that the machine runs.
-
-pytest tests/test_native_bits.py
-"""
+instruction set that the machine runs."""
 
 from __future__ import annotations
 

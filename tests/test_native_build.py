@@ -1,8 +1,5 @@
 """How the native kernels are compiled, found again and refused, and what a target does without
-them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`.
-
-pytest tests/test_native_build.py
-"""
+them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Experts on the native kernels: what each row gets, and that it gets it whatever the other rows
-chose. On every instruction set that the machine runs.
-
-pytest tests/test_native_experts.py
-"""
+chose. On every instruction set that the machine runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Every operation of the native kernels against its plain reference, on every instruction set that
-the machine runs.
-
-pytest tests/test_native_kernels.py
-"""
+the machine runs."""
 
 from __future__ import annotations
 

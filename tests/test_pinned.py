@@ -1,8 +1,5 @@
 """Models larger than an accelerator's memory: copies that come as early or as late as they may give
-what the whole model does.
-
-pytest tests/test_pinned.py
-"""
+what the whole model does."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Checkpoints whose weights are quantised already: AWQ, GPTQ, compressed-tensors and FP8.
 
 The layouts are written here, as those who made them describe them; a weight's numbers are
-`(q - zero) * scale`, and the model must be that of those numbers.
-
-pytest tests/test_prequantised.py
-"""
+`(q - zero) * scale`, and the model must be that of those numbers."""
 
 from __future__ import annotations
 

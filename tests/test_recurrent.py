@@ -1,7 +1,4 @@
-"""Recurrent layers: a node's bits are those of its path, and states belong to sequences.
-
-pytest tests/test_recurrent.py
-"""
+"""Recurrent layers: a node's bits are those of its path, and states belong to sequences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Models that quickbeam's path would run wrongly are refused with the true reason; others load.
-
-pytest tests/test_same_logits.py
-"""
+"""Models that quickbeam's path would run wrongly are refused with the true reason; others load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The target against transformers: every layout, trees and chains, prefill in chunks, any commit.
-
-pytest tests/test_target.py
-"""
+"""Against transformers: every layout, trees and chains, prefill in chunks, any commit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The file of packed weights, and reading it ahead: what they hold, and what becomes of them where
-something fails.
-
-pytest tests/test_weight_file.py
-"""
+something fails."""
 
 from __future__ import annotations
 

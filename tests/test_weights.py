@@ -1,8 +1,5 @@
 """Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer
-arithmetic, bit for bit.
-
-pytest tests/test_weights.py
-"""
+arithmetic, bit for bit."""
 
 from __future__ import annotations
 
