@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.models.base import Batch, Chain, Draft, Part
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
@@ -227,37 +227,6 @@ def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name):
     assert wrong_rows(*models(name), range(1, 8), 400) == 0
 
 
-@needs_kernels
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3"])
-def test_every_row_of_a_batch_is_that_of_its_own_tokens(name):
-    """Each node of each tree, against its path read as a plain text."""
-    model, other = models(name)
-    world = World(model, other, 0)
-    for length in (1, 63, 64, 130):
-        text = Text(model.pool.new())
-        text.ids = world.tokens(length)
-        model.forward(Batch([Chain(text.cache, text.ids, False)]))
-        text.cache.commit(range(length))
-        world.texts.append(text)
-    trees = [world.tree(text) for text in world.texts]
-    parts: list[Part] = [
-        Draft(text.cache, tree) for text, tree in zip(world.texts, trees, strict=True)
-    ]
-    whole = Chain(model.pool.new(), world.tokens(70))
-    *passed, last = model.forward(Batch([*parts, whole]))
-    for text, tree, got in zip(world.texts, trees, passed, strict=True):
-        for node in range(len(tree)):
-            ids = [*text.ids, *(tree.token[i] for i in tree.path(node))]
-            (alone,) = other.forward(Batch([Chain(other.pool.new(), ids)]))
-            assert torch.equal(got.logits[node], alone.logits[0])
-    (alone,) = other.forward(Batch([Chain(other.pool.new(), whole.tokens)]))
-    assert (
-        torch.equal(last.logits, alone.logits)
-        and last.hidden is not None
-        and torch.equal(last.hidden, alone.hidden)
-    )
-
-
 def early(self, page):
     page.users -= 1
     if not page.users:
@@ -294,22 +263,3 @@ def seen(model, other, seed, steps=100):
     world = World(model, other, seed)
     world.live(steps)
     return world.wrong
-
-
-@needs_kernels
-@torch.inference_mode()
-def test_nan_that_a_page_held_is_not_read_again():
-    """The whole memory is NaN when the next sequence takes it."""
-    model, other = models("mistral-window")
-    cache = model.pool.new()
-    cache.reserve(6 * model.pool.page)
-    assert isinstance(cache, PagedStore)
-    for page in cache._pages:
-        page.data.fill_(torch.nan)
-    cache.release()
-    world = World(model, other, 0)
-    assert len(model.pool._unused) == 6
-    world.new()
-    for _ in range(25):
-        world.passes()
-    assert world.wrong == 0 and world.compared > 25 and len(world.texts[0].ids) > model.pool.page

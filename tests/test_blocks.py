@@ -16,13 +16,7 @@ from quickbeam.models.native.formats import FORMATS
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.operations import chosen, product
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import (
-    BFLOAT16,
-    BlockRows,
-    Packed,
-    Packer,
-    dense_rows,
-)
+from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packer, dense_rows
 
 NAMES = [name for name, of in FORMATS.items() if of.bytes]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]

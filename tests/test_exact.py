@@ -72,10 +72,7 @@ def test_every_layout_gives_the_same_bits_across_pages(name):
 
 @pytest.mark.parametrize(
     ("begins", "count", "seeds"),
-    [
-        ((374,), 20, 1),
-        pytest.param((37, 748, 1100), 40, 3, marks=pytest.mark.long),
-    ],
+    [((374,), 20, 1), pytest.param((37, 748, 1100), 40, 3, marks=pytest.mark.long)],
 )
 def test_the_embedded_model_gives_the_same_bits(smollm2, begins, count, seeds):
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cases import few
@@ -31,17 +27,7 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
-from test_families import (
-    CONVOLVED,
-    DELTA,
-    EXPERTS,
-    GEMMA4,
-    HYBRID_EXPERTS,
-    IDS,
-    LINEAR,
-    MIXED,
-    off,
-)
+from test_families import CONVOLVED, DELTA, EXPERTS, GEMMA4, HYBRID_EXPERTS, IDS, LINEAR, MIXED, off
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 

@@ -29,7 +29,6 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.disk import WeightsOnDisk
-from quickbeam.models.loading import load_model
 from quickbeam.models.memory import HUGE, room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
@@ -38,7 +37,6 @@ from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
 from streaming import alike, bush, ids, limits, on_disk, saved
 from test_families import made
-from test_loading import LONGROPE
 
 pytestmark = [
     pytest.mark.skipif(library.kernels() is None, reason="no native kernels here"),
@@ -119,20 +117,6 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
     disk.verify(bush(1))
     one, many = read(1), read(100)
     assert one < 0.8 * many and many <= 2 * weights(disk).record()["streamed_bytes"]
-
-
-def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(tmp_path, toy_folder):
-    rope = LONGROPE | {
-        "short_factor": [1 + i / 16 for i in range(16)],
-        "long_factor": [2.0 + i for i in range(16)],
-        "original_max_position_embeddings": 1024,
-    }
-    folder = saved("llama", tmp_path / "model", toy_folder, rope_parameters=rope)
-    plain = load_model(folder, torch.bfloat16, torch.device("cpu"))[0]
-    assert plain.model.rotary_emb.attention_scaling > 1.05
-    disk = on_disk(folder, limits(folder)[1])
-    alike(Target(make_model(plain)), disk, (1, 17))
-    disk.model.close()
 
 
 @pytest.mark.parametrize("isa", SETS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reference
-from cases import spread
+from cases import few, spread
 from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated, write
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
@@ -407,11 +407,7 @@ def widest_tree(tokens, nodes, rng):
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
 def test_widths_up_to_128_give_the_same_bits(isa, name, native):
     native(isa)
-    target, ids, rng = (
-        Target(tiny(name, torch.bfloat16, wide=True)),
-        text(70),
-        random.Random(0),
-    )
+    target, ids, rng = (Target(tiny(name, torch.bfloat16, wide=True)), text(70), random.Random(0))
     prompt, tokens = ids[:58], ids[58:]
     expected = one_at_a_time(target, prompt, tokens)
     target.reset()
@@ -467,25 +463,15 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
     assert torch.equal(found[0][2], reference.best(found[0][1]))
 
 
-def bits_hold_behind(target, length):
-    ids = text(length + 16)
-    prompt, tokens = ids[:length], ids[length:]
-    expected = one_at_a_time(target, prompt, tokens)
-    return rows_that_differ(target, prompt, tokens, expected, 0) == 0
-
-
-@best_set
-def test_long_contexts_give_the_same_bits(isa, native):
+@pytest.mark.parametrize(
+    ("isa", "length"),
+    few([(isa, n) for isa in SETS for n in (1023, 1500, 2500, 4000)], [(SETS[0], 1500)]),
+)
+def test_long_contexts_give_the_same_bits(isa, length, native):
     native(isa)
-    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), 1500)
-
-
-@pytest.mark.long
-@every_set
-@pytest.mark.parametrize("length", [1023, 2500, 4000])
-def test_contexts_to_4000_give_the_same_bits(isa, length, native):
-    native(isa)
-    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), length)
+    target, ids = Target(tiny("llama", torch.bfloat16)), text(length + 16)
+    expected = one_at_a_time(target, ids[:length], ids[length:])
+    assert rows_that_differ(target, ids[:length], ids[length:], expected, 0) == 0
 
 
 @every_set

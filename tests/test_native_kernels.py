@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 import reference
 from cases import examples
-from kernels import (
-    attend,
-    every_set,
-    filled,
-    load,
-    number,
-    plain_rows,
-    random_paths,
-    relocated,
-)
+from kernels import attend, every_set, filled, load, number, plain_rows, random_paths, relocated
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import BLOCK, KVShape, Rows
 from quickbeam.models.native.program import Program

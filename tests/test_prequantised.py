@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    FineGrainedFP8Config,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
 from answers import answer
 from models import SIZES, tiny

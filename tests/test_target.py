@@ -134,10 +134,7 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
 
 @pytest.mark.parametrize(
     "config",
-    [
-        MambaConfig(**SMALL, state_size=4),
-        JambaConfig(**SMALL, **HEADS),
-    ],
+    [MambaConfig(**SMALL, state_size=4), JambaConfig(**SMALL, **HEADS)],
     ids=["mamba", "jamba"],
 )
 def test_recurrent_and_hybrid_models_are_refused(config):
