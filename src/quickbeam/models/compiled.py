@@ -142,7 +142,7 @@ class CompiledStack:
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, c.x)
         if stack.positions is not None:
-            program.embed(parameters(stack.positions), c.x, positions=True)
+            program.embed(parameters(stack.positions), c.x, add=True)
         if stack.per_layer is not None:
             add_per_layer_inputs(c, stack.per_layer, parameters.mapped(stack.per_layer.table))
         for i, layer in enumerate(stack.layers):

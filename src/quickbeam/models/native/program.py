@@ -107,18 +107,12 @@ class Program:
         self._table = None
 
     def embed(
-        self,
-        weight: Weight,
-        target: Buffer,
-        column: int = 0,
-        scale: float = 1.0,
-        *,
-        positions: bool = False,
+        self, weight: Weight, target: Buffer, column: int = 0, scale: float = 1.0, add: bool = False
     ) -> None:
         """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16 or blocks) to the target.
 
-        A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight`
-        may be float32 where the target is. `positions`: add the rows of the tokens' positions.
+        A float32 target gets them times `scale`; a bfloat16 one gets them as they are. `weight` may
+        be float32 where the target is. `add`: add those of the tokens' positions.
         """
         stored: dict[str, Any] = {"weight": weight}
         if isinstance(weight, BlockRows):
@@ -126,8 +120,8 @@ class Program:
         elif weight.dtype is torch.float32:
             stored["source_float"] = True
         stored |= {"inputs": weight.shape[1], "scaling": scale, "target_offset": column}
-        stored["epilogue"] = library.ADD if positions else library.STORE
-        self.add(library.EMBED, None, target, **stored)
+        epilogue = library.ADD if add else library.STORE
+        self.add(library.EMBED, None, target, epilogue=epilogue, **stored)
 
     def norm(
         self,
@@ -294,8 +288,6 @@ class Program:
         It follows `heads` or `latent` of the same layer. `window`: how many of the last tokens
         count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
         """
-        if sinks is not None:
-            sinks = in_float32(sinks)
         self.add(
             library.ATTEND,
             query,
@@ -305,7 +297,7 @@ class Program:
             scaling=scaling,
             window=window or 0,
             softcap=softcap or 0.0,
-            sinks=sinks,
+            sinks=in_float32(sinks),
         )
 
     def copy(
@@ -385,10 +377,7 @@ class Program:
         return int(self._table[buffer])
 
     def set(self, operation: int, **fields: int) -> None:
-        """Change an operation's fields for the next calls.
-
-        An example is strides that depend on the number of rows.
-        """
+        """Change an operation's fields, as strides that depend on the rows, for the next calls."""
         for name, value in fields.items():
             setattr(self.ops[operation], name, value)
             if self._table is not None:
