@@ -352,7 +352,7 @@ def test_templates_are_rendered_as_transformers_renders_them(toy):
     text = theirs.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True)
     assert ours.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True) == text
 
-    def adder(x):
+    def adder(x: int) -> int:
         """Adds one.
 
         Args:
