@@ -25,6 +25,11 @@ class InvalidInput(QuickbeamError, ValueError):
     """
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise `InvalidInput` naming the tensors that a checkpoint lacks, or has in another shape.
 

@@ -26,13 +26,14 @@ from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.drafters.shortlist.ordered import OrderedHead
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import ModelConfig, expected, read_config, read_json
+from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
 from quickbeam.models.families.gemma4 import gemma4
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.quantised import FLOAT32
 from quickbeam.models.pages import PagePool
+from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import names, norms
 

@@ -23,7 +23,7 @@ from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, Native
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import ModelConfig, expected
+from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, NotDescribed
@@ -34,6 +34,7 @@ from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
 from quickbeam.models.prequantised import FewBits, method_of
+from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Linear, Norm, Stack, Tensor
 from quickbeam.models.stack_tensors import names
 from quickbeam.models.stored import Stored, Whole, one_by_one, own_names, placed

@@ -79,6 +79,8 @@ def _longrope(rope: Rope, dim: int) -> Scaled:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     short = torch.tensor(rope["short_factor"], dtype=torch.float32)
+    if len(short) != dim // 2:
+        raise ValueError(f"short_factor has {len(short)} numbers for {dim // 2} pairs that turn")
     return 1.0 / (short * rope["rope_theta"] ** exponents), float(attention)
 
 
@@ -107,7 +109,7 @@ def frequencies(rope: Rope, dim: int) -> Scaled:
     """Return the angles per position of `dim` dimensions, `[dim / 2]` float32, and a factor.
 
     The factor is that of cosines and sines. Raises `InvalidInput` for a kind of angles that is not
-    in `KINDS`, and for a kind without its parameters.
+    in `KINDS`, and for a kind without its parameters, or with others than it can be made of.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in KINDS:
@@ -116,6 +118,8 @@ def frequencies(rope: Rope, dim: int) -> Scaled:
         return KINDS[kind](rope, dim)
     except (KeyError, TypeError) as error:
         raise InvalidInput(f"rotary angles of type {kind!r} lack {error}") from error
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise InvalidInput(f"rotary angles of type {kind!r} can't be made: {error}") from error
 
 
 def of_config(config: Any) -> Iterator[dict[str, Any]]:
@@ -201,4 +205,6 @@ class AngleTable:
 def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:
     """Return the angles of layers with `rotary`, of which `dim` dimensions turn."""
     rope = config.rope_parameters
+    if rotary.kind is not None and not isinstance(rope.get(rotary.kind), dict):
+        raise InvalidInput(f"its rope_parameters lack those of {rotary.kind}")
     return Angles(rope if rotary.kind is None else rope[rotary.kind], dim)

@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quickbeam.cache import cache_folder
-from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.families import stack_of
+from quickbeam.models.families import FAMILIES, stack_of
+from quickbeam.models.families.fields import check_field, check_fields
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
-from quickbeam.models.native.quantised import BlockRows, Weight
+from quickbeam.models.native.quantised import Weight
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
-from quickbeam.models.stack import Attention, FeedForward, Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import experts, linears, names, rows_of
+from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
+from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
     Stored,
@@ -53,7 +54,8 @@ class ModelConfig:
     """A configuration as data: its fields are the attributes."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.__dict__.update(fields)
+        own = dir(ModelConfig)
+        self.__dict__.update((name, value) for name, value in fields.items() if name not in own)
 
     @property
     def attribute_map(self) -> dict[str, str]:
@@ -63,7 +65,7 @@ class ModelConfig:
     def __getattr__(self, name: str) -> Any:
         if name in self.attribute_map:
             return getattr(self, self.attribute_map[name])
-        if name == "num_hidden_layers" and "layers_block_type" in self.__dict__:
+        if name == "num_hidden_layers" and self.__dict__.get("layers_block_type"):
             return len(self.__dict__["layers_block_type"])
         raise AttributeError(f"the configuration has no {name}")
 
@@ -104,11 +106,13 @@ def read_config(folder: Path) -> ModelConfig:
     Of a model that reads more than text, it is that of the language part (`language_part`).
 
     Configurations of other versions are read by transformers once, and kept in the cache folder.
-    Raises `InvalidInput` where that fails.
+    Raises `InvalidInput` where that fails, and for fields that hold something else than they are
+    for.
     """
     fields = read_json(folder / "config.json")
+    language = _language_part(fields)
     if str(fields.get("transformers_version")).startswith(WHOLE):
-        return ModelConfig(language_part(fields))
+        return ModelConfig(language)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
     kept = cache_folder() / "configs" / f"{digest}.json"
     if not (found := read_json(kept)):
@@ -117,8 +121,8 @@ def read_config(folder: Path) -> ModelConfig:
         try:
             text = AutoConfig.from_pretrained(folder).to_json_string(use_diff=False)
             found = json.loads(text, object_hook=_plain)
-        except (OSError, ValueError, KeyError) as error:
-            raise InvalidInput(str(error).strip().splitlines()[0]) from error
+        except Exception as error:  # of any kind, by what the file says
+            raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             part = kept.with_suffix(f".{os.getpid()}.tmp")
@@ -126,7 +130,16 @@ def read_config(folder: Path) -> ModelConfig:
             os.replace(part, kept)
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(language_part(found))
+    return ModelConfig(_language_part(found))
+
+
+def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what `language_part` does, once what it holds is checked."""
+    check_field("model_type", fields.get("model_type"))
+    part = language_part(fields)
+    check_field("model_type", part.get("model_type"))
+    check_fields(part if part.get("model_type") in FAMILIES else {})
+    return part
 
 
 def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
@@ -302,92 +315,3 @@ class Checkpoint(Parameters):
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was made."""
         self._held.clear()
-
-
-def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
-    """Raise `NotDescribed` for experts of a layer that are not all in the same formats.
-
-    `like(name)`: a parameter, or something of its format.
-    """
-    for of in experts(stack):
-        for read_alike in ([one.up for one in of.all], [one.down for one in of.all]):
-            read = [like(one.name) for linear in read_alike for one in linear.weights]
-            formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
-            if len(formats) > 1:
-                raise NotDescribed(f"experts of a layer are {' and '.join(sorted(formats))}")
-
-
-def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:
-    """Raise `InvalidInput` for another number of experts than a layer has, or than it chooses.
-
-    `shape(name)`: of a parameter.
-    """
-    for of in experts(stack):
-        count, top = len(of.chosen), of.routing.top
-        if not 0 < top <= count:
-            raise InvalidInput(f"config.json chooses {top} of {count} experts")
-        first, *_ = of.chosen
-        read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
-        found = {one.name: shape(one.name) for one in read}
-        odd = [(name, own, [count, *own[1:]]) for name, own in found.items() if own[0] != count]
-        refuse_incomplete([], odd)
-        alone = {one: rows_of(one, torch.empty(found[one.name], device="meta")) for one in read}
-        (down,), up = first.down.weights, first.up.weights
-        if any(len(alone[one]) != alone[down].shape[1] for one in up):
-            raise InvalidInput(
-                f"{down.name} reads {alone[down].shape[1]} numbers of an expert, and {up[0].name} "
-                f"gives {len(alone[up[0]])}: they are of two models"
-            )
-
-
-def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
-    """Raise `InvalidInput` for parts of a layer that don't fit one another.
-
-    They are experts, biases, and norms of queries and keys. `shape(name)`: of a parameter.
-    """
-    refuse_other_experts(stack, shape)
-
-    def size(one: Tensor) -> int:
-        return len(rows_of(one, torch.empty(shape(one.name), device="meta")))
-
-    odd = []
-    for linear, _ in linears(stack):
-        for weight, bias in zip(linear.weights, linear.biases, strict=False):
-            if size(weight) != size(bias):
-                odd.append((bias.name, [size(bias)], [size(weight)]))
-    for of in stack.attentions:
-        for norm, heads in zip(of.norms or (), (of.heads, of.kv_heads), strict=False):
-            sizes = [math.prod(shape(name)) for name in norm.weights]
-            if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
-                odd.append((norm.weights[0], sizes, [of.head_dim]))
-    refuse_incomplete([], odd)
-
-
-def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
-    """Return the shapes that a configuration gives parameters of a stack, by name."""
-    width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
-    if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # they adjust the size
-        inner = None
-    found: dict[str, list[int]] = {}
-
-    def put(linear: Linear, rows: Sequence[int], inputs: int) -> None:
-        for one, count in zip(linear.weights, rows, strict=False):
-            shape = [count * one.parts, inputs]
-            found[one.name] = shape[::-1] if one.transposed else shape
-
-    for layer in stack.layers:
-        if isinstance(of := layer.attention, Attention):
-            sizes = [of.heads, of.kv_heads, of.kv_heads]
-            if len(of.qkv.weights) == 3 and all(one.parts == 1 for one in of.qkv.weights):
-                put(of.qkv, [size * of.head_dim for size in sizes], width)
-            put(of.out, [width], of.heads * of.value_dim)
-        if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
-            put(fed.up, [inner, inner], width)
-            put(fed.down, [width], inner)
-        around = [layer.attention_before, layer.feed_forward_before]
-        around += [layer.attention_after, layer.feed_forward_after]
-        found |= {layer.scalar: [1]} if layer.scalar else {}
-        found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
-    found |= {name: [width] for name in stack.norm.weights}
-    put(stack.head, [config.vocab_size], width)
-    return found | {stack.embedding: [config.vocab_size, width]}

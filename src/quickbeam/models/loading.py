@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
 
 from quickbeam import hub
-from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
@@ -209,7 +209,7 @@ def load_model(
     quantised = ""
     try:
         base = _adapted(name, revision)
-        config = AutoConfig.from_pretrained(base or name, **told)
+        config = _read_config(base or name, told)
         refuse_unfit(causal_class(config), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
@@ -233,6 +233,15 @@ def load_model(
             raise
         raise InvalidInput(f"can't load {model!r}: {reason}") from error
     return loaded, tokenizer
+
+
+def _read_config(name: str, told: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name, **told)
+    except (OSError, ValueError, KeyError, ImportError):  # `_reason` knows more
+        raise
+    except Exception as error:  # of any kind, by what the file says
+        raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
 
 
 def _load(
@@ -262,7 +271,7 @@ def _reason(error: Exception, quantised: str) -> str | None:
 
     `quantised`: how its weights are quantised.
     """
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = first_line(error)
     if "trust_remote_code" in str(error):
         return (
             "it comes with Python code of its own, which runs only where you allow it: "

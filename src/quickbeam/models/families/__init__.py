@@ -14,6 +14,7 @@ from quickbeam.models.families.cohere import cohere, cohere2
 from quickbeam.models.families.deepseek import deepseek_v2, deepseek_v3
 from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
+from quickbeam.models.families.fields import refuse, refuse_odd_sizes
 from quickbeam.models.families.gemma import gemma, gemma2, gemma3
 from quickbeam.models.families.gemma4 import gemma4
 from quickbeam.models.families.glm import glm, glm4, glm4_moe
@@ -109,17 +110,24 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
     """Return the architecture of a model with this configuration and number format.
 
     Raises `NotDescribed` for one of no family in the table, for one that sets what its family's
-    file doesn't know, and for rotary angles of an unknown kind.
+    file doesn't know, and for rotary angles of an unknown kind. Raises `InvalidInput` for fields
+    that hold something else than they are for.
     """
     if (family := FAMILIES.get(getattr(config, "model_type", ""))) is None:
         named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
         raise NotDescribed(f"no family describes {named}")
     reading = Config(config, dtype)
+    for name in ("hidden_size", "vocab_size", "tie_word_embeddings"):  # which all loading needs
+        getattr(reading, name)
+    if reading.get("num_attention_heads", 1) > reading.hidden_size:
+        raise refuse("num_attention_heads", reading.num_attention_heads, "at most hidden_size")
     stack = family(reading)
     reading.refuse_unknown()
+    refuse_odd_sizes(stack)
     try:
-        for rotary in stack.rotaries:
-            angles_of(config, rotary, 2)
+        for rotary, turned in dict.fromkeys((one.rotary, one.turned) for one in stack.attentions):
+            if rotary is not None:
+                angles_of(config, rotary, turned)
     except InvalidInput as error:
         raise NotDescribed(str(error)) from error
     return stack

@@ -97,7 +97,7 @@ def small(module: str) -> Norm:
 def scaling(c: Config, dim: int) -> float:
     """Return the factor of scores: that of YaRN is in it."""
     rope, found = c.rope_parameters, float(dim**-0.5)
-    wide = rope.get("mscale_all_dim", 0)
-    if rope.get("rope_type", "default") == "default" or not wide or rope["factor"] <= 1:
+    wide, factor = rope.get("mscale_all_dim", 0), rope.get("factor") or 1.0
+    if rope.get("rope_type", "default") == "default" or not wide or factor <= 1:
         return found
-    return found * float(0.1 * wide * math.log(rope["factor"]) + 1) ** 2
+    return found * float(0.1 * wide * math.log(factor) + 1) ** 2

@@ -79,7 +79,7 @@ def _mamba(c: Config, at: str, **more: Any) -> Matrices:
 
 def granite_hybrid(c: Config) -> Stack:
     """Granite with Mamba-2 in most layers, and experts beside a feed-forward of all tokens."""
-    rope = c.position_embedding_type == "rope"
+    rope = c.get("position_embedding_type") == "rope"
     c.get("rope_parameters")
     turns: dict[str, Any] = {} if rope else {"rotary": None}
 

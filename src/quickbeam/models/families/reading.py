@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quickbeam.models.families.fields import BY_LAYER, KINDS, OPTIONAL, check_field, refuse
 from quickbeam.models.families.published import ignored
 from quickbeam.models.stack import (
     Attention,
@@ -125,15 +126,22 @@ class Config:
         self._config, self._read, self.number_format = config, set[str](), number_format
 
     def __getattr__(self, name: str) -> Any:
-        self._read.add(self._config.attribute_map.get(name, name))
-        try:
-            return getattr(self._config, name)
-        except AttributeError as error:
-            raise NotDescribed(f"its configuration has no {name}") from error
+        if not hasattr(self._config, name):
+            raise NotDescribed(f"its configuration has no {name}")
+        if (found := self.get(name)) is None and name not in OPTIONAL:
+            raise refuse(name, None, KINDS[name].told if name in KINDS else "a value")
+        return found
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute, or `default` where it is missing or None."""
-        found = getattr(self, name) if hasattr(self._config, name) else None
+        """Return an attribute, or `default` where it is missing or None.
+
+        Raises `InvalidInput` for one that holds something else than it is for.
+        """
+        self._read.add(self._config.attribute_map.get(name, name))
+        found = getattr(self._config, name, None)
+        check_field(name, found)
+        if name in BY_LAYER and found is not None and len(found) < self.num_hidden_layers:
+            raise refuse(name, found, f"one for each of {self.num_hidden_layers} layers")
         return default if found is None else found
 
     def must(self, name: str, *accepted: Any) -> None:
@@ -144,6 +152,7 @@ class Config:
     def layer(self, i: int) -> Config:
         """Return the configuration of layer `i`, for a model whose layers may have their own."""
         fields = self._config.to_dict()
+        check_field("per_layer_config", fields.get("per_layer_config"))
         each = {int(number): own for number, own in (fields.get("per_layer_config") or {}).items()}
         names = SimpleNamespace(attribute_map={}, **fields | each.get(i, {}))
         found = Config(names, self.number_format)
@@ -212,7 +221,9 @@ def turned(c: Config, dim: int, kind: str | None = None) -> int:
     """Return how many of a head's `dim` dimensions the rotary angles turn."""
     for name in ("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_local_base_freq"):
         c.get(name)  # older names of what `rope_parameters` holds
-    rope = c.rope_parameters if kind is None else c.rope_parameters[kind]
+    rope = c.rope_parameters if kind is None else c.rope_parameters.get(kind)
+    if not isinstance(rope, dict):
+        raise refuse("rope_parameters", c.rope_parameters, f"an object with {kind}")
     if rope.get("rope_type") == "proportional":  # the rest turns by no angle
         return dim
     return int(dim * (rope.get("partial_rotary_factor") or 1))

@@ -11,12 +11,7 @@ import torch
 
 from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.checkpoint import (
-    ModelConfig,
-    expected,
-    refuse_mixed_experts,
-    refuse_other_sizes,
-)
+from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import ANGLES, architecture_of, stored_names
@@ -25,6 +20,7 @@ from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
 from quickbeam.models.parameters import Parameters
+from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import names, norms
 

@@ -1,0 +1,136 @@
+"""Whether a checkpoint's parameters have the shapes that its configuration says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from quickbeam.errors import InvalidInput, refuse_incomplete
+from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.native.quantised import BlockRows
+from quickbeam.models.stack import (
+    Attention,
+    FeedForward,
+    Linear,
+    Recurrent,
+    ShortConv,
+    Stack,
+    Tensor,
+)
+from quickbeam.models.stack_tensors import experts, linears, rows_of
+
+
+def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
+    """Raise `NotDescribed` for experts of a layer that are not all in the same formats.
+
+    `like(name)`: a parameter, or something of its format.
+    """
+    for of in experts(stack):
+        for read_alike in ([one.up for one in of.all], [one.down for one in of.all]):
+            read = [like(one.name) for linear in read_alike for one in linear.weights]
+            formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
+            if len(formats) > 1:
+                raise NotDescribed(f"experts of a layer are {' and '.join(sorted(formats))}")
+
+
+def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:
+    """Raise `InvalidInput` for another number of experts than a layer has, or than it chooses.
+
+    `shape(name)`: of a parameter.
+    """
+    for of in experts(stack):
+        count, top = len(of.chosen), of.routing.top
+        if not 0 < top <= count:
+            raise InvalidInput(f"config.json chooses {top} of {count} experts")
+        first, *_ = of.chosen
+        read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
+        found = {one.name: shape(one.name) for one in read}
+        odd = [(name, own, [count, *own[1:]]) for name, own in found.items() if own[0] != count]
+        refuse_incomplete([], odd)
+        alone = {one: rows_of(one, torch.empty(found[one.name], device="meta")) for one in read}
+        (down,), up = first.down.weights, first.up.weights
+        if any(len(alone[one]) != alone[down].shape[1] for one in up):
+            raise InvalidInput(
+                f"{down.name} reads {alone[down].shape[1]} numbers of an expert, and {up[0].name} "
+                f"gives {len(alone[up[0]])}: they are of two models"
+            )
+
+
+def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
+    """Raise `InvalidInput` for parts of a layer that don't fit one another.
+
+    They are experts, biases, and norms of queries and keys. `shape(name)`: of a parameter.
+    """
+    refuse_other_experts(stack, shape)
+
+    def size(one: Tensor) -> int:
+        return len(rows_of(one, torch.empty(shape(one.name), device="meta")))
+
+    odd = []
+    for linear, _ in linears(stack):
+        for weight, bias in zip(linear.weights, linear.biases, strict=False):
+            if size(weight) != size(bias):
+                odd.append((bias.name, [size(bias)], [size(weight)]))
+    for of in stack.attentions:
+        for norm, heads in zip(of.norms or (), (of.heads, of.kv_heads), strict=False):
+            sizes = [math.prod(shape(name)) for name in norm.weights]
+            if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
+                odd.append((norm.weights[0], sizes, [of.head_dim]))
+    refuse_incomplete([], odd)
+
+
+def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
+    """Return the shapes that a configuration gives parameters of a stack, by name."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
+    if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # they adjust the size
+        inner = None
+    found: dict[str, list[int]] = {}
+
+    def put(linear: Linear, rows: Sequence[int], inputs: int) -> None:
+        for one, count in zip(linear.weights, rows, strict=False):
+            shape = [count * one.parts, inputs]
+            found[one.name] = shape[::-1] if one.transposed else shape
+
+    for layer in stack.layers:
+        if isinstance(of := layer.attention, Attention):
+            sizes = [of.heads, of.kv_heads, of.kv_heads]
+            if len(of.qkv.weights) == 3 and all(one.parts == 1 for one in of.qkv.weights):
+                put(of.qkv, [size * of.head_dim for size in sizes], width)
+            put(of.out, [width], of.heads * of.value_dim)
+        if (mixer := layer.recurrent) is not None:
+            found |= _expected_recurrent(mixer, put, width)
+        if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
+            put(fed.up, [inner, inner], width)
+            put(fed.down, [width], inner)
+        around = [layer.attention_before, layer.feed_forward_before]
+        around += [layer.attention_after, layer.feed_forward_after]
+        found |= {layer.scalar: [1]} if layer.scalar else {}
+        found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
+    found |= {name: [width] for name in stack.norm.weights}
+    put(stack.head, [config.vocab_size], width)
+    if stack.positions is not None:
+        found[stack.positions] = [getattr(config, "max_position_embeddings", 0), width]
+    return found | {stack.embedding: [config.vocab_size, width]}
+
+
+def _expected_recurrent(
+    of: Recurrent, put: Callable[[Linear, Sequence[int], int], None], width: int
+) -> dict[str, list[int]]:
+    found = {of.weight: [of.channels, 1, of.taps]}
+    found |= {of.bias: [of.channels]} if of.bias else {}
+    if isinstance(of, ShortConv):
+        put(of.into, [3 * of.channels], width)
+        put(of.out, [width], of.channels)
+        return found
+    inner = of.heads * of.value_dim
+    put(of.out, [width], inner)
+    if all(one.plain and one.parts == 1 for one in of.into.weights):
+        put(of.into, [of.channels, inner, of.heads, of.heads], width)
+    else:  # the last cut of a tensor is its end; rates and decays are two parts of one
+        ends = {one.name: one.heads * one.cut[1] for one in of.into.weights if one.cut}
+        for one in of.into.weights:
+            found[one.name] = [ends.get(one.name, 2 * of.heads), width]
+    return found | {name: [of.heads] for name in (of.log_slope, of.shift, of.skip) if name}
