@@ -9,6 +9,7 @@ import contextlib
 import copy
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,7 +19,13 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     GemmaConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -66,6 +73,44 @@ TINY = {
         logits_scaling=2.0,
     ),
     "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
+    "llama experts": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "granitemoe": GraniteMoeConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
+    "lfm2": Lfm2Config(
+        **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
+    ),
+    "lfm2moe": Lfm2MoeConfig(
+        **SIZES,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
 }
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
 Q8, Q5 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
@@ -79,7 +124,12 @@ def model_of(architecture: str) -> PreTrainedModel:
         config.query_pre_attn_scalar = config.head_dim = 16
     if architecture == "granite":
         config.tie_word_embeddings = True
-    return tiny("", config=config, seed=3)
+    model = tiny("", config=config, seed=3)
+    with torch.no_grad():
+        for name, bias in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("_bias", ".bias", "sinks")):
+                bias.copy_(torch.randn_like(bias) * 0.3)
+    return model
 
 
 def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
@@ -92,23 +142,35 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_block_count(c.num_hidden_layers)
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    kinds = getattr(c, "layer_types", None) or []
+    some = [c.num_key_value_heads * (kind != "conv") for kind in kinds]
+    writer.add_head_count_kv(some if "conv" in kinds else c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(getattr(c, "rms_norm_eps", None) or c.norm_eps)
     writer.add_vocab_size(c.vocab_size)
     writer.add_rope_dimension_count(dim)
     writer.add_key_length(dim)
     rope = c.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if name in ("gemma2", "gemma3"):
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if name in ("gemma2", "gemma3", "gpt-oss"):
         writer.add_sliding_window(c.sliding_window)
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if getattr(c, cap):
+            if getattr(c, cap, None):
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
-    if name == "qwen3moe":
-        writer.add_expert_count(c.num_experts)
+    if count := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
+        writer.add_expert_count(count)
         writer.add_expert_used_count(c.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
-    if name == "granite":
+        inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
+        writer.add_expert_feed_forward_length(inner)
+    if name.startswith("lfm2"):
+        writer.add_shortconv_l_cache(c.conv_L_cache)
+    if name == "lfm2moe":
+        writer.add_leading_dense_block_count(c.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if name.startswith("granite"):
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
@@ -134,24 +196,47 @@ def turned(rows: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def apart(state):
-    """All tensors, with experts' gates and what they let through by themselves."""
+# names that llama.cpp's package doesn't know, as transformers has them since its version 5
+NAMES = {
+    "block_sparse_moe.": "mlp.",
+    "feed_forward.experts": "mlp.experts",
+    "mlp.router": "mlp.gate",
+    "expert_bias": "expert_bias.bias",
+    "sinks": "sinks.weight",
+    "_proj_bias": "_proj.bias",
+}
+
+
+def apart(state, woven: bool):
+    """All tensors as the converter has them. `woven`: as of `Architecture`."""
     for name, tensor in state.items():
-        if not name.endswith("experts.gate_up_proj"):
-            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        if "conv.conv" in name:
+            tensor = tensor.squeeze(1)
+        if ".experts." not in name:
+            yield name, tensor
             continue
-        for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
-            yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
+        whole = name if name.endswith(".bias") else f"{name}.weight"
+        if woven and tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        if "gate_up_proj" not in name:
+            yield whole, tensor
+            continue
+        halves = (tensor[:, ::2], tensor[:, 1::2]) if woven else tensor.chunk(2, 1)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            yield whole.replace("gate_up", part), half
 
 
 def write(path, architecture: str, model: PreTrainedModel, kinds=None):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without."""
+    architecture = architecture.split()[0]
     writer, c = gguf.GGUFWriter(str(path), architecture), model.config
     metadata(writer, model)
     tokenizer(writer)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
-    for name, tensor in apart(model.state_dict()):
+    for name, tensor in apart(model.state_dict(), ARCHITECTURES[architecture].woven):
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
         own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
@@ -162,7 +247,7 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None):
         if ARCHITECTURES[architecture].plus_one and "norm" in of:
             data = data + 1
         stored = next((k for part, k in (kinds or {}).items() if part in own), None)
-        if stored is None or data.ndim < 2:
+        if stored is None or data.ndim < 2 or own.endswith(".bias"):
             writer.add_tensor(own, data)
         else:
             writer.add_tensor(own, gguf.quantize(data, stored), raw_dtype=stored)
@@ -180,7 +265,11 @@ def logits(parameters, ids: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_is_here():
+    assert {name.split()[0] for name in TINY} == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("architecture", TINY)
 def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
     """Metadata and names by llama.cpp's package, logits by transformers."""
     model = model_of(architecture)
@@ -190,6 +279,30 @@ def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4 * float(wanted.abs().max()))
+
+
+SWAPPED = {"ffn_gate_exps": "mlp.experts.up_proj", "ffn_up_exps": "mlp.experts.gate_proj"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama experts", {"turned": False}),
+        ("granitemoe", {"turned": False}),
+        ("olmoe", {"turned": True}),
+        ("lfm2", {"turned": True}),
+        ("gpt-oss", {"turned": True}),
+        ("gpt-oss", {"layer": ARCHITECTURES["gpt-oss"].layer | SWAPPED}),
+    ],
+)
+def test_a_wrong_order_of_rows_is_seen(architecture, changes, tmp_path, monkeypatch):
+    model, ids = model_of(architecture), [5, 17, 280, 3, 3, 99, 120, 7]
+    file, name = write(tmp_path / "tiny.gguf", architecture, model), architecture.split()[0]
+    monkeypatch.setitem(ARCHITECTURES, name, replace(ARCHITECTURES[name], **changes))
+    found = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0]
+    assert float((found - wanted).abs().max() / wanted.abs().max()) > 2e-3
 
 
 MIXED = {"attn_v": Q8, "ffn_gate": Q8, "ffn_up": Q5, "attn": Q5, "ffn_down": Q8, "token_embd": Q8}
@@ -271,6 +384,32 @@ def test_drafts_change_no_answer(mixed, temperature):
         for own, method in ((llm, "auto"), (llm, "logitspec"), (drafting, "dyspec")):
             found = own.generate(prompts, params, method=method)
             assert [one.token_ids for one in found] == plain, method
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds"),
+    [
+        ("lfm2", {"attn": Q8, "shortconv.in": Q5, "shortconv.out": Q8, "ffn": Q8}),
+        ("lfm2moe", {"exps": Q5, "ffn_gate.": Q8}),
+        ("gpt-oss", {"exps": gguf.GGMLQuantizationType.MXFP4, "attn_q": Q8}),
+        ("llama experts", {"exps": Q8}),
+    ],
+)
+def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds, tmp_path):
+    model, ids = model_of(architecture), [5, 17, 280, 3, 3, 99, 120, 7]
+    file = write(tmp_path / "tiny.gguf", architecture, model, kinds)
+    parameters = GgufCheckpoint(file, None, KERNELS)
+    exact = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
+    assert float((logits(parameters, ids) - exact).norm() / exact.norm()) < 0.1
+    prompts = ["ab ab ab ab", "hello, hello", "x"]
+    with LLM(str(file)) as llm:
+        assert llm.kernels.startswith("native") and "q8_0" in llm.kernels
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
+            plain = [one.token_ids for one in llm.generate(prompts, params, method="ar")]
+            for method in ("auto", "logitspec"):
+                found = llm.generate(prompts, params, method=method)
+                assert [one.token_ids for one in found] == plain, method
 
 
 def test_blocks_read_from_disk_have_the_bits_of_memory(mixed, tmp_path, monkeypatch):

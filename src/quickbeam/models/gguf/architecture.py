@@ -22,6 +22,7 @@ HARMLESS = {
     *("attention.value_length", "feed_forward_length", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "attention.layer_norm_epsilon", "tensor_data_layout"),
 }
+SIGMOID = 2  # of expert_gating_func
 MOST_LAYERS = 4096  # that a file is believed to have
 LAYER = "model.layers.{}."
 # tensors of a layer, without `.weight` and `.bias`
@@ -49,6 +50,7 @@ FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
 }
 ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -76,6 +78,15 @@ class Metadata:
         if isinstance(found, list) or (isinstance(found, float) and not math.isfinite(found)):
             raise NotDescribed(f"{self.name}.{key} is {str(found)[:80]}")
         return found
+
+    def each(self, key: str) -> list[Any]:
+        """Return a number for each layer, of an array or of one for all."""
+        self._read.add(key)
+        found = self.file.metadata.get(f"{self.name}.{key}")
+        every = found.tolist() if isinstance(found, np.ndarray) else [found] * self["block_count"]
+        if len(every) != self["block_count"]:
+            raise NotDescribed(f"{self.name}.{key} is of {len(every)} layers")
+        return every
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
@@ -117,13 +128,16 @@ def _rope(m: Metadata) -> dict[str, Any]:
 
 def _plain(m: Metadata) -> dict[str, Any]:
     heads, width = m["attention.head_count"], m["embedding_length"]
+    shared = {count for count in m.each("attention.head_count_kv") if count}  # 0: no attention
+    if len(shared) > 1:
+        raise NotDescribed("its layers have different numbers of heads")
     return {
         "architectures": [m.name],
         "hidden_size": width,
         "intermediate_size": m["feed_forward_length"],
         "num_hidden_layers": m["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": m.get("attention.head_count_kv", heads),
+        "num_key_value_heads": next(iter(shared), heads),
         "head_dim": m.get("attention.key_length") or width // heads,
         "rms_norm_eps": float(m["attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": m["context_length"],
@@ -136,9 +150,16 @@ def _plain(m: Metadata) -> dict[str, Any]:
     }
 
 
+def _chosen(m: Metadata) -> dict[str, Any]:
+    """How many experts a layer has, and how many a row chooses."""
+    m.get("expert_feed_forward_length")  # the weights say it
+    return {"num_local_experts": m["expert_count"], "num_experts_per_tok": m["expert_used_count"]}
+
+
 def _llama(m: Metadata) -> dict[str, Any]:
     if m.get("expert_count"):
-        raise NotDescribed("its layers have experts")
+        return _plain(m) | _chosen(m) | {"model_type": "mixtral"}
+    m.get("expert_used_count")
     return _plain(m) | {"model_type": "llama"}
 
 
@@ -156,9 +177,7 @@ def _qwen3(m: Metadata) -> dict[str, Any]:
 def _qwen3_moe(m: Metadata) -> dict[str, Any]:
     return _plain(m) | {
         "model_type": "qwen3_moe",
-        "num_local_experts": m["expert_count"],
-        "num_experts_per_tok": m["expert_used_count"],
-        "moe_intermediate_size": m["expert_feed_forward_length"],
+        **_chosen(m),
         "norm_topk_prob": True,  # as llama.cpp has it
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -172,6 +191,58 @@ def _granite(m: Metadata) -> dict[str, Any]:
         "residual_multiplier": m["residual_scale"],
         "attention_multiplier": m["attention.scale"],
         "logits_scaling": m["logit_scale"],
+    }
+
+
+def _granite_moe(m: Metadata) -> dict[str, Any]:
+    return _granite(m) | _chosen(m) | {"model_type": "granitemoe"}
+
+
+def _olmoe(m: Metadata) -> dict[str, Any]:
+    chosen = _chosen(m)
+    chosen["num_experts"] = chosen.pop("num_local_experts")
+    return _plain(m) | chosen | {"model_type": "olmoe", "norm_topk_prob": False}
+
+
+def _gpt_oss(m: Metadata) -> dict[str, Any]:
+    """What no key says is as published."""
+    found = _plain(m) | _windows(m, 2) | _chosen(m)
+    if found["rope_parameters"]["rope_type"] == "yarn":
+        turns = {f"beta_{one}": m.get(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow")}
+        found["rope_parameters"] |= turns | {"truncate": False}
+    return found | {
+        "model_type": "gpt_oss",
+        "intermediate_size": m["expert_feed_forward_length"],
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
+
+
+def _lfm2(m: Metadata) -> dict[str, Any]:
+    found = _plain(m)
+    del found["hidden_act"]
+    heads = m.each("attention.head_count_kv")
+    return found | {
+        "model_type": "lfm2",
+        "norm_eps": found.pop("rms_norm_eps"),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": m["shortconv.l_cache"],
+        "conv_bias": False,
+    }
+
+
+def _lfm2_moe(m: Metadata) -> dict[str, Any]:
+    dense, chosen = m["leading_dense_block_count"], _chosen(m)
+    if m.get("expert_gating_func") != SIGMOID:
+        raise NotDescribed("its experts are not chosen by sigmoids")
+    return _lfm2(m) | {
+        "model_type": "lfm2_moe",
+        "num_dense_layers": dense,
+        "num_experts": chosen["num_local_experts"],
+        "num_experts_per_tok": chosen["num_experts_per_tok"],
+        "norm_topk_prob": True,  # as llama.cpp has it
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": m.has(f"blk.{dense}.exp_probs_b.bias"),
     }
 
 
@@ -235,36 +306,67 @@ def _olmo2(m: Metadata) -> dict[str, Any]:
 class Architecture:
     """How one of llama.cpp's architectures is read.
 
-    `config`: makes the fields of a configuration. `layer`: names of a layer's tensors. `turned`:
-    the two halves of a head's queries and keys alternate row by row. `plus_one`: norms hold 1 + the
-    weight.
+    `config`: makes the fields of a configuration. `layer`: names of a layer's tensors, with
+    `.weight` or `.bias` where transformers' name has neither. `turned`: the two halves of a head's
+    queries and keys alternate row by row. `plus_one`: norms hold 1 + the weight. `woven`: for
+    transformers, rows of experts' gates and of what they let through alternate, and experts'
+    matrices are transposed.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
     layer: dict[str, str]
     turned: bool = False
     plus_one: bool = False
+    woven: bool = False
 
 
 _LLAMA = ATTENTION | FEED_FORWARD
-_EXPERTS = {
-    "ffn_norm": FEED_FORWARD["ffn_norm"],
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
+
+
+def _experts(module: str, router: str = "gate") -> dict[str, str]:
+    """Return names of experts that are in a module of the layer."""
+    parts = {f"ffn_{one}_exps": f"{module}.experts.{one}_proj" for one in ("gate", "up", "down")}
+    return {"ffn_norm": FEED_FORWARD["ffn_norm"], "ffn_gate_inp": f"{module}.{router}", **parts}
+
+
 _NORMS = {
     "post_attention_norm": AFTER["post_attention_norm"],
     "post_ffw_norm": AFTER["post_ffw_norm"],
 }
+_LFM2 = ATTENTION | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_OF_GPT_OSS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
+_OF_LFM2_MOE = {"ffn_norm": "ffn_norm", "exp_probs_b.bias": "feed_forward.expert_bias"}
 ARCHITECTURES = {
-    "llama": Architecture(_llama, _LLAMA, turned=True),
+    "llama": Architecture(_llama, _LLAMA | _experts("mlp"), turned=True),
     "granite": Architecture(_granite, _LLAMA, turned=True),
+    "granitemoe": Architecture(
+        _granite_moe, ATTENTION | _experts("block_sparse_moe", "router"), turned=True
+    ),
     "smollm3": Architecture(_smollm3, _LLAMA, turned=True),
     "qwen2": Architecture(_qwen2, _LLAMA),
     "qwen3": Architecture(_qwen3, _LLAMA),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | _EXPERTS),
+    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | _experts("mlp")),
+    "olmoe": Architecture(_olmoe, ATTENTION | _experts("mlp")),
+    "gpt-oss": Architecture(
+        _gpt_oss, ATTENTION | _experts("mlp", "router") | _OF_GPT_OSS, woven=True
+    ),
+    "lfm2": Architecture(_lfm2, _LFM2),
+    "lfm2moe": Architecture(_lfm2_moe, _LFM2 | _experts("feed_forward") | _OF_LFM2_MOE),
     "phi3": Architecture(_phi3, _LLAMA | FUSED),
     "olmo2": Architecture(_olmo2, _LLAMA | _NORMS),
     "gemma": Architecture(_gemma, _LLAMA, plus_one=True),
@@ -299,7 +401,7 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
 
 
 def stored_names(of: Architecture, layers: int) -> dict[str, str]:
-    """Return the file's names of tensors by transformers' names, both without `.weight`."""
+    """Return the file's names of tensors by transformers' names, as of `Architecture`."""
     found = {own: name for name, own in OUTSIDE.items()}
     for i in range(layers):
         at = LAYER.format(i)

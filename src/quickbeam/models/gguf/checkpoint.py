@@ -61,6 +61,7 @@ class GgufCheckpoint(Parameters):
         for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
             self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
         self._norms = {name for norm in norms(self.stack) for name in norm.weights}
+        self._convolutions = {one.weight for one in self.stack.recurrents}
         self._stored = self._places()
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
@@ -77,8 +78,11 @@ class GgufCheckpoint(Parameters):
             own, _, kind = name.rpartition(".")
             parts = [f"{known[own]}.{kind}"] if own in known else []
             if own.endswith(".experts"):
-                modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-                parts = [f"{known.get(f'{own}.{one}')}.weight" for one in modules]
+                module, end = kind.removesuffix("_bias"), "bias" if "_bias" in kind else "weight"
+                modules = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
+                parts = [f"{known.get(f'{own}.{one}')}.{end}" for one in modules]
+            elif name in known:
+                parts = [known[name]]
             if parts and all(one in self.file.tensors for one in parts):
                 found[name] = tuple(parts)
                 if len({self.file.tensors[one].shape for one in parts}) > 1:
@@ -107,15 +111,21 @@ class GgufCheckpoint(Parameters):
 
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
-        return [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
+        found = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
+        if name in self._convolutions:
+            return [found[0], 1, *found[1:]]
+        return [found[0], *found[:0:-1]] if self._of.woven and len(found) == 3 else found
 
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
             return super().like(name)
         found = [self.file[one] for one in self._stored[name]]  # mapped
-        if len(found) == 1:
-            return found[0]
-        return _joined([one[:0] for one in found], self.shape(name)[0])
+        part = found[0]
+        if len(found) > 1:
+            part = _joined([one[:0] for one in found], self._of.woven, self.shape(name)[0])
+        if isinstance(part, BlockRows):
+            return part
+        return torch.empty(self.shape(name), dtype=part.dtype, device="meta")
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor, `BlockRows` or numbers.
@@ -127,9 +137,15 @@ class GgufCheckpoint(Parameters):
         found = [self._ordered(name, self.file[one]) for one in self._stored[name]]
         part = found[0][first:last]
         if len(found) > 1:
-            part = _joined([one[first:last] for one in found])
+            part = _joined([one[first:last] for one in found], self._of.woven)
         if isinstance(part, BlockRows):
-            return dense_rows(self._kernels, part) if self.dtype is torch.float32 else part
+            if self.dtype is not torch.float32:
+                return part
+            part = dense_rows(self._kernels, part)
+        if name in self._convolutions:
+            part = part[:, None]
+        elif self._of.woven and part.dim() == 3:
+            part = part.transpose(1, 2)
         if name in self._norms and self._of.plus_one:
             part = part.float() - 1
         return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part
@@ -151,13 +167,14 @@ class GgufCheckpoint(Parameters):
         self.file.forget()
 
 
-def _joined(parts: Sequence[Weight], count: int | None = None) -> Weight:
-    """Return matrices `[experts, rows, …]` one below the other. `count`: without their numbers, of
-    so many experts. Raises `NotDescribed` for those of two formats."""
+def _joined(parts: Sequence[Weight], woven: bool, count: int | None = None) -> Weight:
+    """Return matrices `[experts, rows, …]` one below the other, or `woven` row by row. `count`:
+    without their numbers, of so many experts. Raises `NotDescribed` for those of two formats."""
     kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
     if len(kinds) > 1:
         raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
-    data = torch.cat([one.data if isinstance(one, BlockRows) else one for one in parts], 1)
+    of = [one.data if isinstance(one, BlockRows) else one for one in parts]
+    data = torch.stack(of, 2).flatten(1, 2) if woven else torch.cat(of, 1)
     if count is not None:
         data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
     return replace(parts[0], data=data) if isinstance(parts[0], BlockRows) else data
