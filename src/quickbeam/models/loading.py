@@ -34,6 +34,8 @@ from quickbeam.models.families import FAMILIES
 from quickbeam.models.formats import AUTO
 from quickbeam.models.stored import COMPOSITES
 
+# what transformers raises for a configuration that is of no model
+UNFIT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
 
 
@@ -228,7 +230,7 @@ def load_model(
         hold_angles(loaded)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (*UNFIT, ImportError, RuntimeError, SafetensorError) as error:
         if (reason := _reason(error, quantised)) is None:
             raise
         raise InvalidInput(f"can't load {model!r}: {reason}") from error
