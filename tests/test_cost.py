@@ -1,5 +1,8 @@
 """What passes and calls cost, by the time they took."""
 
+import os
+import time
+
 import pytest
 import torch
 from transformers import MixtralConfig
@@ -94,15 +97,18 @@ def test_the_first_call_of_all_does_not_count():
     assert cost.call("d", 1) == 1.5
 
 
-def takes(monkeypatch, seconds):
-    """Have passes of so many nodes take `seconds(nodes)`, as far as costs are measured."""
+def takes(monkeypatch, seconds, others=0.0):
+    """Have passes of so many nodes take `seconds(nodes)`, as far as costs are measured, while other
+    programs use so many seconds of the processor in each second."""
     run = cost_module._time
+    used = lambda: others * time.perf_counter()  # noqa: E731
+    monkeypatch.setattr(cost_module, "seconds_of_others", used)
 
-    def time(model, nodes, context, sequences):
+    def timed(model, nodes, context, sequences):
         run(model, nodes, context, sequences)
         return seconds(nodes)
 
-    monkeypatch.setattr(cost_module, "_time", time)
+    monkeypatch.setattr(cost_module, "_time", timed)
 
 
 def test_what_a_busy_machine_measured_is_not_kept_for_good(tmp_path, monkeypatch):
@@ -127,6 +133,10 @@ def test_what_was_measured_is_kept_for_the_next_process(name, tmp_path, monkeypa
     CostModel.kept(model, 16)
     assert not list(tmp_path.iterdir())  # a small model
     model.weight_bytes = 2**30
+    with monkeypatch.context() as patch:
+        takes(patch, lambda nodes: 1 + 0.1 * nodes, others=os.cpu_count())
+        CostModel.kept(model, 16)
+    assert not list(tmp_path.iterdir())  # others used the processor
     first = CostModel.kept(model, 16)
     monkeypatch.setattr(CostModel, "measure", None)
     second = CostModel.kept(model, 16)

@@ -508,7 +508,7 @@ def expert(s, number, part, rows, bits):
             InvalidInput,
             "3, 128, 128], expected .4, 128, 128]",
         ),
-        (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "chooses 9 of 4 experts"),
+        (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "9 of 4 experts"),
     ],
 )
 def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tmp_path):

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from quickbeam.cache import cache_folder
-from quickbeam.machine import cpu_name, usable_cores
+from quickbeam.machine import cpu_name, seconds_of_others, usable_cores
 from quickbeam.models.base import Batch, Draft, Model
 from quickbeam.tree import TokenTree
 
@@ -32,6 +32,7 @@ ROUNDS = 4
 LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
 FEW = 8  # nodes of the pass that shows whether what was kept is right
+BUSY = 0.2  # share of the processor that other programs use where what is measured is not kept
 STEEPER = 1.25  # so many times what that pass takes now, by one row's, is not
 
 
@@ -157,9 +158,10 @@ class CostModel:
     def kept(cls, model: Model, limit: int) -> CostModel:
         """Return what was measured of such passes in an earlier process; else `measure` and keep.
 
-        It is kept in the cache folder by machine, threads, model, number format and version. What a
-        busy machine measured would keep drafts away for good, and so is measured again once a pass
-        of a few nodes takes clearly less. Small models are measured in no time, and those whose
+        It is kept in the cache folder by machine, threads, model, number format and version, unless
+        other programs used the processor meanwhile. What a busy machine measured would keep drafts
+        away for good, and so is also measured again once a pass of a few nodes takes clearly less.
+        Small models are measured in no time, and those whose
         weights are read in every pass by few passes.
         """
         if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
@@ -180,7 +182,11 @@ class CostModel:
                 return measured
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
             pass
+        began, before = time.perf_counter(), seconds_of_others()
         measured = cls.measure(model, limit)
+        others = seconds_of_others() - before
+        if others > BUSY * (os.cpu_count() or 1) * (time.perf_counter() - began):
+            return measured
         record: list[object] = [measured._seconds, measured._per_token, measured._per_sequence]
         record.append({} if measured.experts is None else measured.experts.measured)
         with suppress(OSError):  # a cache that can't be written: measured again the next time
