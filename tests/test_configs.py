@@ -5,7 +5,6 @@ pytest tests/test_configs.py
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -27,7 +26,6 @@ from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.fields import KINDS
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from test_families import CONFIGS, made
@@ -83,20 +81,16 @@ def test_a_wrong_field_gives_an_architecture_or_an_error(name: str, tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_wrong_fields_beside_weights(name: str, tmp_path: Path) -> None:
-    """Every field with every wrong value: a model that answers, or an error of ours."""
+    """Every field with some wrong values: a model that answers, or an error of ours."""
     made(name).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
+    file, values = tmp_path / "config.json", itertools.cycle(WRONG)
     fields = json.loads(file.read_text(encoding="utf-8"))
-    for at, value in itertools.product(places(fields), WRONG):
+    next(itertools.islice(values, len(name), None))  # others for each family
+    for at, value in zip([*places(fields)] * 5, values, strict=False):
         file.write_text(json.dumps(changed(fields, at, value)), encoding="utf-8")
         try:
             checkpoint = Checkpoint(tmp_path, None)
-        except InvalidInput:
-            continue
-        except NotDescribed:
-            # a size of 2^31 may be more memory than there is
-            with contextlib.suppress(InvalidInput, RuntimeError):
-                load_model(str(tmp_path), None, torch.device("cpu"))
+        except (InvalidInput, NotDescribed):  # the latter would be run by transformers
             continue
         model = NativeModel(checkpoint, checkpoint.stack)
         model.forward(Batch([Chain(model.pool.new(), list(range(3, 20)), 17)]))
