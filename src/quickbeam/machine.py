@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
-
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's share of the processor
 T = TypeVar("T")
 
@@ -41,13 +39,6 @@ def usable_cores() -> int:
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no container, or no limit
         return cores
-
-
-def seconds_of_others() -> float:
-    """Return the seconds of the processor that other programs have used so far."""
-    every, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    used = every.user + every.system + getattr(every, "nice", 0.0)
-    return float(used - own.user - own.system)
 
 
 def in_own_thread(work: Callable[[], T]) -> T:

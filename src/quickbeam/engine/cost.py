@@ -14,10 +14,11 @@ from contextlib import suppress
 from importlib.metadata import version
 from statistics import median
 
+import psutil
 import torch
 
 from quickbeam.cache import cache_folder
-from quickbeam.machine import cpu_name, seconds_of_others, usable_cores
+from quickbeam.machine import cpu_name, usable_cores
 from quickbeam.models.base import Batch, Draft, Model
 from quickbeam.tree import TokenTree
 
@@ -305,6 +306,13 @@ class CostModel:
     def observe_read(self, drafter: Hashable, tokens: int, seconds: float) -> None:
         """Record that a drafter read `tokens` tokens, apart from any call, in `seconds`."""
         self._reads.setdefault(drafter, deque(maxlen=self.CALLS)).append(seconds / tokens)
+
+
+def seconds_of_others() -> float:
+    """Return the seconds of the processor that other programs have used so far."""
+    every, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    used = every.user + every.system + getattr(every, "nice", 0.0)
+    return float(used - own.user - own.system)
 
 
 @torch.inference_mode()
