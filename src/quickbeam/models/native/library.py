@@ -254,18 +254,25 @@ def _choose(request: KernelRequest) -> tuple[Kernels | None, str]:
     return None, reason
 
 
+_prepared = set[KernelRequest]()
+
+
 def prepare(progress: Callable[[str], None]) -> None:
     """Compile the library that `kernels` loads, unless it is there, and load it.
 
     `progress` is called before it compiles. Raises `InvalidInput` for a request that can't be met.
     """
-    for name in choice.candidates(choice.requested())[0]:
+    request = choice.requested()
+    if request in _prepared:  # it is loaded, wherever the cache is by now
+        return
+    for name in choice.candidates(request)[0]:
         try:
             build.build(name, progress)
         except build.CannotBuild:
             continue
         break
     kernels()
+    _prepared.add(request)
 
 
 def kernels() -> Kernels | None:
