@@ -158,6 +158,7 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
 
     monkeypatch.setattr(build, "compile_to", compile_to)
     monkeypatch.setattr(library, "kernels", lambda: None)
+    monkeypatch.setattr(library, "_prepared", set())
     library.prepare(told.append)
     assert made == ["avx512", "plain"] and told == [
         "compiling kernels for avx512",
