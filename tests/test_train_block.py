@@ -364,16 +364,16 @@ def test_hidden_states_are_read_once_as_far_as_they_fit(text, tmp_path):
     of.read = lambda given: reads.append(len(given.tokens)) or read(given)
     kept = KeptStates(of, tmp_path / "kept")
     for _ in range(2):
-        hidden = kept.read(batch, (3, 1, 4)).hidden
+        hidden = kept.read(batch).hidden
         for i, length in enumerate(batch.lengths.tolist()):
             assert torch.equal(hidden[i, :length], plain[i, :length])
     assert reads == [3]
-    again = KeptStates(of, tmp_path / "kept").read(collate([shards[1], shards[3]]), (1, 3))
+    again = KeptStates(of, tmp_path / "kept").read(collate([shards[1], shards[3]]))
     length = shards.length(3)
     assert reads == [3] and torch.equal(again.hidden[1, :length], plain[0, :length])
     small = KeptStates(of, tmp_path / "small", plain[0, :length].nbytes)
     for _ in range(2):
-        assert torch.equal(small.read(batch, (3, 1, 4)).hidden, plain)
+        assert torch.equal(small.read(batch).hidden, plain)
     assert reads == [3, 3, 3] and len(list((tmp_path / "small").iterdir())) == 1
 
 

@@ -162,8 +162,8 @@ class CostModel:
         It is kept in the cache folder by machine, threads, model, number format and version, unless
         other programs used the processor meanwhile. What a busy machine measured would keep drafts
         away for good, and so is also measured again once a pass of a few nodes takes clearly less.
-        Small models are measured in no time, and those whose
-        weights are read in every pass by few passes.
+        Small models are measured in no time, and those whose weights are read in every pass by few
+        passes.
         """
         if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
             return cls.measure(model, limit)

@@ -188,11 +188,11 @@ class Scheduler:
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
-        idle = 0
-        if self.prefixes is not None:
-            # shared chunks that it is going to hold can't be dropped for it
-            idle = self.prefixes.idle_pages(found)
-        return needed + promised <= (self.pool.free or 0) + idle
+        missing = needed + promised - (self.pool.free or 0)
+        if missing <= 0 or self.prefixes is None:
+            return missing <= 0
+        # shared chunks that it is going to hold can't be dropped for it
+        return missing <= self.prefixes.idle_pages(found)
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.

@@ -170,7 +170,7 @@ class Pool(ABC):
             self._bounded = True
 
 
-class HeldStates:
+class HeldStates(ABC):
     """The states that one sequence holds.
 
     `length` everywhere: how many tokens are committed.

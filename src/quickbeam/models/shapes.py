@@ -37,15 +37,12 @@ def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
 
 
 def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:
-    """Raise `InvalidInput` for another number of experts than a layer has, or than it chooses.
+    """Raise `InvalidInput` for another number of experts than a layer has.
 
     `shape(name)`: of a parameter.
     """
     for of in experts(stack):
-        count, top = len(of.chosen), of.routing.top
-        if not 0 < top <= count:
-            raise InvalidInput(f"config.json chooses {top} of {count} experts")
-        first, *_ = of.chosen
+        count, (first, *_) = len(of.chosen), of.chosen
         read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
         found = {one.name: shape(one.name) for one in read}
         odd = [(name, own, [count, *own[1:]]) for name, own in found.items() if own[0] != count]

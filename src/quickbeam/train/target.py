@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -73,10 +74,10 @@ class FrozenTarget:
 
 
 class KeptStates:
-    """Hidden states of numbered conversations, which the target reads once.
+    """Hidden states of conversations, each of which the target reads once.
 
-    They are kept in the target's number format, a file each, in `folder` of at most `limit` bytes.
-    What does not fit is read again.
+    They are kept in the target's number format, a file for each text, in `folder` of at most
+    `limit` bytes. What does not fit is read again.
     """
 
     def __init__(self, target: FrozenTarget, folder: Path, limit: int = KEPT_BYTES) -> None:
@@ -85,18 +86,23 @@ class KeptStates:
         kept = sum(path.stat().st_size for path in folder.iterdir())
         self._left = min(limit, kept + shutil.disk_usage(folder).free // 2) - kept
 
-    def read(self, batch: Batch, numbers: Sequence[int]) -> Batch:
-        """Return the batch of the conversations `numbers` with hidden states."""
-        paths = [self._folder / f"{number}.safetensors" for number in numbers]
+    def read(self, batch: Batch) -> Batch:
+        """Return the batch with hidden states, on the target's device."""
+        lengths = batch.lengths.tolist()
+        paths = [self._path(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
         if all(path.is_file() for path in paths):
             rows = [load_file(path)["hidden"] for path in paths]
             return batch._replace(hidden=pad_sequence(rows, batch_first=True)).to(
                 self._target.device
             )
         batch = self._target.read(batch)
-        for path, row, length in zip(paths, batch.hidden, batch.lengths.tolist(), strict=True):
+        for path, row, length in zip(paths, batch.hidden, lengths, strict=True):
             self._write(path, row[:length])
         return batch
+
+    def _path(self, tokens: torch.Tensor) -> Path:
+        digest = hashlib.blake2b(tokens.cpu().numpy().tobytes(), digest_size=16)
+        return self._folder / f"{digest.hexdigest()}.safetensors"
 
     def _write(self, path: Path, hidden: torch.Tensor) -> None:
         if path.is_file() or hidden.nbytes > self._left:

@@ -177,8 +177,7 @@ class Trainer:
             order = spread_lengths(lengths, self.recipe.batch, generator)
             for number in range(self.batch, len(order)):
                 self.batch = number + 1
-                members = [chosen[i] for i in order[number]]
-                yield self._states.read(collate([self.shards[i] for i in members]), members)
+                yield self._states.read(collate([self.shards[chosen[i]] for i in order[number]]))
             self.shards = Shards(self.text)
             self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
 

@@ -141,7 +141,7 @@ inline float top_of(const float* row, int64_t count) {
   return bad ? std::numeric_limits<float>::quiet_NaN() : best;
 }
 
-// The token with the largest scale * score + number, as `Loops.largest` in noise.py has it; -1 where a score is NaN or the largest infinite.
+// The token with the largest scale * score + number, as `Noise.largest` in noise.py has it; -1 where a score is NaN or the largest infinite.
 inline int64_t largest(const float* row, int64_t vocab, const Luck& luck, double scale) {
   static thread_local std::vector<double> bound;
   const int64_t chunks = (vocab + 63) / 64;
@@ -176,7 +176,7 @@ struct Candidate {
   int64_t column;
 };
 
-// One row of probabilities at one place, as `Loops.perturb` in noise.py has it: gives the tokens of the `wanted` largest chances above
+// One row of probabilities at one place, as `Noise.perturb` in noise.py has it: gives the tokens of the `wanted` largest chances above
 // `floor`, the largest first, and how many. Probabilities below `lowest` don't count. `token`: of each column, or null where column i is
 // token i.
 inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, const Luck& luck, double lowest, double floor,

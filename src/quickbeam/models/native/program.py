@@ -74,6 +74,7 @@ class Program:
             if name:
                 self._shared[name] = index
         elif (held := self._widths[index]) is not None:
+            assert held[1] is dtype, f"buffer {name!r} is of two formats"
             self._widths[index] = max(width, held[0]), dtype
         return Buffer(index, width, float32)
 
