@@ -1,7 +1,5 @@
 """Tiny checkpoints in the layouts of published feature drafters, for tests."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What several test files share."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -43,10 +41,8 @@ def toy_folder(tmp_path_factory):
         character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
     backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "

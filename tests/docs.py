@@ -1,7 +1,5 @@
 """The code blocks and links of README.md and docs/, for the tests that hold them to the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A feature drafter at a tiny target, and the same two as they are written down."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -16,10 +16,8 @@ def letters(count, *more):
     """Token i is the i-th letter; `<end>` and further special tokens come after them."""
     vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
     backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(more)})
     return tokenizer

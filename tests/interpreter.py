@@ -3,8 +3,6 @@
 Tests hold the families' descriptions to it. A text is run whole, without a cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

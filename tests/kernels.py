@@ -1,8 +1,6 @@
 """The native kernels of every instruction set that this machine runs, and single operations of
 theirs on plain tensors."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -61,10 +59,8 @@ def write(kernels, shape, keys, values, rows):
     program, (heads, n, dim) = Program(kernels), keys.shape
     rest = torch.cat([keys, values], 2).transpose(0, 1).float().contiguous()
     query, small = torch.zeros(n, heads * dim), torch.zeros(1)
-    rest_of, small_of = (
-        program.given("rest", rest[0].numel(), True),
-        program.given("small", 0, True),
-    )
+    rest_of = program.given("rest", rest[0].numel(), True)
+    small_of = program.given("small", 0, True)
     program.add(
         library.LATENT,
         program.given("query", heads * dim, True),

@@ -12,8 +12,6 @@ other, by `fused` operations. So the bits of a row's result depend on nothing bu
 weights.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -79,20 +77,16 @@ def _int4(groups):
     low, high = groups.aminmax(dim=2)
     groups, span = groups - low[..., None], high - low
     above = _in_turn(groups)
-    best, by, slope, base = (
-        torch.full_like(low, torch.inf),
-        torch.zeros_like(low),
-        torch.zeros_like(low),
-        torch.zeros_like(low),
-    )
+    best = torch.full_like(low, torch.inf)
+    by = torch.zeros_like(low)
+    slope = torch.zeros_like(low)
+    base = torch.zeros_like(low)
     for levels in LEVELS:
         tried = torch.where(span < LEAST, 0, torch.tensor(levels) / span)
         values = (groups * tried[..., None]).round().clamp_max(15)
-        level, across, square = (
-            _in_turn(values),
-            _in_turn(groups * values),
-            _in_turn(values * values),
-        )
+        level = _in_turn(values)
+        across = _in_turn(groups * values)
+        square = _in_turn(values * values)
         spread = GROUP * square - level * level
         fit = torch.where(spread > 0, (GROUP * across - above * level) / spread, 0)
         rest = (above - fit * level) / GROUP

@@ -87,11 +87,9 @@ def heads(x, heads, kv_heads, cosine, sine, norms=None, epsilon=0.0):
     each), then turned by the angles of their row (`[n, dim / 2]`).
     """
     each = x.double().view(len(x), heads + 2 * kv_heads, -1)
-    query, key, value = (
-        each[:, :heads],
-        each[:, heads : heads + kv_heads],
-        each[:, heads + kv_heads :],
-    )
+    query = each[:, :heads]
+    key = each[:, heads : heads + kv_heads]
+    value = each[:, heads + kv_heads :]
     if norms is not None:
         query, key = norm(query, norms[0], epsilon), norm(key, norms[1], epsilon)
     return rotate(query, cosine, sine), rotate(key, cosine, sine), value

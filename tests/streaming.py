@@ -1,7 +1,5 @@
 """Models in folders, and the same model in memory and read from disk."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -43,8 +43,6 @@ def observed(policy):
 
 
 def test_of_draws_what_had_its_turn_is_learned():
-    """Children up to the accepted one, of the nodes on the path, with the probabilities that they
-    were drawn with."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
     policy = DySpec(KnownDrafter(model.draft), as_printed)
     told, generator = observed(policy), torch.Generator().manual_seed(0)

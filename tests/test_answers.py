@@ -1,8 +1,6 @@
 """What other answers know: the index against a plain reading, what it forgets, whose it is, and
 that answers stay the same."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

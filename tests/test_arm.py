@@ -1,8 +1,6 @@
 """The kernels' tests again on ARM64, by an emulator: with bfloat16 and byte products of the
 processor, and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Assistants of Gemma 4: transformers' own class is the reference; answers are plain decoding's,
 whatever the assistant reads."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -251,8 +249,7 @@ def silent(layers):
 
 @native_alone
 def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path):
-    """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
-    them around. The assistant reads the token behind the root off the hidden state before it."""
+    """The model goes from token i to token i + 7, whose embeddings are axes."""
     size = 32
     config = Gemma4TextConfig(
         **FIELDS

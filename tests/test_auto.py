@@ -84,8 +84,7 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked():
 
 
 def test_likely_paths_are_continued_from_the_text():
-    """The drafter is sure of one token; what followed it earlier hangs below it without a further
-    call."""
+    """The drafter is sure of one token."""
     probs = torch.full((30,), 0.001)
     probs[4] = 1 - 0.029
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]

@@ -1,7 +1,5 @@
 """Words in texts, against looking for each; and many of them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

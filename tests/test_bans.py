@@ -1,8 +1,6 @@
 """Bans of `min_tokens` and `bad_words` at nodes of trees, against a plain reading of the whole
 output."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -289,7 +289,6 @@ def command(source, output, folder):
 
 
 def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
-    pytest.importorskip("fastapi")
     source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
     asked = command(source, output, toy_folder)
     done = CliRunner().invoke(app, [*asked, "--max-running", "2"])
@@ -316,7 +315,6 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
 ])  # fmt: skip
 def test_commands_that_are_refused(tmp_path, monkeypatch, arguments, why):
-    pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "in.jsonl", LINES)
     done = CliRunner().invoke(app, ["batch", *arguments])

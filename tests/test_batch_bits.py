@@ -1,8 +1,6 @@
 """Bit-identity of batches: what a sequence's rows give depends neither on the others of the pass
 nor on how its memory came to be."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -63,10 +61,8 @@ class World:
     def tree(self, text):
         tree = TokenTree(self.below(VOCAB))
         for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
-            parent, token = (
-                self.rng.choice([len(tree) - 1, self.below(len(tree))]),
-                self.below(VOCAB),
-            )
+            parent = self.rng.choice([len(tree) - 1, self.below(len(tree))])
+            token = self.below(VOCAB)
             if tree.child(parent, token) is None:
                 tree.add(parent, token, "random")
         return tree
@@ -215,8 +211,7 @@ def wrong_rows(model, other, seeds, steps):
 @needs_kernels
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name):
-    """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used
-    before, and beginnings that are shared."""
+    """Random prefixes, trees and pieces of prompts."""
     assert wrong_rows(*models(name), range(2), 120) == 0
 
 

@@ -64,8 +64,6 @@ def test_hf_pld_gives_the_same_tokens_in_fewer_passes(toy):
 
 
 def test_bench_raw_gives_text_as_it_is(toy_folder, tmp_path):
-    """With `--raw` every method and peer reads the question itself, also where a model has a chat
-    template."""
     items = parse_methods("ar,hf")
     messages = [{"role": "user", "content": "abc abc"}]
     for raw in (False, True):

@@ -1,7 +1,5 @@
 """Blocks of files: the numbers that they stand for, bit for bit, and products with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -73,8 +73,6 @@ def test_expected_tokens_come_to_what_smaller_trees_would_have_emitted(situation
 
 @pytest.mark.parametrize("call", [0.0, 0.5, 4.0, 100.0])
 def test_the_number_chosen_is_the_best_with_drafting_counted(call):
-    """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a
-    layer, 8 in 10 layers accepted."""
     rng, budget, chosen = random.Random(0), begun(CostModel({1: 11.0, 64: 15.0})), list[int]()
 
     def depth(nodes):
@@ -138,8 +136,7 @@ def by_worth(rows):
     st.floats(0.1, 4),
 )
 def test_nodes_are_shared_as_the_best_choice_of_all(values, slopes, rows, rate):
-    """Each tree keeps its first nodes. By brute force, where each further row costs no less than
-    the one before."""
+    """Each tree keeps its first nodes."""
     steps = [slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(WIDTHS), strict=True)]
     passes = itertools.accumulate(steps, initial=1.0)
     budget = Budget(CostModel(dict(zip(WIDTHS, passes, strict=True))))

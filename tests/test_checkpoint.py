@@ -1,7 +1,5 @@
 """A folder as data: the architecture, weights and tokenizer that transformers reads from it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -284,10 +282,8 @@ WAYS: list[dict[str, Any]] = [
 
 
 def same_tokenizers(folder):
-    ours, theirs = (
-        load_tokenizer(folder, read_config(folder)),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    ours = load_tokenizer(folder, read_config(folder))
+    theirs = AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, Tokenizer)
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     for text in TEXTS:

@@ -336,8 +336,6 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
 
 @pytest.mark.slow
 def test_the_real_thing(smollm2):
-    """The command as it is, with the embedded model: speculative output is plain output, and JSON
-    says how it came about."""
     arguments = ["generate", "-", "--max-tokens", "24", "--json", "--method"]
     prompt = "Repeat: one two three, one two three."
     command = [sys.executable, "-m", "quickbeam", *arguments, "logitspec"]

@@ -3,8 +3,6 @@
 pytest tests/test_configs.py
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

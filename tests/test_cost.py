@@ -30,8 +30,7 @@ def test_cost_is_interpolated_and_measured():
 
 
 def test_measuring_is_not_bound_by_the_memory_limit(monkeypatch):
-    """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is
-    given up for it."""
+    """The limit holds before, after, and meanwhile for all who look at it."""
     model = make_model(tiny("qwen3", torch.float32, seed=5))
     pool, limits, forward = model.pool, set[int | None](), model.forward
     pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
@@ -59,8 +58,6 @@ def test_measuring_is_not_bound_by_the_memory_limit(monkeypatch):
 
 
 def test_a_measured_cost_never_falls_with_the_rows(monkeypatch):
-    """Slow moments of the machine while it is measured, the first one above all, are left out: a
-    narrow pass can't take longer than a wide one, or what stands before it would cost nothing."""
     model, asked = make_model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
 
     def timed(model, nodes, context, sequences):

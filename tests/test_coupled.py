@@ -1,7 +1,5 @@
 """Coupled sampling: what is emitted belongs to the place, whatever was drafted."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -225,8 +223,6 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens():
 
 
 def test_chances_of_children_come_true():
-    """The model of `methods/children.py`: a target whose logits are the drafter's and a Gumbel
-    error of scale 1."""
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)
     for seed in range(count):

@@ -4,8 +4,6 @@
 default model itself.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -122,8 +122,6 @@ def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
 
 
 def test_this_machine_as_json():
-    """The real thing: with an empty cache there is the model to pull, and kernels may have to be
-    compiled."""
     result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
     every = findings(result.stdout)
     assert all(one["status"] != PROBLEM for one in every.values()) is (result.exit_code == 0)

@@ -1,8 +1,6 @@
 """The engine: speculative answers are plain decoding's own, however they end, and alone or side by
 side."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -49,8 +47,6 @@ def prompt_of(seed, length=12):
 @examples(25)
 @given(data=st.data())
 def test_every_answer_is_plain_decodings(model, method, data):
-    """Greedy and sampled, penalised or not, cut by length, eos, stop ids and stop strings: the same
-    tokens, text, reason and logprobs."""
     params = SamplingParams(
         max_tokens=data.draw(st.integers(1, 40)),
         temperature=data.draw(st.sampled_from([0.0, 0.6, 1.0])),
@@ -84,8 +80,6 @@ def test_every_answer_is_plain_decodings(model, method, data):
 
 
 def test_drafts_are_accepted_where_text_repeats(model):
-    """A model that loops: most of what is drafted must be accepted, and the statistics must add
-    up."""
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     for method in DRAFTED:
         stats = run(model, method, params, prompt_of(0)).statistics
@@ -119,10 +113,8 @@ def changed(model, monkeypatch, change):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature, monkeypatch):
     """Of that sequence alone: the others go on."""
-    params, engine = (
-        SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True),
-        Engine(model),
-    )
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
+    engine = Engine(model)
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     bad, good = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3))
     calls: list[int] = []

@@ -1,8 +1,6 @@
 """Bit-identity: over the native kernels, a tree's logits are those of one token at a time, to the
 last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -71,8 +71,6 @@ def test_several_answers_of_one_prompt(llm):
 
 
 def test_what_is_banned_is_not_said(llm, alone):
-    """Kernels report the likeliest token of the raw logits, which counts where nothing changes
-    them."""
     banned = alone[PROMPTS[0]][5]
     params = replace(PARAMS, logit_bias={banned: float("-inf")})
     answers = [llm.generate(PROMPTS[0], params, method=one).token_ids for one in ("ar", "pld")]
@@ -125,8 +123,6 @@ def test_streams_in_threads(llm, alone):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dtype):
-    """Rows of the last answer must not be others for methods that keep them and methods that
-    compute them anew."""
     texts = {}
     for method in ("ar", "pld", "logitspec"):
         with LLM(toy_folder, method, dtype=dtype) as llm:

@@ -1,8 +1,6 @@
 """Every family of `quickbeam.models.families` on tiny random models: transformers' logits and
 tokens, and the same answers with drafts and without."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

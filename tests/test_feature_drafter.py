@@ -40,8 +40,7 @@ def pairs():
     rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
 )
 def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature):
-    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
-    draft; requests that share a prefix."""
+    """Trees that grow by rounds of some of their nodes."""
     pair = pairs[kind]
 
     def tokens(low, high):
@@ -108,9 +107,7 @@ def test_nothing_is_read_twice(monkeypatch):
 
 
 def test_prompts_are_read_as_they_come(monkeypatch):
-    """All but the last row, as distributions start from that one; those of several texts in passes
-    of their
-    own kind."""
+    """All but the last row, as distributions start from that one."""
     pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter.passes.run
 

@@ -1,8 +1,6 @@
 """Attention of many sequences in one call, the way of accelerators: the logits of each sequence by
 itself, layout by layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -65,8 +63,6 @@ def test_every_source_drafts_on_every_device(device, temperature):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_and_texts_side_by_side(name, device):
-    """Several trees behind texts of other lengths, a text in two parts, and a tree that goes on
-    from an earlier pass."""
     plain, model = tiny(name, seed=4).to(device), gathered(name, device)
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     texts = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (3, 70, 130, 64)]

@@ -236,8 +236,6 @@ def test_a_bad_grammar_is_told_when_a_request_begins(llm, grammar, words):
 
 
 def test_what_is_missing_is_told(llm, monkeypatch):
-    """A way for the answer to end, an end-of-sequence token, a tokenizer of a known kind, the
-    library."""
     size, ends = llm.model.vocab_size, llm.eos_ids
     with pytest.raises(InvalidInput, match="grammar with ignore_eos: nothing could end the answer"):
         llm.generate("abc", SamplingParams(grammar=Grammar.regex("a"), ignore_eos=True))

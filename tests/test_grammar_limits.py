@@ -1,7 +1,5 @@
 """No grammar ends or freezes the process that compiles it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Masks of a grammar along trees, and the exactness of what is sampled under them."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -50,8 +48,7 @@ def spelt(tokens):
 @pytest.mark.parametrize("pattern", [FORKS, WORDS])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, seed):
-    """Random walks through a growing answer and paths below it; questions in any order change
-    nothing."""
+    """Random walks through a growing answer and paths below it."""
     chance, found, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
     for _ in range(120):
         path = list[int]()

@@ -2,8 +2,6 @@
 plain
 decoding's, limits hold."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recurrent layers by PyTorch's operators: nodes give what their paths do, up to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Hidden states of the certain tokens: those of a plain run of transformers, whatever was verified,
 rejected and forgotten."""
 
-from __future__ import annotations
-
 import copy
 import random
 

@@ -1,7 +1,5 @@
 """How the sources are laid out: who imports whom, and how long things are."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path

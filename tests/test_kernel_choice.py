@@ -1,7 +1,5 @@
 """Which kernels a process uses, where they are kept, and what is said of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -171,8 +169,7 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
 
 @needs_kernels
 def test_building_says_what_is_where(tmp_path):
-    """With a stand-in for the compiler, which leaves empty files; what a real one makes is loaded
-    by all tests of kernels."""
+    """With a stand-in for the compiler, which leaves empty files."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)

@@ -1,8 +1,6 @@
 """Models that read more than text: their language part on tiny random models of transformers, and
 prompts that hold more than text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -90,8 +90,7 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch):
     rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
 )
 def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, temperature):
-    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
-    draft; requests one after another."""
+    """Trees that grow by rounds of some of their nodes."""
     drafter, model = pairs[name]
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
@@ -428,8 +427,6 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
-    """Fresh, after some reading, and with what was taken over of another text, which stays as it
-    was."""
     drafter, rng = LMDrafter(tiny(name, torch.bfloat16), VOCAB), random.Random(3)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
 

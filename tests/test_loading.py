@@ -1,7 +1,5 @@
 """What is loaded is the whole model as transformers computes it, or is refused in words."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

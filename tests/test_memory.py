@@ -1,8 +1,6 @@
 """Models that are larger than the memory for their weights: the bits of the same model in memory,
 whatever is read from disk."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -196,10 +194,8 @@ def test_slow_reads_are_waited_for(folder, monkeypatch):
 
 def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
     """The wrong version that the tests above must catch."""
-    memory, disk = (
-        Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
-        on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
-    )
+    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     take = Ring.take
 
     def early(self):
@@ -215,10 +211,8 @@ def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
 
 
 def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder, monkeypatch):
-    memory, disk = (
-        Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
-        on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
-    )
+    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     take, turns = Ring.take, iter(range(10**9))
 
     def interrupted(self):
@@ -448,12 +442,10 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
 
     model = tiny("llama", torch.bfloat16)
     config = model.config
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size = (
-        1024,
-        4096,
-        8,
-        30_000,
-    )
+    config.hidden_size = 1024
+    config.intermediate_size = 4096
+    config.num_hidden_layers = 8
+    config.vocab_size = 30_000
     config.save_pretrained(tmp_path)
     from transformers import AutoModelForCausalLM
 

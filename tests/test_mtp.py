@@ -1,8 +1,6 @@
 """MTP heads: transformers' own class is the reference; answers are plain decoding's, whatever the
 head reads."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -210,8 +208,7 @@ def accepted(head):
 
 
 def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path):
-    """The model goes from token i to token i + 7, whose embeddings are axes. Its last norm turns
-    some around. The head reads the next token off the hidden state, so it must know them turned."""
+    """The model goes from token i to token i + 7, whose embeddings are axes."""
     size = 32
     config = Qwen2Config(**SIZES | {"vocab_size": size, "num_hidden_layers": 1})
     head, turned = Head("mimo", config=config), torch.where(torch.arange(size) % 2 > 0, 1.0, -1.0)

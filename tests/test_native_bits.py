@@ -1,8 +1,6 @@
 """Bit-identity of the native kernels: what a row gives depends on what it sees alone. On every
 instruction set that the machine runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +33,8 @@ WIDEST = 128
 def kernels_product(kernels, inputs, outputs, epilogue):
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     gated = epilogue == library.GATED
-    weights, program = (
-        [number(outputs, inputs, seed=i) for i in range(1, 2 + gated)],
-        Program(kernels),
-    )
+    weights = [number(outputs, inputs, seed=i) for i in range(1, 2 + gated)]
+    program = Program(kernels)
     packed = Packed(
         kernels, weights, number(outputs * (1 + gated), like=torch.float32, seed=3), gated=gated
     )
@@ -80,11 +76,9 @@ def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogu
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
 def test_products_and_norms_do_not_depend_on_threads(isa, count, threads):
-    product, x, wide = (
-        kernels_product(load(isa), 96, 217, library.STORE),
-        number(40, 96),
-        kernels_product(load(isa), 96, 50, library.GATED),
-    )
+    product = kernels_product(load(isa), 96, 217, library.STORE)
+    x = number(40, 96)
+    wide = kernels_product(load(isa), 96, 50, library.GATED)
     threads(1)
     alone = product(x), wide(x), product(x[:1])
     threads(count)

@@ -1,8 +1,6 @@
 """How the native kernels are compiled, found again and refused, and what a target does without
 them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -220,8 +218,6 @@ program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch
 @needs_compiler
 @pytest.mark.parametrize("isa", SETS)
 def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
-    """All tests of the kernels again, on a library that stops at the first access beyond a buffer
-    and the first undefined operation."""
     names = ("libasan.so", "libstdc++.so")  # the second, too, has to be there before Python
     runtime = [
         subprocess.run(

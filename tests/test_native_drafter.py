@@ -198,8 +198,6 @@ def of_rows(isa, rows, weight, h, count, name=INT8):
 @examples(60, derandomize=True)
 @given(heads())
 def test_blocks_give_the_rows_of_the_head(isa, case):
-    """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens,
-    nothing at all."""
     weight, h, layout, clusters = case
     scores = scored(NativeBlocks(weight, layout, load(isa), BFLOAT16), h, clusters)
     assert scores.logits.dtype is torch.float32
@@ -296,8 +294,7 @@ def test_a_shortlist_takes_the_kernels_by_itself(isa, native):
     seed=st.integers(0, 99),
 )
 def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
-    """Widths that are odd and numbers of clusters that are no multiples of 16; scores of the rows
-    that are wanted."""
+    """Widths that are odd and numbers of clusters that are no multiples of 16."""
     kernels, rng = load(isa), random.Random(seed)
     torch.manual_seed(seed)
     router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
@@ -338,9 +335,6 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "ours"])
 def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(isa, kind, native):
-    """With a router, clusters and the context: the full distribution on the tokens that are
-    scored, whatever
-    is asked for together."""
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(3)
     torch.manual_seed(0)

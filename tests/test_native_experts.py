@@ -1,8 +1,6 @@
 """Experts on the native kernels: what each row gets, and that it gets it whatever the other rows
 chose. On every instruction set that the machine runs."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable
@@ -102,10 +100,8 @@ def by_kernels(isa, of, name):
 
     program, dtype = Program(kernels), torch.float32 if wide else torch.bfloat16
     source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
-    stack, read = (
-        Stack("", "", (), Norm((), 0.0), of.scoring),
-        Numbers(numbers.__getitem__, kernels, wide),
-    )
+    stack = Stack("", "", (), Norm((), 0.0), of.scoring)
+    read = Numbers(numbers.__getitem__, kernels, wide)
     pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
     compiler = Compiler(program, stack, place, read, pages, angles, INPUTS)
     add_experts(compiler, of, source, target)

@@ -1,8 +1,6 @@
 """The native kernels in float32: against their references, and a row's bits whatever else is in the
 pass. On every instruction set that the machine runs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

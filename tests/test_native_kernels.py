@@ -1,8 +1,6 @@
 """Every operation of the native kernels against its plain reference, on every instruction set that
 the machine runs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -154,8 +152,6 @@ def test_a_product_and_what_comes_after_it(
 @every_set
 @pytest.mark.parametrize("inputs", [64, 66])
 def test_a_wrong_product_is_seen(isa, inputs):
-    """The comparison above can fail: with the neighbour's row, and with one weight that is a little
-    off."""
     kernels, x, weight = load(isa), number(5, inputs), number(40, inputs, seed=1)
     program, y = Program(kernels), torch.empty(5, 40)
     program.linear(
@@ -238,10 +234,8 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_best_of_all_threads_is_the_first(isa, threads):
     kernels, n, inputs, outputs = load(isa), 6, 32, 200
-    x, weight = (
-        torch.ones(n, inputs, dtype=torch.bfloat16),
-        torch.ones(outputs, inputs, dtype=torch.bfloat16),
-    )
+    x = torch.ones(n, inputs, dtype=torch.bfloat16)
+    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
     weight[[37, 99, 180]] = 2.0
     x[4, 0], x[5, 0] = NAN, INF
     program, y, best = Program(kernels), torch.empty(n, outputs), torch.empty(n, dtype=torch.int64)
@@ -278,14 +272,12 @@ def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     ) * 10.0 ** rng.randint(-4, 4)
     weight = number(width, seed=seed + 1) if weighted else None
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, 5))] if gather else range(n)
-    source, target = (
-        Framed(x, of, 2, NAN),
-        Framed(
-            torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]),
-            column,
-            2,
-            9.0,
-        ),
+    source = Framed(x, of, 2, NAN)
+    target = Framed(
+        torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]),
+        column,
+        2,
+        9.0,
     )
     program = Program(kernels)
     named = (
@@ -319,11 +311,9 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
 )
 def test_embeddings(isa, n, width, float32, column, seed):
     kernels, rng = load(isa), random.Random(seed)
-    weight, tokens, scale = (
-        number(50, width, seed=seed),
-        [rng.randrange(50) for _ in range(n)],
-        rng.choice([1.0, 5.5]),
-    )
+    weight = number(50, width, seed=seed)
+    tokens = [rng.randrange(50) for _ in range(n)]
+    scale = rng.choice([1.0, 5.5])
     target = Framed(
         torch.zeros(n, width, dtype=torch.float32 if float32 else torch.bfloat16), column, 2, 9.0
     )
@@ -350,10 +340,8 @@ def test_embeddings(isa, n, width, float32, column, seed):
 def test_copies(isa, n, width, floats, add, of, column):
     kernels, types = load(isa), (torch.bfloat16, torch.float32)
     to_float = floats[1] or add
-    x, before = (
-        number(n, width, like=types[floats[0]]),
-        number(n, width, like=types[to_float], seed=1),
-    )
+    x = number(n, width, like=types[floats[0]])
+    before = number(n, width, like=types[to_float], seed=1)
     source, target = Framed(x, of, 2, NAN), Framed(before, column, 2, 9.0)
     program = Program(kernels)
     named = (
@@ -381,10 +369,8 @@ def test_chosen_blocks(isa, n, inputs, blocks, biased, float32):
 
     kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
     bias = number(12 * BLOCK, like=torch.float32, seed=2) if biased else None
-    program, y = (
-        Program(kernels),
-        torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16),
-    )
+    program = Program(kernels)
+    y = torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16)
     source, target = program.given("x", inputs), program.given("y", 0, float32)
     operations.chosen(program, Packed(kernels, [weight], bias), source, target)
     program.set(0, target_stride=y.shape[1])
@@ -511,10 +497,8 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
 )
 def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
     kernels, rng = load(isa), random.Random(seed)
-    keys, values = (
-        number(2, start + nodes, dims[0], seed=seed),
-        number(2, start + nodes, dims[1], seed=seed + 1),
-    )
+    keys = number(2, start + nodes, dims[0], seed=seed)
+    values = number(2, start + nodes, dims[1], seed=seed + 1)
     store = relocated(filled(kernels, keys, values, start), seed)
     path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
     store.commit(path)
@@ -569,10 +553,8 @@ def test_attention(isa, scene):
     variations = {"window": scene["window"], "softcap": scene["softcap"], "sinks": sinks}
     prefix, paths, stores, kept = list[int](), list[list[int]](), [], []
     for i, (start, nodes) in enumerate(scene["sequences"]):
-        keys, values = (
-            number(scene["kv_heads"], start + nodes, dim, seed=seed + i),
-            number(scene["kv_heads"], start + nodes, value_dim, seed=-seed - i),
-        )
+        keys = number(scene["kv_heads"], start + nodes, dim, seed=seed + i)
+        values = number(scene["kv_heads"], start + nodes, value_dim, seed=-seed - i)
         store = relocated(filled(kernels, keys, values, start), i)
         if rng.random() < 0.5:
             prefix += [start] * nodes
@@ -599,8 +581,6 @@ def test_attention(isa, scene):
 
 @every_set
 def test_wrong_attention_is_seen(isa):
-    """The comparison above can fail: with a sibling for a parent, one token too few, and no
-    window."""
     kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
     store, query, scaling = filled(kernels, keys, values, 70), number(1, 4, 8, seed=2), 8**-0.5
     got = attend(kernels, [(1, store)], query, [70], [[70, 72, 75]], scaling, window=60)
@@ -624,14 +604,11 @@ def test_wrong_attention_is_seen(isa):
 @pytest.mark.parametrize("value_dim", [8, 20])
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa, value_dim, bad):
-    """Bad keys and values in siblings, in nodes to come and in what a page holds from before; bad
-    queries."""
+    """Bad keys and values in siblings, in nodes to come and in what a page holds from before."""
     kernels, rng, start, nodes = load(isa), random.Random(0), 75, 40
-    keys, values, query = (
-        number(2, 150, 32),
-        number(2, 150, value_dim, seed=1),
-        number(nodes, 4, 32, seed=2),
-    )
+    keys = number(2, 150, 32)
+    values = number(2, 150, value_dim, seed=1)
+    query = number(nodes, 4, 32, seed=2)
     _, paths = random_paths(rng, nodes, start)
     whole = attend(
         kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2

@@ -6,8 +6,6 @@ from base64 import b64encode
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 sync_api = pytest.importorskip("playwright.sync_api")
 
 from page_server import (  # noqa: E402
@@ -386,7 +384,6 @@ def serve_and_ask(open_page, model, questions, **fields):
     """The real server behind the page, each question asked plainly, too, and found to be the same.
     Gives for each answer its text, its tokens' texts as they are coloured, and how many steps it
     took."""
-    pytest.importorskip("fastapi")
     from quickbeam import LLM
     from quickbeam.serve.app import create_app
     from quickbeam.serve.runner import Runner

@@ -1,8 +1,6 @@
 """Models larger than an accelerator's memory: copies that come as early or as late as they may give
 what the whole model does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -52,10 +50,8 @@ def deep(layout, dtype=torch.float32):
 def limits(model):
     """Memory for no layer that stays, one, … and all but three."""
     layers = decoder_layers(model)
-    piece, inside = (
-        max(map(layer_bytes, layers)),
-        {id(one) for layer in layers for one in layer.parameters()},
-    )
+    piece = max(map(layer_bytes, layers))
+    inside = {id(one) for layer in layers for one in layer.parameters()}
     fixed = sum(one.nbytes for one in model.parameters() if id(one) not in inside)
     return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
 
@@ -168,8 +164,6 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused():
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])
 def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folder, monkeypatch):
-    """What `memory` does on CUDA, on a CPU: trees are grown by the measured cost, and a model
-    drafts."""
     big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)

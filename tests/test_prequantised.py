@@ -3,8 +3,6 @@
 The layouts are written here, as those who made them describe them; a weight's numbers are
 `(q - zero) * scale`, and the model must be that of those numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -63,8 +63,7 @@ def test_they_are_transformers_own(layout):
 
 
 def test_bits_are_the_same_alone_and_in_a_batch(model):
-    """Beside prompts that are scored, prompts that are not, and answers that run; with what the
-    prefix cache holds, and after it was emptied."""
+    """Beside prompts that are scored, prompts that are not, and answers that run."""
     alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
     engine, policy = Engine(model), PromptLookup(Ngram())
     for chance in map(random.Random, range(6)):
@@ -137,8 +136,7 @@ def test_a_preempted_prompt_is_scored_once():
 
 
 def test_an_answer_scores_as_it_was_given():
-    """As a prompt, an answer's tokens have the log-probabilities they were given with; and asking
-    for them changes no answer."""
+    """As a prompt, an answer's tokens have the log-probabilities they were given with."""
     if library.kernels() is None:
         pytest.skip("no native kernels here")
     model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)

@@ -18,7 +18,6 @@ from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app
 from test_batch import all_forty, command, forty
 
-pytest.importorskip("fastapi")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own
     ray = pytest.importorskip("ray")

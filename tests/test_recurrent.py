@@ -1,7 +1,5 @@
 """Recurrent layers: a node's bits are those of its path, and states belong to sequences."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

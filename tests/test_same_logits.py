@@ -1,7 +1,5 @@
 """Models that quickbeam's path would run wrongly are refused with the true reason; others load."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """From logits to a token: filters, biases, penalties and draws, against other readings of them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from types import SimpleNamespace

@@ -83,8 +83,7 @@ def test_settings_that_can_not_be(given, words):
 
 
 async def test_a_full_server_tells_when_to_come_back(llm):
-    """Two run, one waits, the fourth is turned away; all that were let in are answered as if they
-    were alone."""
+    """Two run, one waits, the fourth is turned away."""
     alone = llm.generate("hello", LONG, method="ar").token_ids
     async with served(llm, max_waiting=1) as (runner, client):
         with braked(llm.engine) as brake:
@@ -146,8 +145,7 @@ async def test_what_the_engine_refuses_leaves_nothing(llm):
 
 
 async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
-    """Health, metrics, tokens and pages are answered while a step takes for ever; another request
-    is let in and waits."""
+    """Health, metrics, tokens and pages are answered while a step takes for ever."""
     async with served(llm) as (runner, client):
         with braked(llm.engine) as brake:
             task = asyncio.create_task(begun(runner, job(llm)))

@@ -7,9 +7,6 @@ from dataclasses import asdict
 
 import pytest
 
-pytest.importorskip("fastapi")
-
-
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.settings import ServeSettings
@@ -307,7 +304,6 @@ GRAMMARS = [
 
 
 def test_grammars_are_asked_for_in_many_words(scripted):
-    pytest.importorskip("llguidance")
     for fields, right in GRAMMARS:
         good(ask(scripted, PATH, body(**fields)))
         assert scripted.jobs[0].params.grammar == right, fields
@@ -315,12 +311,10 @@ def test_grammars_are_asked_for_in_many_words(scripted):
 
 @pytest.mark.parametrize("text", ["\U0001f600 oui", 'a "b"\\', "two\nlines", "(a|b)*"])
 def test_an_answer_is_one_of_the_choices(runner, text):
-    pytest.importorskip("llguidance")
     assert texts(whole(runner, guided_choice=[text], max_tokens=60)) == [text]
 
 
 def test_bad_grammars_are_refused_with_the_reason(runner):
-    pytest.importorskip("llguidance")
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
     assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
     refused(ask(runner, PATH, body(regex="(")), "regex")

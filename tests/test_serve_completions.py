@@ -4,9 +4,6 @@
 import asyncio
 
 import pytest
-
-pytest.importorskip("fastapi")
-
 from tokenizers import AddedToken
 
 from quickbeam import LLM, SamplingParams, __version__

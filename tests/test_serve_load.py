@@ -13,12 +13,9 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import httpx
 import psutil
 import pytest
-
-pytest.importorskip("fastapi")
-
-import httpx
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.serve.runner import Runner
@@ -215,21 +212,18 @@ def connections(port):
 
 
 def test_every_completed_answer_is_the_one_given_alone(toy_folder):
-    pytest.importorskip("llguidance")
     methods = ("ar", "pld", "logitspec", "auto")
     under_load(toy_folder, methods, count=45, together=12, tokens=24, memory=2**18)
 
 
 @pytest.mark.long
 def test_two_hundred_requests_of_the_default_model():
-    pytest.importorskip("llguidance")
     methods = ("ar", "pld", "logitspec", "dyspec", "dynaspec", "auto", "auto", "auto")
     under_load(None, methods, count=200, together=32, tokens=48, memory=40 * 2**20)
 
 
 def test_a_server_that_mixes_answers_up_is_found_out(toy_folder, monkeypatch):
     """The wrong version: now and then a token of an answer is another's."""
-    pytest.importorskip("llguidance")
     from quickbeam.engine.stream import Stream
 
     whole, last = Stream.completion.fget, dict[int, Any]()

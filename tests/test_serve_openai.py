@@ -4,12 +4,8 @@ read."""
 import asyncio
 import inspect
 
-import pytest
-
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-
 import openai
+import pytest
 from pydantic import BaseModel, Field
 
 from quickbeam import LLM, SamplingParams
@@ -210,7 +206,6 @@ class Size(BaseModel):
 
 
 def test_structured_output_by_the_clients_helper(runner):
-    pytest.importorskip("llguidance")
     asked = {"model": "toy", "temperature": 0}
 
     async def work(api):

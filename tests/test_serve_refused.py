@@ -4,9 +4,6 @@ large, and bodies that would freeze it."""
 import json
 
 import pytest
-
-pytest.importorskip("fastapi")
-
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pydantic import ValidationError

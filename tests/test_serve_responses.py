@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("fastapi")
-
-
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.models.token_texts import TokenTexts

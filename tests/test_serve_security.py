@@ -10,9 +10,6 @@ from contextlib import suppress
 
 import pytest
 
-pytest.importorskip("fastapi")
-
-
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -171,8 +168,6 @@ def test_web_pages_of_others_may_not_ask_unless_told(llm):
 
 
 def test_names_of_others_do_not_lead_here(llm):
-    """A web page whose name was made to point to this machine can't ask a server that nothing else
-    protects."""
     own = ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST")
     others = ("evil.example:8000", "evil.example", "localhost.evil.example", "")
     found = ask(llm, *(completion(Host=name) for name in (*own, *others)))
@@ -225,7 +220,6 @@ def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
 
 def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
     """More of them than there are threads that begin answers."""
-    pytest.importorskip("llguidance")
 
     go = threading.Event()
 

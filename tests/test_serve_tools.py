@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("fastapi")
-
 from quickbeam import LLM
 from quickbeam.serve.messages import Tool
 from quickbeam.serve.tool_formats import (
@@ -123,8 +121,6 @@ def test_one_call_where_one_is_asked_for():
 
 
 def test_a_tokenizers_own_template_comes_first():
-    """As those that transformers defines: calls in tags, whose arguments get their types from the
-    schemas."""
     field = {"open_pattern": r"<call=(?P<name>\w+)>", "close": "</call>", "repeats": True}
     field |= {"content": "xml-inline"}
     field |= {"content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"}}
@@ -275,7 +271,6 @@ def test_what_is_not_served_is_refused_by_name(scripted, llm, monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["required", TOOL_F])
 def test_calls_are_forced_by_a_grammar(runner, asked, stream):
-    pytest.importorskip("llguidance")
     limit = {**SCHEMA, "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}}}
     strict = {"type": "function", "function": {**STRICT["function"], "parameters": limit}}
     fields = dict(tools=[strict], tool_choice=asked, temperature=0.8, seed=4, max_tokens=200)
@@ -306,7 +301,6 @@ def matches(lark, tokenizer, text):
 @pytest.fixture(params=[False, True], ids=["letters", "tokens"])
 def tokenizer(request, toy_folder):
     """With tokens of their own for what calls begin with, or without."""
-    pytest.importorskip("llguidance")
     from transformers import AutoTokenizer
 
     found = AutoTokenizer.from_pretrained(toy_folder)
@@ -316,8 +310,7 @@ def tokenizer(request, toy_folder):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
-    """Of text that a grammar allows, the reader makes calls; added tokens stand in it as
-    themselves."""
+    """Of text that a grammar allows, the reader makes calls."""
     form = TEMPLATES[name][0]
     writing = form.writing
     begin, middle, end = writing.parts

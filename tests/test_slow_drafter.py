@@ -129,10 +129,8 @@ def simulated(
         only = Comparison({mode: 1.2})
         budget.comparison = lambda *_: only
     engine = Engine(target, budget=budget, share=False)
-    policy, params = (
-        Auto(drafter, Ngram(), LastLogits()),
-        SamplingParams(max_tokens=ANSWER, ignore_eos=True),
-    )
+    policy = Auto(drafter, Ngram(), LastLogits())
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
     seconds = []
     for prompt, plain in asked:
         drafter.text, began = [*prompt, *plain], clock.now

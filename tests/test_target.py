@@ -1,7 +1,5 @@
 """Against transformers: every layout, trees and chains, prefill in chunks, any commit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -83,8 +81,6 @@ def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name):
 @examples(60)
 @given(st.data())
 def test_any_tree_and_commit_give_what_a_fresh_run_gives(data):
-    """Whatever was verified, accepted and rejected before, the next step's logits are those of the
-    certain tokens alone."""
     target, fresh = _pair()
     target.reset()
     seed = data.draw(st.integers(0, 2**32))

@@ -148,8 +148,6 @@ def test_pieces_make_up_the_decoded_text(kind, parts):
 @examples(150)
 @given(text=texts, data=st.data())
 def test_any_segmentation_into_tokens(text, data):
-    """Models need not choose the tokens that the tokenizer would: here any tokens that spell the
-    same bytes."""
     tokenizer = byte_level(True)
     vocab = {token: i for token, i in tokenizer.get_vocab().items() if token not in SPECIAL}
     rest, ids = "".join(tokenizer.convert_ids_to_tokens(encode(tokenizer, text))), []

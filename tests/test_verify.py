@@ -81,8 +81,6 @@ def test_dropping_a_drawn_token_for_its_own_value_is_found_out():
 
 
 def test_distributions_that_depend_on_the_path_are_kept():
-    """Penalties make the target's distribution depend on every token before, drafted ones
-    included."""
     model = ToyModel(vocab=5, seed=3, zeros=0.0)
     params = SamplingParams(
         temperature=0.8,

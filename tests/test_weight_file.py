@@ -1,8 +1,6 @@
 """The file of packed weights, and reading it ahead: what they hold, and what becomes of them where
 something fails."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer
 arithmetic, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -94,11 +92,9 @@ def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = Packed(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
     assert rows_that_depend_on_others(kernels_product(load(isa), packed, epilogue), 96) == 0
-    product, x, before = (
-        kernels_product(load(isa), packed, epilogue),
-        rows(40, 96),
-        torch.get_num_threads(),
-    )
+    product = kernels_product(load(isa), packed, epilogue)
+    x = rows(40, 96)
+    before = torch.get_num_threads()
     alone = product(x)
     try:
         torch.set_num_threads(3)
@@ -199,8 +195,6 @@ def test_weights_come_near_what_they_stand_for(name):
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_weights_of_sixteen_levels_keep_them(signed):
-    """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they
-    were, scaled and shifted."""
     generator = torch.Generator().manual_seed(0)
     levels = torch.randint(0, 16, (40, 6, 32), generator=generator)
     levels[..., 0], levels[..., 1] = 0, 15

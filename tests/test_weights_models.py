@@ -1,8 +1,6 @@
 """Whole models with weights of 8 and 4 bits: the same answers by every method, alone and in a
 batch, and what is kept on disk."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

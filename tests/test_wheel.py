@@ -120,8 +120,6 @@ def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
 
 @pytest.mark.long
 def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
-    """Installed with what pip finds for it, away from the checkout: nothing is borrowed from where
-    the tests run."""
     wheel, python = make_wheel(tmp_path), tmp_path / "fresh" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
     done = subprocess.run(
