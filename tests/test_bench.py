@@ -15,7 +15,7 @@ from quickbeam.bench import report
 from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.report import by_category, summaries, tables
-from quickbeam.bench.run import begin, difference, run
+from quickbeam.bench.run import begin, run
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
@@ -179,18 +179,6 @@ def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
     assert results.skipped == [{"question_id": 1, "turn": 0, "reason": "prompt too long"}]
     assert "late" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
     assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
-
-
-@examples(100)
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
-def test_first_difference(a, b):
-    found = difference(a, b)
-    if found is None:
-        assert a == b
-    else:
-        position = found["position"]
-        assert a[:position] == b[:position] and found["reference_token"] != found["token"]
-        assert a[position : position + 1] != b[position : position + 1]
 
 
 def test_differences_carry_the_gap_after_what_both_agree_on():

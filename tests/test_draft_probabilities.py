@@ -78,23 +78,6 @@ def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding():
     assert list(draft_probabilities(tree, 0)) == pytest.approx([1.0, 0.25, 1.0])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTED)
-def test_every_policys_draft_probabilities_are_its_distributions(name, temperature):
-    model = ToyModel(vocab=8, zeros=0.0)
-    policy, generator, later = policies(model.draft)[name], torch.Generator().manual_seed(3), 0
-    for prompt in range(8):
-        tree = tree_of(policy, context_of([prompt], temperature, generator), 14, 8)
-        for node in range(len(tree)):
-            probs = model.draft([prompt, *path_tokens(tree, node)]).double()
-            found = list(draft_probabilities(tree, node))
-            for token, probability in zip(tree.children[node], found, strict=True):
-                assert probability == pytest.approx(float(probs[token] / probs.sum()), rel=1e-4)
-                probs[token] = 0.0
-            later += max(0, len(found) - 1)
-    assert later > 0 or name == "chain"
-
-
 @pytest.mark.parametrize("name", DRAFTED)
 def test_coupled_draft_probabilities_have_the_noise_counted_in(name):
     model = ToyModel(vocab=8, zeros=0.0)

@@ -1,7 +1,6 @@
 """A feature drafter in the engine: greedy answers are plain decoding's, conversations go on."""
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from answers import answer
-from cases import THOROUGH, spread
+from cases import THOROUGH
 from drafters import DRAFTED
-from features import KINDS, WIDE, Pair
-from models import VOCAB
+from features import WIDE, Pair
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.base import DraftProbs
@@ -22,7 +20,6 @@ from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.torch import TorchModel
 from quickbeam.params import SamplingParams
@@ -34,34 +31,6 @@ def small_pages():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPool, "page", 6)
         yield
-
-
-@pytest.fixture(scope="module")
-def pairs():
-    return {kind: Pair(kind) for kind in KINDS}
-
-
-@pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
-def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs, name, kind):
-    target, drafter, rng = pairs[kind].target, pairs[kind].drafter, random.Random(f"{name} {kind}")
-    for budget in (1, 2, 7, 24):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-        params = SamplingParams(
-            max_tokens=rng.randint(1, 30),
-            repetition_penalty=rng.choice([1.0, 1.3]),
-            ignore_eos=True,
-        )
-        drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget=budget)
-        assert (
-            drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
-        )
-
-    def tell(seed):
-        params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
-        sequence = answer(target, DRAFTED[name](drafter), params, [3, 3], budget=7)
-        return sequence.output.token_ids, sequence.statistics.sources["drafter"].drafted
-
-    assert tell(1) == tell(1) != tell(2) and tell(1)[1] > 0
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch):

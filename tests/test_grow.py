@@ -248,15 +248,6 @@ def test_by_hand():
     ]
 
 
-def test_sampled_root_is_left_out_where_it_ranks():
-    tree = grown(Context([0, 7], logits_in_order([4, 7, 5], 10)), 4)
-    assert nodes(tree)[1:] == [
-        (4, 0, 1, "last_logits"),
-        (5, 0, 1, "last_logits"),
-        (0, 0, 1, "last_logits"),
-    ]
-
-
 def test_sequences_of_one_policy_do_not_share_state():
     for name in ("pld", "logitspec"):
         policy = make_method(name)

@@ -2,7 +2,6 @@
 plain
 decoding's, limits hold."""
 
-import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
-from answers import answer
 from cases import examples, spread
 from drafters import (
     DRAFTED,
@@ -24,15 +22,12 @@ from drafters import (
     toy_distributions,
     tree_of,
 )
-from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTER, METHODS, children, make_method
 from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
 from quickbeam.methods.specinfer import SpecInfer
-from quickbeam.models.opening import make_model
-from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
@@ -144,29 +139,6 @@ def test_reranked_candidates_are_no_draws():
 
 
 # --- greedy output --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", DRAFTED)
-def test_greedy_output_is_plain_decodings(name):
-    model, params = make_model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
-    prompt = [3, 1, 4, 1, 5]
-    plain = answer(model, make_method("ar"), params, prompt).output.token_ids
-
-    def probs(context):
-        """Right about two times in three, as far as the answer goes."""
-        rng = random.Random(f"{list(context)}")
-        logits = torch.tensor([rng.gauss(0, 1) for _ in range(VOCAB)])
-        done = len(context) - len(prompt)
-        if done < len(plain) and rng.random() < 0.67:
-            logits[plain[done]] += 5
-        return logits.softmax(0)
-
-    drafter = KnownDrafter(probs)
-    drafted = answer(model, make_method(name, drafter), params, prompt, budget=12)
-    assert drafted.output.token_ids == plain
-    assert drafted.statistics.mean_accepted_tokens > 1.3
-    assert drafted.statistics.sources["drafter"].accepted > 10
-    assert drafted.statistics.drafter_calls == drafter.rounds > 0
 
 
 # --- limits ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Which kernels a process uses, where they are kept, and what is said of them."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,25 +102,6 @@ def test_it_says_what_will_be_used_and_compiles_nothing(monkeypatch, tmp_path):
     assert choice.describe_kernels() == "native (avx2)"
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     assert choice.describe_kernels() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
-
-
-def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_is_refused(monkeypatch):
-    machine(monkeypatch, "avx2")
-    monkeypatch.setenv("CXX", "/nonexistent")
-    reason = "the C++ compiler CXX=/nonexistent is not there"
-    assert choice.describe_kernels() == f"PyTorch's ({reason})"
-    monkeypatch.setenv("QUICKBEAM_ISA", "avx2")
-    with pytest.raises(InvalidInput, match=re.escape(reason)):
-        choice.describe_kernels()
-
-
-def test_version_says_which_kernels(monkeypatch):
-    machine(monkeypatch)
-    shown = CliRunner().invoke(app, ["--version"])
-    assert (shown.exit_code, shown.stdout) == (
-        0,
-        f"{__version__}\nkernels: PyTorch's ({build.NO_SETS})\n",
-    )
 
 
 def test_version_answers_without_what_the_commands_import():

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from transformers import MambaConfig, T5Config
 
-from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.answering import choose_budget
 from quickbeam.methods import METHODS
@@ -19,12 +18,6 @@ from quickbeam.models.gathered import RowPool
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
-WITH_DRAFTER = [
-    name
-    for name, preset in METHODS.items()
-    if "drafter" in preset.sources and preset.vocab == "full"
-]
-A_FEW = few(WITH_DRAFTER, ["dyspec", "chain", "sequoia", "eagle2"])
 
 
 @pytest.fixture(scope="module")
@@ -156,28 +149,6 @@ def drafter_folder(toy_folder, tmp_path_factory):
     return save_small(toy_folder, tmp_path_factory.mktemp("drafter"))
 
 
-@pytest.fixture(scope="module")
-def drafted(toy_folder, drafter_folder):
-    return LLM(toy_folder, dtype="float32", drafter=drafter_folder)
-
-
-@pytest.mark.parametrize("method", A_FEW)
-def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted, method):
-    for prompt in ("abc abc", "q"):
-        answer = drafted.generate(prompt, SHORT, method=method)
-        assert answer.token_ids == drafted.generate(prompt, SHORT, method="ar").token_ids
-        assert answer.statistics.sources["drafter"].drafted > 0
-    params = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
-    coupled = drafted.generate("abc", params, method=method)
-    assert coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids
-    assert coupled.seed == 4
-    params = replace(params, coupling="residual")
-    first = drafted.generate("abc", params, method=method)
-    drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
-    again = drafted.generate("abc", params, method=method)
-    assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
-
-
 def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "sequoia", dtype="float32", drafter=drafter_folder)
     drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
@@ -190,13 +161,6 @@ def test_what_is_learned_changes_no_seeded_answer(toy_folder, drafter_folder):
         llm.generate("abc", drawn)
     again = llm.generate("abc", seeded)
     assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
-
-
-def test_the_target_as_its_own_drafter_is_right(toy_folder):
-    llm = LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder)
-    nodes = METHODS["chain"].budget
-    answer = llm.generate("abc abc", SamplingParams(max_tokens=4 * nodes + 1, ignore_eos=True))
-    assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
 
 
 def test_a_budget_of_auto_is_the_measured_one():

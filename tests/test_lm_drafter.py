@@ -383,19 +383,6 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperatur
     assert sequence.statistics.steps <= 11
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", DRAFTING)
-def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(
-    target, method, temperature
-):
-    params = SamplingParams(max_tokens=20, temperature=temperature, seed=6, ignore_eos=True)
-    plain = answer(target, NoDraft(), params, [4, 5, 6])
-    drafted = answer(target, make_method(method, broken()), params, [4, 5, 6])
-    assert drafted.output.token_ids == plain.output.token_ids
-    assert drafted.statistics.sources["drafter"].drafted == 0
-    assert drafted.statistics.drafter_calls > 0
-
-
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):
     drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP

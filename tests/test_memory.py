@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from kernels import SETS
 from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
@@ -40,7 +39,8 @@ pytestmark = [
     pytest.mark.skipif(library.kernels() is None, reason="no native kernels here"),
     pytest.mark.usefixtures("cache"),
 ]
-KINDS = ("bfloat16", "int8", "int4")
+
+
 TIGHT = 60_000  # bytes, of toys that take more
 PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 
@@ -115,17 +115,6 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
     disk.verify(bush(1))
     one, many = read(1), read(100)
     assert one < 0.8 * many and many <= 2 * weights(disk).record()["streamed_bytes"]
-
-
-@pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set_reads_from_disk(folder, isa, native):
-    native(isa)
-    kind = KINDS[SETS.index(isa) % 3]
-    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"), kind)[1], kind)
-    assert disk.model.pool.kernels.name == isa  # type: ignore[attr-defined]
-    alike(memory, disk, (1, 17, 64))
-    disk.model.close()
 
 
 @pytest.mark.parametrize(
@@ -414,14 +403,6 @@ def test_on_the_command_line(toy_folder):
     assert "MB a pass from disk" in disk.stderr and "peak memory" in disk.stderr
     few = run(app, [*told, "--memory", "100"])
     assert few.exit_code == 2 and "needs at least" in few.stderr
-
-
-def test_bench_tells_what_is_read(toy_folder):
-    few = ["--methods", "ar,logitspec", "--limit", "1", "--max-tokens", "4"]
-    found = CliRunner().invoke(app, ["bench", *few, "--model", toy_folder, "--memory", "20000"])
-    assert found.exit_code == 0, found.output
-    shown = " ".join(found.stdout.split())
-    assert "MB a pass from disk at" in shown and "peak memory" in shown
 
 
 LOADING = """

@@ -397,20 +397,6 @@ def widest_tree(tokens, nodes, rng):
     return tree, path
 
 
-@every_set
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_widths_up_to_128_give_the_same_bits(isa, name, native):
-    native(isa)
-    target, ids, rng = (Target(tiny(name, torch.bfloat16, wide=True)), text(70), random.Random(0))
-    prompt, tokens = ids[:58], ids[58:]
-    expected = one_at_a_time(target, prompt, tokens)
-    target.reset()
-    target.prefill(prompt)
-    for nodes in [*range(12, 36), 48, 63, 64, 65, 100, 127, 128]:
-        tree, path = widest_tree(tokens, nodes, rng)
-        assert torch.equal(target.verify(tree)[path], expected), nodes
-
-
 @pytest.mark.parametrize(
     ("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
 )
@@ -466,19 +452,3 @@ def test_long_contexts_give_the_same_bits(isa, length, native):
     target, ids = Target(tiny("llama", torch.bfloat16)), text(length + 16)
     expected = one_at_a_time(target, ids[:length], ids[length:])
     assert rows_that_differ(target, ids[:length], ids[length:], expected, 0) == 0
-
-
-@every_set
-def test_a_tree_verified_in_parts_gives_the_same_bits(isa, native):
-    """`verify(tree, base)`: nodes that follow in a second call, and in a third."""
-    native(isa)
-    target, ids = Target(tiny("llama", torch.bfloat16)), text(60)
-    target.prefill(ids[:50])
-    tree, _ = widest_tree(ids[50:], 30, random.Random(1))
-    whole, part, rows = target.verify(tree), TokenTree(tree.token[0]), []
-    for upto in (4, 17, 30):
-        base = len(part) if rows else 0
-        for node in range(len(part), upto):
-            part.add(tree.parent[node], tree.token[node], "x")
-        rows.append(target.verify(part, base))
-    assert torch.equal(torch.cat(rows), whole)

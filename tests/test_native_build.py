@@ -104,15 +104,6 @@ def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
     )
 
 
-def test_the_environment_says_which_kernels(monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-    found = library.kernels()
-    assert found is not None and found.name == SETS[0]
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    assert library.kernels() is None and "QUICKBEAM_KERNELS=eager" in library.describe()
-    assert isinstance(Target(tiny("llama", torch.bfloat16)).store, RowStore)
-
-
 def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_cache):
     monkeypatch.setenv("CXX", "/nonexistent")
     assert library.kernels() is None

@@ -29,13 +29,6 @@ def indexed(ids, min_n=1, max_n=3):
     return Ngram(min_n, max_n).begin(ids)
 
 
-def draft(ids, length):
-    """What follows the text by its own longest suffix match."""
-    index = indexed(ids)
-    match = index.match(ids)
-    return index.continuation(match, length) if match else []
-
-
 @examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
 def test_match_is_what_a_full_search_finds(chunks, size, guessed):
@@ -85,53 +78,6 @@ def test_continuation_is_the_text_read_on_into_itself(text, guessed, length):
     assert index.continuation(match, length, guessed) == continued[len(text) + len(guessed) :]
 
 
-@examples(100, derandomize=True)
-@given(small, st.lists(st.lists(st.integers(0, 2), max_size=3), max_size=20))
-def test_chunks_make_no_difference(prompt, chunks):
-    fed = indexed(prompt)
-    for chunk in chunks:
-        fed.extend(chunk)
-    whole = indexed([*prompt, *(token for chunk in chunks for token in chunk)])
-    assert fed.ids == whole.ids and fed.match([1]) == whole.match([1])  # which enters n-grams
-    assert (fed._after, fed._older) == (whole._after, whole._older)
-
-
-def test_newest_occurrence_wins():
-    assert draft([1, 2, 5, 1, 2, 6, 1, 2], 1) == [6]
-
-
-def test_longer_match_wins_over_newer():
-    assert draft([7, 1, 2, 5, 8, 2, 6, 1, 2], 1) == [5]
-
-
-def test_the_end_of_the_text_hides_nothing():
-    index = indexed([4, 9, 4])
-    assert index.match([4]) == Match(1, 1)
-    assert index.continuation(Match(1, 1), 2) == [9, 4]
-    assert indexed([1, 2, 3]).match([3]) is None  # it occurs at the very end only
-
-
-@pytest.mark.parametrize("period", [[5], [1, 2], [1, 2, 3, 9], [1, 1, 2]])
-def test_periodic_text_is_continued_with_its_period(period):
-    text = [8, *(period * 10)][: 2 * len(period) + 3]
-    whole = [8, *(period * 30)]
-    assert draft(text, 20) == whole[len(text) : len(text) + 20]
-
-
-def test_guessed_tokens_are_part_of_what_is_read_on():
-    index = indexed([1, 2, 3, 1])
-    match = index.match([3, 1, 2])  # 1 is followed by a guessed 2, as before
-    assert match == Match(2, 2)
-    assert index.continuation(match, 5, [2]) == [3, 1, 2, 3, 1]
-
-
-def test_suffix_shorter_than_max_n_and_empty_text():
-    assert indexed([1, 2, 1, 2]).match([]) is None
-    assert indexed([]).match([1]) is None
-    assert indexed([1]).match([1]) is None
-    assert indexed([1, 2, 1, 2], max_n=5).match([1]) == Match(3, 1)
-
-
 @pytest.mark.parametrize("max_n", [1, 3, 6])
 def test_memory_is_linear(max_n):
     text = random.Random(0).choices(range(1000), k=3000)
@@ -141,28 +87,6 @@ def test_memory_is_linear(max_n):
     repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
     repeated.match([1])
     assert 0 < len(repeated._after) <= 4 * max_n
-
-
-def test_work_per_token_does_not_grow():
-    """Counts the entries written per token, early and late in the text."""
-
-    class Counting(dict[tuple[int, ...], int]):
-        writes = 0
-
-        def __setitem__(self, key, value):
-            self.writes += 1
-            super().__setitem__(key, value)
-
-    index = NgramIndex(max_n=4)
-    index._after = counting = Counting()
-    index.extend([1, 2, 3, 1, 2] * 2)
-    index.match([3])
-    for _ in range(200):
-        before = counting.writes
-        index.extend([3])
-        assert counting.writes == before  # until a match is looked for
-        index.match([3])
-        assert counting.writes == before + 4
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])

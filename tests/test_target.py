@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     Gemma4TextConfig,
@@ -16,7 +14,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cases import examples
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
@@ -58,57 +55,6 @@ def test_layers_that_share_keys_and_values_read_those_of_all_rows():
     close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
     tree = random_tree(torch.Generator().manual_seed(1), 9)
     close(target.verify(tree), path_logits(reference, PREFIX, tree))
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt-neox", "mistral-window"])
-def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name):
-    target = Target(tiny(name))
-    generator = torch.Generator().manual_seed(2)
-    target.prefill(PREFIX)
-    for cuts in ((1, 17), (1, 2, 3, 17), (4, 9, 17)):
-        tree = random_tree(generator, 17)
-        whole = target.verify(tree).clone()
-        part, base, rows = TokenTree(tree.token[0]), 0, []
-        for cut in cuts:
-            for node in range(len(part), min(cut, len(tree))):
-                part.add(tree.parent[node], tree.token[node], "part")
-            rows.append(target.verify(part, base))
-            base = len(part)
-        close(torch.cat(rows), whole)
-        target.commit(tree, tree.path(len(tree) - 1))
-
-
-@examples(60)
-@given(st.data())
-def test_any_tree_and_commit_give_what_a_fresh_run_gives(data):
-    target, fresh = _pair()
-    target.reset()
-    seed = data.draw(st.integers(0, 2**32))
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCAB, (data.draw(st.integers(1, 20)),), generator=generator).tolist()
-    target.prefill(ids)
-    for _ in range(data.draw(st.integers(1, 5))):
-        tree = random_tree(generator, data.draw(st.integers(1, 24)))
-        target.verify(tree)
-        path = tree.path(data.draw(st.integers(0, len(tree) - 1)))
-        target.commit(tree, path)
-        ids += [tree.token[node] for node in path]
-        if data.draw(st.booleans()) and len(ids) > 2:
-            ids = ids[: data.draw(st.integers(1, len(ids) - 1))]
-            target.truncate(len(ids))
-    probe = random_tree(generator, 6)
-    fresh.reset()
-    fresh.prefill(ids)
-    close(target.verify(probe), fresh.verify(probe))
-
-
-_targets: list[Target] = []
-
-
-def _pair():
-    if not _targets:
-        _targets.extend(Target(tiny("gemma3-window"), chunk=5) for _ in range(2))
-    return _targets[0], _targets[1]
 
 
 def test_prefill_in_any_chunks_and_from_any_common_prefix():

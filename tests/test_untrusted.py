@@ -110,9 +110,3 @@ def test_a_trace_does_not_command_the_terminal(run, tmp_path):
     shown = run("inspect", path).stdout
     assert "m\\x1b[2Jm" in shown and "s\\x9b2Js" in shown
     assert not set(shown) & {"\x1b", "\x9b"}
-
-
-@pytest.mark.parametrize("given", [[], ["--trust-remote-code"]])
-def test_consent_to_code_is_passed_on(run, given):
-    assert run("generate", "hi", *given).exit_code == 0
-    assert bool(fake_llm.CALLS[0][1][2].get("trust_remote_code")) == bool(given)

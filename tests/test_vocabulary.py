@@ -2,7 +2,6 @@
 renormalised,
 and answers stay the model's."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from answers import answer, request
-from cases import few, spread
+from cases import few
 from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
@@ -30,7 +29,6 @@ from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist,
 from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
@@ -89,28 +87,6 @@ def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
             part.dense(), probs / probs.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3
         )
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
-
-
-@pytest.mark.parametrize(("name", "vocab"), spread(list(DRAFTED), SHORT))
-def test_greedy_answers_are_plain_decodings(pairs, name, vocab):
-    rng = random.Random(f"{name} {vocab}")
-    for pair in pairs.values():
-        target, drafter = pair.target, pair.drafter
-        shortlist = make_shortlist(drafter, target, vocab, rng.randint(11, VOCAB - 1))
-        for budget in (2, 16):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-            params = SamplingParams(
-                max_tokens=rng.randint(2, 30),
-                repetition_penalty=rng.choice([1.0, 1.3]),
-                ignore_eos=True,
-            )
-            drafted = answer(
-                target, DRAFTED[name](drafter), params, prompt, budget=budget, shortlist=shortlist
-            )
-            assert (
-                drafted.output.token_ids
-                == answer(target, NoDraft(), params, prompt).output.token_ids
-            )
 
 
 def test_what_was_scored_and_what_was_wanted_is_counted(pairs, monkeypatch):

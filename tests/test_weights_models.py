@@ -22,44 +22,10 @@ from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
 from streaming import ids
-from test_exact import one_at_a_time, rows_that_differ
 
 pytestmark = pytest.mark.usefixtures("cache")
 kinds = pytest.mark.parametrize("name", [INT8, INT4])
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
-PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
-METHODS = ["ar", "pld", "logitspec"]
-
-
-@kinds
-@needs_kernels
-def test_methods_batches_and_seeds_give_the_same_answers(toy_folder, name):
-    llm = LLM(toy_folder, "ar", weights=name)
-    assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith("native (")
-    for params in (
-        SamplingParams(max_tokens=24, ignore_eos=True),
-        SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True),
-    ):
-        alone = [llm.generate(prompt, params, method="ar").token_ids for prompt in PROMPTS]
-        for method in METHODS[1:]:
-            llm.reset()
-            assert [
-                llm.generate(prompt, params, method=method).token_ids for prompt in PROMPTS
-            ] == alone, method
-        llm.reset()
-        together = llm.generate(PROMPTS, params, method="logitspec", progress=False)
-        assert [found.token_ids for found in together] == alone
-    llm.close()
-
-
-@kinds
-@needs_kernels
-@pytest.mark.parametrize("layout", ["llama", "qwen3"])
-def test_trees_have_the_bits_of_one_token_at_a_time(name, layout):
-    target = Target(make_model(tiny(layout, torch.bfloat16), weights=name))
-    prompt, tokens = ids(70)[:58], ids(70)[58:]
-    expected = one_at_a_time(target, prompt, tokens)
-    assert rows_that_differ(target, prompt, tokens, expected, 0) == 0
 
 
 @kinds
