@@ -11,6 +11,7 @@ from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library
 from quickbeam.models.native.operands import KVShape, RowList, Rows
 from quickbeam.models.native.program import Program, place
+from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
@@ -34,6 +35,36 @@ def number(*shape, like=torch.bfloat16, seed=0):
 def plain_rows(n, wanted=()):
     """Rows that no operation looks up anything of."""
     return Rows([0] * n, [0] * n, wanted=wanted)
+
+
+def linear(kernels, packed, x, epilogue=library.STORE, **options):
+    """`[n, outputs]` float32: the product of rows with packed weights."""
+    return largest(kernels, packed, x, epilogue, **options)[0]
+
+
+def largest(kernels, packed, x, epilogue=library.BEST, **options):
+    """A product, and by row which of its numbers is the largest where `epilogue` finds it."""
+    if isinstance(packed, torch.Tensor):
+        packed = Packed(kernels, [packed])
+    program, outputs = Program(kernels), packed.outputs // (1 + packed.gated)
+    y, best = torch.full((len(x), outputs), torch.nan), torch.full((len(x),), 77)
+    source = program.given("x", x.shape[1], x.dtype is torch.float32)
+    target, place = program.given("y", outputs, True), program.given("best", 1)
+    if epilogue == library.BEST:
+        options["best"] = place
+    program.linear(packed, source, target, epilogue, **options)
+    program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y, "best": best})
+    return y, best
+
+
+def rows_that_depend_on_others(run, x):
+    """Run any rows of `x` side by side, in any order; count those with other bits than alone."""
+    rng, wrong = random.Random(0), 0
+    alone = torch.cat([run(x[i : i + 1]) for i in range(len(x))])
+    for width in range(1, len(x) + 1):
+        rows = rng.choices(range(len(x)), k=width)
+        wrong += int((run(x[rows]) != alone[rows]).any(1).sum())
+    return wrong
 
 
 def chain_rows(store, tokens):

@@ -11,7 +11,17 @@ import torch
 
 import reference
 from cases import few, spread
-from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated, write
+from kernels import (
+    SETS,
+    best_set,
+    every_set,
+    linear,
+    load,
+    number,
+    relocated,
+    rows_that_depend_on_others,
+    write,
+)
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, Rows
@@ -30,33 +40,13 @@ WIDEST = 128
 # --- products ---
 
 
-def kernels_product(kernels, inputs, outputs, epilogue):
+def product(kernels, inputs, outputs, epilogue):
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     gated = epilogue == library.GATED
     weights = [number(outputs, inputs, seed=i) for i in range(1, 2 + gated)]
-    program = Program(kernels)
-    packed = Packed(
-        kernels, weights, number(outputs * (1 + gated), like=torch.float32, seed=3), gated=gated
-    )
-    program.linear(packed, program.given("x", inputs), program.given("y", outputs, True), epilogue)
-
-    def product(x):
-        y = torch.zeros(len(x), outputs)
-        program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
-        return y
-
-    return product
-
-
-def rows_that_depend_on_others(product, inputs):
-    """Run any rows side by side, 1 to 128 of them in any order; count those that give other bits
-    than alone."""
-    x, rng, wrong = number(WIDEST, inputs), random.Random(0), 0
-    alone = torch.cat([product(x[i : i + 1]) for i in range(WIDEST)])
-    for width in range(1, WIDEST + 1):
-        rows = rng.choices(range(WIDEST), k=width)
-        wrong += int((product(x[rows]) != alone[rows]).any(1).sum())
-    return wrong
+    bias = number(outputs * (1 + gated), like=torch.float32, seed=3)
+    packed = Packed(kernels, weights, bias, gated=gated)
+    return lambda x: linear(kernels, packed, x, epilogue)
 
 
 @every_set
@@ -67,40 +57,30 @@ def rows_that_depend_on_others(product, inputs):
     [(34, 40), (64, 100), (96, 16), (160, 217), (5002, 17)],
 )
 def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogue):
-    assert (
-        rows_that_depend_on_others(kernels_product(load(isa), inputs, outputs, epilogue), inputs)
-        == 0
-    )
+    run = product(load(isa), inputs, outputs, epilogue)
+    assert rows_that_depend_on_others(run, number(WIDEST, inputs)) == 0
 
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
 def test_products_and_norms_do_not_depend_on_threads(isa, count, threads):
-    product = kernels_product(load(isa), 96, 217, library.STORE)
-    x = number(40, 96)
-    wide = kernels_product(load(isa), 96, 50, library.GATED)
+    one, x = product(load(isa), 96, 217, library.STORE), number(40, 96)
+    wide = product(load(isa), 96, 50, library.GATED)
     threads(1)
-    alone = product(x), wide(x), product(x[:1])
+    alone = one(x), wide(x), one(x[:1])
     threads(count)
-    assert all(map(torch.equal, (product(x), wide(x), product(x[:1])), alone))
+    assert all(map(torch.equal, (one(x), wide(x), one(x[:1])), alone))
 
 
 @best_set
 def test_a_product_that_depends_on_other_rows_is_seen(isa):
-    right = kernels_product(load(isa), 64, 40, library.STORE)
+    right, every = product(load(isa), 64, 40, library.STORE), number(WIDEST, 64)
 
     def touched(x):
-        return right(x) + 2.0**-20 * x.float().sum(0, keepdim=True).mean().expand(len(x), 40) * (
-            len(x) > 16
-        )
+        return right(x) + 2.0**-20 * x.float().sum(0).mean() * (len(x) > 16)
 
-    def mistaken(x):
-        return right(x.roll(1, 0))
-
-    assert (
-        rows_that_depend_on_others(touched, 64) > 1000
-        and rows_that_depend_on_others(mistaken, 64) > 1000
-    )
+    for wrong in (touched, lambda x: right(x.roll(1, 0))):
+        assert rows_that_depend_on_others(wrong, every) > 1000
 
 
 # --- attention ---

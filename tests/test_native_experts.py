@@ -2,7 +2,6 @@
 chose. On every instruction set that the machine runs."""
 
 import functools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 
 from cases import few
 from interpreter import Interpreter
-from kernels import SETS, best_set, every_set, load, number, plain_rows
+from kernels import SETS, best_set, every_set, load, number, plain_rows, rows_that_depend_on_others
 from models import tiny
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.compiler import Compiler, Numbers
@@ -140,20 +139,10 @@ def test_what_experts_compute_is_the_interpreters(isa, activation, shared):
         assert error(by_kernels(isa, of, name)(x), right) < most
 
 
-def rows_that_depend_on_others(run):
-    """Run any rows side by side, and count those that give other bits than alone."""
-    x, rng, wrong = number(ROWS, INPUTS), random.Random(0), 0
-    alone = torch.cat([run(x[i : i + 1]) for i in range(ROWS)])
-    for width in range(1, ROWS + 1):
-        rows = rng.choices(range(ROWS), k=width)
-        wrong += int((run(x[rows]) != alone[rows]).any(1).sum())
-    return wrong
-
-
 @every_set
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_does_not_depend_on_what_others_chose(isa, name):
-    assert rows_that_depend_on_others(by_kernels(isa, experts(), name)) == 0
+    assert rows_that_depend_on_others(by_kernels(isa, experts(), name), number(ROWS, INPUTS)) == 0
 
 
 @pytest.mark.parametrize(
@@ -192,8 +181,9 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
             total[rows] += weight[rows, place, None] * parts[number_of](x[rows])
         return total
 
-    assert rows_that_depend_on_others(lambda x: run(x, by_number=False)) > 100
-    assert rows_that_depend_on_others(lambda x: run(x, by_number=True)) == 0
+    every = number(ROWS, INPUTS)
+    assert rows_that_depend_on_others(lambda x: run(x, by_number=False), every) > 100
+    assert rows_that_depend_on_others(lambda x: run(x, by_number=True), every) == 0
 
 
 @best_set

@@ -2,13 +2,24 @@
 pass. On every instruction set that the machine runs."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 import reference
 from interpreter import ACTIVATIONS
-from kernels import best_set, chain_rows, every_set, load, number, plain_rows, random_paths
+from kernels import (
+    best_set,
+    chain_rows,
+    every_set,
+    linear,
+    load,
+    number,
+    plain_rows,
+    random_paths,
+    rows_that_depend_on_others,
+)
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
@@ -18,46 +29,26 @@ from quickbeam.models.pages import PagePool
 FLOAT = torch.float32
 
 
-def product(kernels, x, weight):
-    program, y = Program(kernels), torch.empty(len(x), len(weight))
-    program.linear(
-        Packed(kernels, [weight], name="float32"),
-        program.given("x", x.shape[1], True),
-        program.given("y", len(weight), True),
-    )
-    program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
-    return y
-
-
 @every_set
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
 def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, outputs):
-    kernels, rng = load(isa), random.Random(0)
+    kernels = load(isa)
     x, weight = number(128, inputs, like=FLOAT), number(outputs, inputs, like=FLOAT, seed=1)
-    alone = torch.cat([product(kernels, row[None], weight) for row in x])
-    assert (alone - reference.linear(x, weight)).abs().max() < 3e-7 * inputs + 2e-6
-    for width in [*range(2, 20), 32, 33, 64, 128]:
-        rows = rng.choices(range(128), k=width)
-        assert torch.equal(product(kernels, x[rows], weight), alone[rows]), width
     packed = Packed(kernels, [weight], name="float32")
     assert torch.equal(packed.rows(), weight)
+    product = partial(linear, kernels, packed)
+    assert (product(x) - reference.linear(x, weight)).abs().max() < 3e-7 * inputs + 2e-6
+    assert rows_that_depend_on_others(product, x) == 0
 
 
 @every_set
 @pytest.mark.parametrize("activation", ACTIVATIONS)  # others are for experts and gates alone
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(isa, activation, gated):
-    kernels, program = load(isa), Program(load(isa))
     x, weights = number(5, 24, like=FLOAT) * 3, [number(40, 24, like=FLOAT, seed=i) for i in (1, 2)]
-    weights, y = weights[: 1 + gated], torch.empty(5, 40)
-    program.linear(
-        Packed(kernels, weights, gated=gated, name="float32"),
-        program.given("x", 24, True),
-        program.given("y", 40, True),
-        library.GATED if gated else library.ACTIVATE,
-        activation=activation,
-    )
-    program.run(plain_rows(5), {"x": x, "y": y})
+    packed = Packed(load(isa), weights[: 1 + gated], gated=gated, name="float32")
+    epilogue = library.GATED if gated else library.ACTIVATE
+    y = linear(load(isa), packed, x, epilogue, activation=activation)
     right = ACTIVATIONS[activation](reference.linear(x, weights[0]))
     if gated:
         right = right * reference.linear(x, weights[1])

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 import reference
 from cases import examples
-from kernels import attend, every_set, filled, load, number, plain_rows, random_paths, relocated
+from kernels import (
+    attend,
+    every_set,
+    filled,
+    largest,
+    linear,
+    load,
+    number,
+    plain_rows,
+    random_paths,
+    relocated,
+)
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import BLOCK, KVShape, Rows
 from quickbeam.models.native.program import Program
@@ -153,11 +164,7 @@ def test_a_product_and_what_comes_after_it(
 @pytest.mark.parametrize("inputs", [64, 66])
 def test_a_wrong_product_is_seen(isa, inputs):
     kernels, x, weight = load(isa), number(5, inputs), number(40, inputs, seed=1)
-    program, y = Program(kernels), torch.empty(5, 40)
-    program.linear(
-        Packed(kernels, [weight]), program.given("x", inputs), program.given("y", 40, True)
-    )
-    program.run(plain_rows(5), {"x": x, "y": y})
+    y = linear(kernels, weight, x)
     allowed = (inputs + 4) * SINGLE * sums_of(x, weight, None)
     within(y, reference.linear(x, weight), allowed)
     with pytest.raises(AssertionError, match="200 wrong"):
@@ -174,18 +181,11 @@ def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs):
     kernels, x, weight = load(isa), number(n, inputs), number(outputs, inputs, seed=1)
     rng = random.Random(n)
     bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
-    program, whole, y = Program(kernels), torch.empty(n, outputs), torch.empty(n, outputs)
-    best = torch.empty(n, dtype=torch.int64)
-    named = [
-        program.given(name, width, name == "y")
-        for name, width in (("x", inputs), ("y", outputs), ("best", 1))
-    ]
-    program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
-    program.run(plain_rows(n), {"x": x, "y": whole, "best": best})
+    whole, best = largest(kernels, weight, x)
     assert torch.equal(best, reference.best(whole)) and bool((best >= 0).all())
     for row, value in bad.items():
         x[row, rng.randrange(inputs)] = value
-    program.run(plain_rows(n), {"x": x, "y": y, "best": best})
+    y, best = largest(kernels, weight, x)
     fine = [row for row in range(n) if row not in bad]
     assert torch.equal(y[fine], whole[fine]) and torch.equal(
         best[fine], reference.best(whole)[fine]
@@ -210,46 +210,28 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
     logits[45], logits[46, outputs - 1], logits[47, 0] = -INF, NAN, NAN
     # A product with a row of the identity is a column of the weight; a bias brings in what is not
     # finite.
-    y, best = torch.empty(1, outputs), torch.empty(1, dtype=torch.int64)
     one = torch.zeros(1, inputs, dtype=torch.bfloat16)
     one[0, 0] = 1
     for row, wanted in enumerate(logits.float()):
         finite = wanted.isfinite()
         weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
         weight[:, 0] = wanted.masked_fill(~finite, 0)
-        program = Program(kernels)
-        named = [
-            program.given(name, width, name == "y")
-            for name, width in (("x", inputs), ("y", outputs), ("best", 1))
-        ]
         bias = torch.zeros(outputs).masked_scatter_(~finite, wanted[~finite])
-        program.linear(Packed(kernels, [weight], bias), *named[:2], library.BEST, best=named[2])
-        program.run(plain_rows(1), {"x": one, "y": y, "best": best})
+        y, best = largest(kernels, Packed(kernels, [weight], bias), one)
         assert torch.equal(y[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert best.item() == reference.best(wanted[None]).item(), row
     assert reference.best(logits.float())[[40, 41, 42, 44, 45, 46, 47]].tolist() == [-1] * 7
 
 
 @every_set
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_best_of_all_threads_is_the_first(isa, threads):
-    kernels, n, inputs, outputs = load(isa), 6, 32, 200
-    x = torch.ones(n, inputs, dtype=torch.bfloat16)
-    weight = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_best_of_all_threads_is_the_first(isa, count, threads):
+    x = torch.ones(6, 32, dtype=torch.bfloat16)
+    weight = torch.ones(200, 32, dtype=torch.bfloat16)
     weight[[37, 99, 180]] = 2.0
     x[4, 0], x[5, 0] = NAN, INF
-    program, y, best = Program(kernels), torch.empty(n, outputs), torch.empty(n, dtype=torch.int64)
-    named = [
-        program.given(name, width, name == "y")
-        for name, width in (("x", inputs), ("y", outputs), ("best", 1))
-    ]
-    program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        program.run(plain_rows(n), {"x": x, "y": y, "best": best})
-    finally:
-        torch.set_num_threads(before)
+    threads(count)
+    _, best = largest(load(isa), weight, x)
     assert best.tolist() == [37, 37, 37, 37, -1, -1]
 
 

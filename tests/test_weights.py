@@ -1,40 +1,22 @@
 """Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer
 arithmetic, bit for bit."""
 
-import random
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 import quantised
 import reference
-from kernels import best_set, every_set, load, number, plain_rows
+from kernels import best_set, every_set, largest, linear, load, number, rows_that_depend_on_others
 from quantised import Quantised, quantise, quantise_rows
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
-from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed, Packer
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
 SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
 kinds = pytest.mark.parametrize("name", [INT8, INT4])
-Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-def kernels_product(kernels, packed, epilogue=library.STORE):
-    """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
-    program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
-    program.linear(
-        packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue
-    )
-
-    def product(x):
-        y = torch.zeros(len(x), outputs)
-        program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
-        return y
-
-    return product
 
 
 def uneven(outputs, inputs):
@@ -69,9 +51,9 @@ def test_weights_and_products_are_those_of_the_reference(isa, name, inputs, outp
     packed, wanted = Packed(kernels, [weight], name=name), quantise(weight, name)
     assert torch.equal(packed.dense(), wanted.dense[:, :inputs])
     assert torch.equal(packed.rows(), wanted.dense[:, :inputs].bfloat16())
-    product = kernels_product(kernels, packed)
     for n in WIDTHS:
-        assert torch.equal(product(rows(n, inputs)), quantised.product(rows(n, inputs), wanted)), n
+        x = rows(n, inputs)
+        assert torch.equal(linear(kernels, packed, x), quantised.product(x, wanted)), n
 
 
 @kinds
@@ -87,20 +69,17 @@ def test_a_sum_that_is_rounded_twice_is_seen(name, monkeypatch):
 @every_set
 @kinds
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
-def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
+def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue, threads):
     weights = [uneven(217, 96)] + [number(217, 96, seed=4)] * (epilogue == library.GATED)
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = Packed(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
-    assert rows_that_depend_on_others(kernels_product(load(isa), packed, epilogue), 96) == 0
-    product = kernels_product(load(isa), packed, epilogue)
+    product = partial(linear, load(isa), packed, epilogue=epilogue)
+    assert rows_that_depend_on_others(product, rows(64, 96)) == 0
     x = rows(40, 96)
-    before = torch.get_num_threads()
+    threads(1)
     alone = product(x)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(product(x), alone)
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    assert torch.equal(product(x), alone)
     x = number(9, 96, seed=6)
     parts = [
         quantised.product(x, quantise(weight, name)) + part
@@ -114,17 +93,6 @@ def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue):
         assert torch.equal(product(x), parts[0])
 
 
-def rows_that_depend_on_others(product, inputs):
-    """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits
-    than alone."""
-    x, rng, wrong = rows(64, inputs), random.Random(0), 0
-    alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
-    for width in range(1, len(x) + 1):
-        chosen = rng.choices(range(len(x)), k=width)
-        wrong += int((product(x[chosen]) != alone[chosen]).any(1).sum())
-    return wrong
-
-
 def test_one_scale_for_all_rows_is_seen():
     """The usual way, a scale a call, makes a row depend on its neighbours."""
     weight = quantise(uneven(40, 64), INT8)
@@ -133,8 +101,8 @@ def test_one_scale_for_all_rows_is_seen():
         scale = x.float().abs().max() / 127
         return (x.float() / scale).round() @ weight.dense.T * scale
 
-    assert rows_that_depend_on_others(mistaken, 64) > 1000
-    assert rows_that_depend_on_others(lambda x: quantised.product(x, weight), 64) == 0
+    assert rows_that_depend_on_others(mistaken, rows(64, 64)) > 1000
+    assert rows_that_depend_on_others(lambda x: quantised.product(x, weight), rows(64, 64)) == 0
 
 
 @every_set
@@ -147,16 +115,14 @@ def test_the_largest_sums_do_not_saturate(isa, name):
     x = torch.ones(9, 4096, dtype=torch.bfloat16)
     x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
     packed = Packed(load(isa), [weight], name=name)
-    assert torch.equal(
-        kernels_product(load(isa), packed)(x), quantised.product(x, quantise(weight, name))
-    )
+    assert torch.equal(linear(load(isa), packed, x), quantised.product(x, quantise(weight, name)))
 
 
 @every_set
 @kinds
 def test_what_is_not_finite_stays_in_its_row(isa, name):
     x, weight = number(9, 96), uneven(40, 96)
-    product = kernels_product(load(isa), Packed(load(isa), [weight], name=name))
+    product = partial(linear, load(isa), Packed(load(isa), [weight], name=name))
     whole = product(x)
     bad = {0: torch.nan, 4: torch.inf, 8: -torch.inf}
     for row, value in bad.items():
@@ -171,11 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, name):
 def test_the_best_is_found_among_quantised_logits(isa, name):
     kernels, weight, x = load(isa), number(300, 64, seed=1), number(20, 64)
     x[7, 3] = torch.nan
-    program, packed = Program(kernels), Packed(kernels, [weight], name=name)
-    named = [program.given(*it) for it in (("x", 64), ("y", 300, True), ("best", 1))]
-    program.linear(packed, *named[:2], library.BEST, best=named[2])
-    y, best = torch.empty(20, 300), torch.empty(20, dtype=torch.int64)
-    program.run(plain_rows(20), {"x": x, "y": y, "best": best})
+    y, best = largest(kernels, Packed(kernels, [weight], name=name), x)
     assert torch.equal(best, reference.best(y)) and best[7] == -1
 
 
