@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from answers import answer, request
 from cases import examples
 from models import VOCAB, tiny
+from quickbeam.engine.accept import Randomness, accept
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods import METHODS, make_method
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Draft
+from quickbeam.models.base import Draft, Passed
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
+from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict
 
 # the others: test_lm_drafter.py
 CERTAIN = [name for name, preset in METHODS.items() if "drafter" not in preset.sources]
@@ -94,6 +98,15 @@ def test_an_answer_may_fill_the_context_to_its_last_token():
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     sequence = run(model, "logitspec", params, prompt_of(0, 512 - 40), budget=64)
     assert sequence.statistics.new_tokens == 40
+
+
+def test_drawn_nodes_are_judged_behind_their_path():
+    """A token that is there already is penalised at the node below it, and not at the root."""
+    params = SamplingParams(temperature=0.01, presence_penalty=2.0, coupling="residual")
+    tree, passed = TokenTree(0), Passed(torch.tensor([[0.0, 1.0, 0.5]] * 3), None)
+    tree.add(tree.add(0, 1, "x"), 1, "x")
+    chance = Randomness(None, torch.Generator())
+    assert accept(Sampler(params, [0], 3), tree, passed, chance, 1) == Verdict([0, 1], 2)
 
 
 # --- how answers end before their time ------------------------------------------------------------
