@@ -5,11 +5,9 @@ import pytest
 import torch
 
 from drafters import DRAFTED, KnownDrafter, context_of, perturbed_plain, policies, tree_of
-from quickbeam import SamplingParams
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.noise import Noise
-from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 from scripts import script
@@ -123,40 +121,6 @@ def test_a_drafter_equal_to_the_target_is_always_accepted():
     assert all(each["acceptance"] == 1 for each in filled)
     expected = sum(each["count"] * (1 - each["probability"]) for each in filled) / one["tried"]
     assert one["calibration_gap"] == pytest.approx(expected) and one["correlation"] is None
-
-
-def test_a_coupled_drafter_equal_to_the_target_is_always_accepted():
-    model, found = ToyModel(vocab=9, zeros=0.0), []
-    policy = DySpec(KnownDrafter(model.target))
-    sampler = Sampler(SamplingParams(temperature=0.7), [0], 9)
-    for seed in range(60):
-        noise, context = Noise(seed, 0, 9), context_of([0], 0.7)
-        context.noise = noise
-        tree = tree_of(policy, context, 16, 8)
-
-        def emitted(node):
-            logits = model.target([0, *path_tokens(tree, node)]).log()  # noqa: B023
-            return sampler.emitted(logits, noise, 1 + tree.depth[node])  # noqa: B023
-
-        found.append(record(tree, *verify_equal(tree, emitted)))
-    one = summarise(found, 10)
-    assert one["tried"] == one["accepted"] > 120 and one["first_acceptance"] == 1
-
-
-def test_acceptance_is_that_of_the_rule():
-    # With draft distribution q and target p, a first child y is accepted with min(1, p[y] / q[y]):
-    # 0.4 for token 0, 1 for the others. Where 0 is rejected all that is left is on token 2: drawn
-    # next, 0.33 / 0.45 of token 1 is never accepted and 0.12 / 0.45 of 2 always.
-    q, p = torch.tensor([0.55, 0.33, 0.12]), torch.tensor([0.22, 0.33, 0.45])
-    one = summarise(steps(q, lambda _: p, 1.0, 2000), 10)
-    rates = {round(each["low"], 1): each["acceptance"] for each in one["bins"] if each["count"]}
-    half, later = one["bins"][5], one["bins"][7]
-    assert half["count"] > 1000
-    assert rates.pop(0.5) == pytest.approx(0.4, abs=4 * (0.24 / half["count"]) ** 0.5)
-    assert rates == {0.1: 1.0, 0.2: 1.0, 0.3: 1.0, 0.7: 0.0, 0.9: 1.0}
-    assert half["probability"] == pytest.approx(0.55)
-    assert later["probability"] == pytest.approx(0.33 / 0.45)
-    assert one["bins"][9]["probability"] == 1.0, "the third child has all that is left"
 
 
 def test_the_drafters_favourite_is_right_once():

@@ -2,6 +2,7 @@
 side."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer, request
-from cases import examples
+from cases import examples, few
 from models import VOCAB, tiny
+from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.engine.accept import Randomness, accept
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import QuickbeamError
@@ -23,9 +25,10 @@ from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict
 
-# the others: test_lm_drafter.py
 CERTAIN = [name for name, preset in METHODS.items() if "drafter" not in preset.sources]
 DRAFTED = [name for name in CERTAIN if name != "ar"]
+DRAFTING = [name for name in METHODS if name not in CERTAIN]
+KINDS = {(METHODS[name].sources, METHODS[name].maker): name for name in reversed(DRAFTING)}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,13 @@ def model():
 
 def run(model, method, params, prompt, budget=16, eos=()):
     budget = 1 if method == "ar" else budget
-    return answer(model, make_method(method), params, prompt, budget=budget, eos=eos)
+    policy = make_method(method, drafter() if method in DRAFTING else None)
+    return answer(model, policy, params, prompt, budget=budget, eos=eos)
+
+
+@cache
+def drafter():
+    return LMDrafter(tiny("llama", seed=7), VOCAB)
 
 
 def run_all(engine):
@@ -47,7 +56,8 @@ def prompt_of(seed, length=12):
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("method", DRAFTED)
+# of those that draft with a model, one of each kind of tree
+@pytest.mark.parametrize("method", few(DRAFTED + DRAFTING, [*DRAFTED, *KINDS.values()]))
 @examples(25)
 @given(data=st.data())
 def test_every_answer_is_plain_decodings(model, method, data):

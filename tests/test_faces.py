@@ -71,8 +71,7 @@ def test_several_answers_of_one_prompt(llm):
 
 
 def test_what_is_banned_is_not_said(llm, alone):
-    """Kernels report the likeliest token of the raw logits, which counts where nothing changes
-    them."""
+    """Kernels report the likeliest token of the raw logits."""
     banned = alone[PROMPTS[0]][5]
     params = replace(PARAMS, logit_bias={banned: float("-inf")})
     answers = [llm.generate(PROMPTS[0], params, method=one).token_ids for one in ("ar", "pld")]

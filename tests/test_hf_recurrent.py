@@ -8,7 +8,7 @@ import torch
 
 from answers import answer
 from cases import few
-from models import VOCAB, random_tree, tiny
+from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -16,13 +16,12 @@ from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.hf_recurrent import TorchStates
 from quickbeam.models.opening import make_model
 from quickbeam.models.torch import TorchModel
 from quickbeam.params import SamplingParams
 from test_families import CONFIGS
-from test_recurrent import IDS, KINDS, PAGE, of_path, read
+from test_recurrent import IDS, KINDS, PAGE, wrong_rows
 
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["lfm2", "qwen3_5"]))
 FAMILIES = [
@@ -37,35 +36,9 @@ def made(kind, **options):
     return model
 
 
-def error(model):
-    """The largest relative error of the logits of random trees against those of their paths."""
-    generator, worst = torch.Generator().manual_seed(0), 0.0
-    texts = [IDS[:PAGE], IDS[7:8], IDS[20 : 18 + 2 * PAGE]]
-    caches = [read(model, text, cuts) for text, cuts in zip(texts, [(5, 50), (), ()], strict=True)]
-    for _ in range(3):
-        trees = [random_tree(generator, 7) for _ in texts]
-        model.forward(
-            Batch([Draft(cache, tree.first(3)) for cache, tree in zip(caches, trees, strict=True)])
-        )
-        parts = [Draft(caches[0], trees[0], 3), *map(Draft, caches[1:], trees[1:])]
-        for part, text, got in zip(parts, texts, model.forward(Batch([*parts])), strict=True):
-            for row, node in enumerate(range(part.base, len(part.tree))):
-                path = [part.tree.token[i] for i in part.tree.path(node)]
-                right = of_path(model, [*text, *path])
-                worst = max(worst, float((got.logits[row] - right).abs().max() / right.abs().max()))
-        for cache, text, tree in zip(caches, texts, trees, strict=True):
-            path = max(map(tree.path, range(len(tree))), key=len)
-            cache.commit(path)
-            text += [tree.token[node] for node in path]
-    for cache in caches:
-        cache.release()
-    assert model.pool.used == 0
-    return worst
-
-
 @every_kind
 def test_nodes_follow_their_paths(kind):
-    assert error(made(kind)) < 1e-4
+    assert wrong_rows(made(kind), steps=3, nodes=7, far=1e-4) == 0
 
 
 BEHIND, COMMIT = TorchStates.behind, TorchStates.commit
@@ -87,7 +60,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_mistake_is_seen(mistake, monkeypatch):
     model = made("lfm2")
     monkeypatch.setattr(TorchStates, *MISTAKES[mistake])
-    assert error(model) > 1e-2
+    assert wrong_rows(model, steps=3, nodes=7, far=1e-2) > 0
 
 
 @every_kind
@@ -111,26 +84,6 @@ def test_answers_are_those_of_transformers(kind):
         assert engine.prefixes is not None
         engine.prefixes.clear()
         assert model.pool.used == 0
-
-
-def test_states_belong_to_their_sequences():
-    model = made("lfm2")
-    cache, way = read(model, IDS[:70]), [5, 6, 7]
-    fork = cache.fork()
-    model.forward(Batch([Chain(fork, way)]))
-    fork.commit(range(len(way)))
-    for one, ids in ((fork, [*IDS[:70], *way]), (cache, IDS[:70])):
-        (passed,) = model.forward(Batch([Chain(one, [4])]))
-        assert torch.allclose(passed.logits[0], of_path(model, [*ids, 4]), rtol=1e-4, atol=1e-5)
-    cache.commit(range(1))
-    model.forward(Batch([Chain(cache, IDS[:5])]))
-    with pytest.raises(ValueError, match="commit all of them"):
-        cache.commit(range(3))
-    with pytest.raises(ValueError, match="only to 0"):
-        cache.truncate(3)
-    cache.truncate(0)
-    (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
-    assert torch.allclose(passed.logits[0], of_path(model, IDS[:3]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, ["granite_hybrid-moe", "qwen3_next"]))

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer
-from cases import examples, few
+from cases import examples
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, first_difference
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods import METHODS, make_method
-from quickbeam.methods.base import NoDraft
+from quickbeam.methods import make_method
 from quickbeam.models.base import Draft
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.opening import make_model
@@ -26,14 +25,6 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 NAMES = ("llama", "mistral-window", "gpt2")
-DRAFTING = few(
-    (name for name, preset in METHODS.items() if LMDrafter.name in preset.sources),
-    {
-        (preset.sources, preset.maker): name
-        for name, preset in reversed(METHODS.items())
-        if LMDrafter.name in preset.sources
-    }.values(),
-)  # one of each kind of tree always
 
 
 @pytest.fixture(scope="module")
@@ -330,38 +321,6 @@ def test_padded_tails_may_differ():
 @pytest.fixture(scope="module")
 def target():
     return make_model(tiny("llama", seed=3))
-
-
-@pytest.mark.parametrize("method", DRAFTING)
-@examples(5)
-@given(data=st.data())
-def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target, pairs, method, data):
-    params = SamplingParams(
-        max_tokens=data.draw(st.integers(1, 40)),
-        repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
-        stop=data.draw(st.sampled_from([(), ("ab", "ccd")])),
-        stop_token_ids=data.draw(st.sampled_from([(), (17, 40)])),
-    )
-    prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
-    drafter = pairs[data.draw(st.sampled_from(NAMES))][0]
-    plain = answer(target, NoDraft(), params, prompt)
-    drafted = answer(
-        target,
-        make_method(method, drafter),
-        params,
-        prompt,
-        budget=data.draw(st.sampled_from([1, 2, 7, 30])),
-    )
-    assert drafted.output.token_ids == plain.output.token_ids
-    assert (drafted.output.text, drafted.output.finish_reason) == (
-        plain.output.text,
-        plain.output.finish_reason,
-    )
-    stats = drafted.statistics
-    assert (
-        sum(source.accepted for source in stats.sources.values()) + stats.steps + 1
-        >= stats.new_tokens
-    )
 
 
 @pytest.mark.parametrize(

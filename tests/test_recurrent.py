@@ -82,7 +82,7 @@ def of_path(model, ids):
         cache.release()
 
 
-def wrong_rows(model, seed=0, steps=4, nodes=9):
+def wrong_rows(model, seed=0, steps=4, nodes=9, far=0.0):
     """Grow random trees behind sequences side by side, in one pass or two; count nodes with other
     logits than their path's by itself. Then commit a path, and go on."""
     generator, wrong = torch.Generator().manual_seed(seed), 0
@@ -92,23 +92,29 @@ def wrong_rows(model, seed=0, steps=4, nodes=9):
         trees = [random_tree(generator, nodes) for _ in texts]
         half = [Draft(cache, tree.first(3)) for cache, tree in zip(caches, trees, strict=True)]
         passed = model.forward(Batch([*half]))
-        wrong += differ(model, texts[0], trees[0].first(3), passed[0].logits, 0)
+        wrong += differ(model, texts[0], trees[0].first(3), passed[0].logits, 0, far)
         whole = [Draft(caches[0], trees[0], 3), *map(Draft, caches[1:], trees[1:])]
         for i, got in enumerate(model.forward(Batch([*whole]))):
-            wrong += differ(model, texts[i], trees[i], got.logits, 3 * (i == 0))
+            wrong += differ(model, texts[i], trees[i], got.logits, 3 * (i == 0), far)
         for cache, text, tree in zip(caches, texts, trees, strict=True):
             path = max(map(tree.path, range(len(tree))), key=len)
             cache.commit(path)
             text += [tree.token[node] for node in path]
     for cache in caches:
         cache.release()
+    assert model.pool.used == 0
     return wrong
 
 
-def differ(model, ids, tree, got, base):
+def same(got, right, far):
+    """Whether logits are equal, but for so much of the largest."""
+    return bool((got - right).abs().max() <= far * right.abs().max())
+
+
+def differ(model, ids, tree, got, base, far=0.0):
     paths = [[tree.token[i] for i in tree.path(node)] for node in range(base, len(tree))]
     rows = zip(got, paths, strict=True)
-    return sum(not torch.equal(row, of_path(model, [*ids, *path])) for row, path in rows)
+    return sum(not same(row, of_path(model, [*ids, *path]), far) for row, path in rows)
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
@@ -119,7 +125,6 @@ def test_nodes_have_the_bits_of_their_paths(kind, isa, monkeypatch):
     model = made(kind)
     assert isa in model.describe()
     assert wrong_rows(model, steps=3 if isa == SETS[0] else 2) == 0
-    assert model.pool.used == 0
 
 
 @pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
@@ -226,9 +231,22 @@ def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
     assert differ(model, IDS[:70], other, passed.logits, 0) == 0
 
 
-@every_kind
-def test_forks_go_their_own_ways(kind):
-    model = made(kind)
+# by the kernels, and by PyTorch's operators up to rounding
+kinds_and_errors = pytest.mark.parametrize(
+    ("kind", "far"),
+    few([(kind, far) for kind in KINDS for far in (0.0, 1e-4)], [("qwen3_5", 0.0), ("lfm2", 1e-4)]),
+)
+
+
+def either(kind, far):
+    if not far:
+        return made(kind)
+    return make_model(tiny("", torch.float32, config=KINDS[kind]), native=False)
+
+
+@kinds_and_errors
+def test_forks_go_their_own_ways(kind, far):
+    model = either(kind, far)
     cache, ways = read(model, IDS[:70]), ([5, 6, 7], [8, 9])
     forks = [cache.fork() for _ in ways]
     for fork, way in zip(forks, ways, strict=True):
@@ -236,14 +254,14 @@ def test_forks_go_their_own_ways(kind):
         fork.commit(range(len(way)))
     for fork, way in zip([*forks, cache], [*ways, []], strict=True):
         (passed,) = model.forward(Batch([Chain(fork, [4])]))
-        assert torch.equal(passed.logits[0], of_path(model, [*IDS[:70], *way, 4]))
+        assert same(passed.logits[0], of_path(model, [*IDS[:70], *way, 4]), far)
         fork.release()
     assert model.pool.used == 0
 
 
-@every_kind
-def test_what_cannot_be_committed_is_refused(kind):
-    model = made(kind)
+@kinds_and_errors
+def test_what_cannot_be_committed_is_refused(kind, far):
+    model = either(kind, far)
     cache = read(model, IDS[:10])
     model.forward(Batch([Chain(cache, IDS[:5])]))
     with pytest.raises(ValueError, match="commit all of them"):
@@ -255,7 +273,7 @@ def test_what_cannot_be_committed_is_refused(kind):
         cache.truncate(3)
     cache.truncate(0)
     (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
-    assert torch.equal(passed.logits[0], of_path(model, IDS[:3]))
+    assert same(passed.logits[0], of_path(model, IDS[:3]), far)
 
 
 # --- answers ---

@@ -130,15 +130,6 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
         assert found.dtype is torch.float32 and torch.equal(found, tensor.bfloat16().float())
 
 
-def test_what_is_written_is_small(artefact, tmp_path):
-    artefact.save(tmp_path)
-    dtypes = {
-        name: tensor.dtype for name, tensor in load_file(tmp_path / "shortlist.safetensors").items()
-    }
-    assert dtypes.pop("order") is torch.int32 and dtypes.pop("ranking") is torch.int32
-    assert dtypes and set(dtypes.values()) == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("name", ["shortlist.json", "shortlist.safetensors"])
 def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
     artefact.save(tmp_path)

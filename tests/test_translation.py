@@ -9,19 +9,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from answers import answer, request
+from answers import answer, same_as_plain
 from drafters import DRAFTED
 from features import context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.translation import TranslatedDrafter, Translation
-from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import BYTES
@@ -77,20 +73,7 @@ def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature):
 
 
 def test_many_answers_in_one_call_are_plain_decodings():
-    target, drafter = pair()
-    for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
-        plain = [answer(target, NoDraft(), params, p).output.token_ids for p in PROMPTS]
-        for policy in (DRAFTED["dyspec"](drafter), Auto(drafter, Ngram(), LastLogits())):
-            engine = Engine(target)
-            running = [
-                engine.add(request(target, policy, params, prompt, budget=8)) for prompt in PROMPTS
-            ]
-            while engine.busy:
-                engine.step()
-            assert [one.output.token_ids for one in running] == plain
-            assert running[0].statistics.sources["drafter"].drafted > 0
-            engine.close()
+    same_as_plain(*pair(), PROMPTS)
 
 
 def test_beyond_its_context_it_drafts_nothing():
