@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.drafters.checkpoints import load_eagle
@@ -117,3 +117,16 @@ def read(folder, embedding=None, head=None, **target):
     first, second = shared(sizes["size"])
     parts = TargetParts(**sizes, embedding=embedding or first, head=head or second)
     return load_eagle(folder, parts)
+
+
+def configure(folder, **fields):
+    """Change the configuration in a folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def rewrite(folder, tensors):
+    """Put tensors into the weights in a folder; None takes one away."""
+    path = folder / "model.safetensors"
+    kept = {name: one for name, one in (load_file(path) | tensors).items() if one is not None}
+    save_file(kept, path, {"format": "pt"})

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from answers import answer, mean_accepted, method_as_plain, request, same_as_plain
 from cases import spread
+from checkpoints import configure, rewrite
 from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, tiny
@@ -350,14 +350,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     other = make_model(tiny("", config=narrow))
     with pytest.raises(InvalidInput, match=r"its full_attention has 4 heads of 16, the target"):
         load_assistant(path, other)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 48}))
+    configure(path, backbone_hidden_size=48)
     with pytest.raises(InvalidInput, match="hidden states of 48, the target has 32"):
         load_assistant(path, pair.target)
-    (path / "config.json").write_text(json.dumps(config))
-    stored = load_file(path / "model.safetensors")
-    stored["pre_projection.weight"] = torch.ones(3, 4)
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    configure(path, backbone_hidden_size=32)
+    rewrite(path, {"pre_projection.weight": torch.ones(3, 4)})
     with pytest.raises(InvalidInput, match=r"pre_projection.weight has shape \[3, 4\], expected"):
         load_assistant(path, pair.target)
 

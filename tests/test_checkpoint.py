@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from answers import answer
+from checkpoints import configure, rewrite
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.angles import Angles, frequencies, hold
@@ -57,8 +58,7 @@ def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
 )
 def test_vectors_of_another_size_are_refused(name, vector, tmp_path):
     made(name).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {vector: torch.ones(5)}, file)
+    rewrite(tmp_path, {vector: torch.ones(5)})
     with pytest.raises(InvalidInput, match=rf"{vector} has shape \[5\]"):
         Checkpoint(tmp_path, None)
 
@@ -66,8 +66,7 @@ def test_vectors_of_another_size_are_refused(name, vector, tmp_path):
 def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
     model = made("llama", torch.float16)
     model.model.save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    configure(tmp_path, tie_word_embeddings=True)
     found = Checkpoint(tmp_path, torch.bfloat16)
     rows = model.model.embed_tokens.weight.bfloat16()
     assert torch.equal(found("model.embed_tokens.weight"), rows)
@@ -125,9 +124,8 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
             del stored[at]
             right[at] = convert_moe_packed_tensors(blocks, scales)
     save_file(stored, tmp_path / "model.safetensors")
-    fields = json.loads((tmp_path / "config.json").read_text())
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantised}))
+    configure(tmp_path, quantization_config=quantised)
     found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     kernels = library.kernels()
     for name, tensor in right.items():
@@ -185,14 +183,11 @@ def test_names_of_attributes_are_those_of_transformers():
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     made("deepseek_v3").save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
-    save_file(stored | more, tmp_path / "model.safetensors")
+    rewrite(tmp_path, more)
     with pytest.raises(NotDescribed, match=r"layers\.3"):
         Checkpoint(tmp_path, torch.float32)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields["num_nextn_predict_layers"] = 1
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    configure(tmp_path, num_nextn_predict_layers=1)
     assert Checkpoint(tmp_path, torch.float32).stack.layers
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from checkpoints import configure
 from models import tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
@@ -121,9 +122,7 @@ def test_a_field_of_another_kind_is_named(
     at: str, value: Any, accepted: str, tmp_path: Path
 ) -> None:
     tiny("gemma3-window", torch.bfloat16).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(changed(fields, (at,), value)), encoding="utf-8")
+    configure(tmp_path, **{at: value})
     with pytest.raises(InvalidInput, match=accepted) as caught:
         LLM(str(tmp_path))
     assert at in str(caught.value) or "heads" in accepted
@@ -146,8 +145,6 @@ def test_numbers_that_do_not_fit_are_named(
     name: str, changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     made(name).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    fields = json.loads(file.read_text(encoding="utf-8")) | changes
-    file.write_text(json.dumps(fields), encoding="utf-8")
+    configure(tmp_path, **changes)
     with pytest.raises(InvalidInput, match=told):
         LLM(str(tmp_path))

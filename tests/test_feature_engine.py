@@ -32,6 +32,11 @@ def small_pages():
         yield
 
 
+def drafted(pair, params, prompt, engine):
+    method = DRAFTED["dyspec"](pair.drafter)
+    return answer(pair.target, method, params, prompt, budget=7, engine=engine)
+
+
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch):
     pair = Pair("attention")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -39,7 +44,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypa
     target, drafter = pair.target, pair.drafter
     monkeypatch.setattr(feature, "CHUNK", 6)
     engine, run = Engine(target), drafter.passes.run
-    fresh = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+    fresh = drafted(pair, params, prompt, engine)
     whole = fresh.output.token_ids
     engine.forget()
     for when, late, shared in itertools.product(range(1, 9), (False, True), (False, True)):
@@ -56,12 +61,12 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypa
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(drafter.passes, "run", interrupted)
-            answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+            drafted(pair, params, prompt, engine)
         assert not engine.busy
         if not shared:
             engine.forget()
             assert target.pool.used == drafter.pool.used == 0
-        again = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+        again = drafted(pair, params, prompt, engine)
         assert (again.output.token_ids, again.statistics.steps) == (whole, fresh.statistics.steps)
         engine.forget()
 
@@ -71,7 +76,7 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     prompt = list(range(20))
     target, drafter, engine = pair.target, pair.drafter, Engine(pair.target)
-    fresh = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+    fresh = drafted(pair, params, prompt, engine)
     held, adopt = (target.pool.used, drafter.pool.used), EagleState.adopt
     assert min(held) > 0
 
@@ -81,9 +86,9 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EagleState, "adopt", interrupted)
-        answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+        drafted(pair, params, prompt, engine)
     assert not engine.busy and (target.pool.used, drafter.pool.used) == held
-    again = answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+    again = drafted(pair, params, prompt, engine)
     assert again.statistics.cached_tokens == 18
     assert (again.output.token_ids, again.statistics.steps) == (
         fresh.output.token_ids,
@@ -97,27 +102,20 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
     target, drafter = pair.target, pair.drafter
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     short = SamplingParams(max_tokens=1 + ahead, ignore_eos=True)
-    fresh = answer(
-        target,
-        DRAFTED["dyspec"](drafter),
-        params,
-        prompt,
-        budget=7,
-        engine=(alone := Engine(target)),
-    )
+    fresh = drafted(pair, params, prompt, alone := Engine(target))
     alone.forget()
     monkeypatch.setattr(Engine, "_reads_along", lambda self, sequence: False)
 
     def second(engine):
         """An answer after another one to the same prompt, of which the drafter reads nothing, or
         all when it is first asked."""
-        answer(target, DRAFTED["dyspec"](drafter), short, prompt, budget=7, engine=engine)
+        drafted(pair, short, prompt, engine)
         assert engine.prefixes is not None
         chunks = engine.prefixes.find(prompt, drafter)
         assert all(
             (chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks
         )
-        return answer(target, DRAFTED["dyspec"](drafter), params, prompt, budget=7, engine=engine)
+        return drafted(pair, params, prompt, engine)
 
     found = second(engine := Engine(target))
     assert found.statistics.cached_tokens == 36

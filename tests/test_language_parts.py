@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelF
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cases import few
+from checkpoints import configure, rewrite
 from models import SIZES, VOCAB
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
@@ -152,13 +153,10 @@ def test_names_of_published_checkpoints(names, tmp_path):
 
 def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path):
     made("qwen2_5_vl").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
+    rewrite(tmp_path, {"lm_head.weight": None})
     with pytest.raises(InvalidInput, match=r"lm_head\.weight"):
         Checkpoint(tmp_path, torch.float32)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    configure(tmp_path, tie_word_embeddings=True)
     found = Checkpoint(tmp_path, torch.float32)
     assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
 

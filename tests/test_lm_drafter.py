@@ -139,6 +139,12 @@ def passes_of(drafter, monkeypatch):
     return passes
 
 
+def check(probs, context, tree):
+    """Hold the distribution after the root to a plain run's."""
+    right = expected(tiny("llama"), context.ids, tree, [0], 1.0)
+    torch.testing.assert_close(probs, right, atol=1e-5, rtol=1e-3)
+
+
 def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
@@ -156,9 +162,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     probs = distributions_of(drafter, context, tree, [0])
     assert passes[3:] == [("draft", 2)]
     assert state_of(context).cache.length == len([5, 6, 7, 8, 20, 22])
-    torch.testing.assert_close(
-        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
-    )
+    check(probs, context, tree)
     again = distributions_of(drafter, context, tree, [0])  # a second tree on the same text
     assert passes[4:] == [("draft", 1)]
     torch.testing.assert_close(again, probs, atol=1e-6, rtol=1e-4)
@@ -175,9 +179,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     probs = distributions_of(drafter, context, tree := TokenTree(3), [0])
     # what the last tree computed stays
     assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]
-    torch.testing.assert_close(
-        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
-    )
+    check(probs, context, tree)
     drafter.read([state_of(context)])
     context.extend([4] * GAP)
     drafter.read([state_of(context)], GAP + 1)
@@ -185,9 +187,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     drafter.read([state_of(context)])
     probs = distributions_of(drafter, context, tree := TokenTree(4), [0])
     assert passes[3:] == [("read", GAP), ("draft", 1)]
-    torch.testing.assert_close(
-        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
-    )
+    check(probs, context, tree)
 
 
 def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
@@ -199,9 +199,7 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
     )
     assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
     assert state_of(context).calls == 1
-    torch.testing.assert_close(
-        probs, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
-    )
+    check(probs, context, tree)
 
 
 def test_nodes_are_asked_for_from_the_root_down():

@@ -22,6 +22,7 @@ from transformers import (
     ViTConfig,
 )
 
+from checkpoints import configure, rewrite
 from models import tiny
 from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
@@ -54,12 +55,6 @@ def folder(toy_folder, tmp_path):
     return Path(shutil.copytree(toy_folder, tmp_path / "model"))
 
 
-def configure(folder, **fields):
-    """Change the configuration."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def write(folder, **fields):
     """Change the configuration, and give the folder random weights for it, by which attention
     decides."""
@@ -74,16 +69,6 @@ def write(folder, **fields):
                 parameter.mul_(2)
     model.save_pretrained(folder)
     return folder
-
-
-def weights(folder, change):
-    """Write tensors into the checkpoint, or take away those that are None."""
-    state = load_file(folder / "model.safetensors") | change
-    save_file(
-        {name: tensor for name, tensor in state.items() if tensor is not None},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -334,14 +319,14 @@ def test_what_is_no_causal_language_model_is_named(tmp_path, config, reason):
 
 def test_a_checkpoint_that_lacks_weights_is_refused(folder):
     write(folder, tie_word_embeddings=False)
-    weights(folder, {"lm_head.weight": None})
+    rewrite(folder, {"lm_head.weight": None})
     with pytest.raises(
         InvalidInput, match=r"lack lm_head.weight: download it again.*tie_word_embeddings: true"
     ):
         load(folder)
     configure(folder, tie_word_embeddings=True)
     assert load(folder).lm_head.weight is not None
-    weights(
+    rewrite(
         folder,
         {f"model.layers.1.self_attn.{part}_proj.weight": None for part in "qkvo"}
         | {"model.norm.weight": None},
@@ -357,7 +342,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder):
 
 def test_a_checkpoint_of_other_shapes_is_refused(folder):
     write(folder)
-    weights(folder, {"model.norm.weight": torch.ones(3)})
+    rewrite(folder, {"model.norm.weight": torch.ones(3)})
     with pytest.raises(
         InvalidInput, match=r"model.norm.weight has shape \[3\], expected \[32\] by config.json"
     ):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
 from answers import answer
+from checkpoints import configure, rewrite
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
@@ -221,9 +222,7 @@ def write(folder, name, moe=False):
         stored |= {f"{module}{part}": t.contiguous() for part, t in case.store(w).items()}
         dense[one] = w.dense
     save_file(stored, folder / "model.safetensors")
-    fields = json.loads((folder / "config.json").read_text())
-    fields |= {"dtype": "float16", "quantization_config": case.config}
-    (folder / "config.json").write_text(json.dumps(fields))
+    configure(folder, dtype="float16", quantization_config=case.config)
     return loaded(model, stored | dense), dense
 
 
@@ -322,19 +321,15 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 def test_another_zero_point_is_another_model(name, tmp_path):
     of, change = WRONG[name]
     model, _ = write(tmp_path, of)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields["quantization_config"] |= change
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    configure(tmp_path, quantization_config=CASES[of].config | change)
     assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
 
 
 @pytest.mark.parametrize("part", ["g_idx", "scales"])
 def test_another_order_or_scale_is_another_model(part, tmp_path):
     model, _ = write(tmp_path, "gptq-order")
-    stored = load_file(tmp_path / "model.safetensors")
-    for one in [one for one in stored if one.endswith(part)]:
-        stored[one] = stored[one].flip(0).contiguous()
-    save_file(stored, tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / SINGLE)
+    rewrite(tmp_path, {n: t.flip(0).contiguous() for n, t in stored.items() if n.endswith(part)})
     assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
 
 
@@ -413,10 +408,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_methods_are_named(name, tmp_path):
     write(tmp_path, "awq")
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(fields | {"quantization_config": REFUSED[name]})
-    )
+    configure(tmp_path, quantization_config=REFUSED[name])
     words = re.escape(f"quantised by {name}; read are AWQ")
     with pytest.raises(NotDescribed, match=words + ".*unquantised"):
         Checkpoint(tmp_path, None)
@@ -456,11 +448,6 @@ def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
         Checkpoint(tmp_path, None)(f"{AT}.weight")
 
 
-def config_with(folder, **fields):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -474,7 +461,7 @@ def config_with(folder, **fields):
 )
 def test_fields_of_another_kind_are_refused(config, tmp_path):
     write(tmp_path, "packed")
-    config_with(tmp_path, quantization_config=config)
+    configure(tmp_path, quantization_config=config)
     with pytest.raises(InvalidInput, match=r"quantization_config can't be read .* again"):
         Checkpoint(tmp_path, None)
 
@@ -514,7 +501,7 @@ def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tm
     stored = load_file(tmp_path / SINGLE)
     change(stored)
     save_file(stored, tmp_path / SINGLE)
-    config_with(tmp_path, **fields)
+    configure(tmp_path, **fields)
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, None)
 

@@ -13,33 +13,12 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="a source distribution has no workflows")
 
 
-def test_the_changelog_begins_with_this_version():
+def test_the_changelog_and_the_citation_name_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     released = re.findall(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", text, re.M)
     assert released[0] == __version__ and len(released) > 1
-    assert set(re.findall(r"^### (.*)$", text, re.M)) <= {
-        "Added",
-        "Changed",
-        "Deprecated",
-        "Removed",
-        "Fixed",
-        "Security",
-    }
-
-
-def test_the_citation_names_this_version_and_the_papers():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (cited["cff-version"], cited["version"], cited["license"]) == (
-        "1.2.0",
-        __version__,
-        "Apache-2.0",
-    )
-    assert cited["message"] and cited["title"] and cited["authors"]
-    papers = [one["identifiers"][0]["value"] for one in cited["references"]]
-    assert papers == ["arXiv:2507.01449", "arXiv:2410.11744", "arXiv:2510.13847"]
-    for paper in cited["references"]:
-        assert paper["type"] in ("article", "conference-paper") and paper["title"] and paper["year"]
-        assert all(set(author) == {"family-names", "given-names"} for author in paper["authors"])
+    assert cited["version"] == __version__
 
 
 def test_workflows_ask_for_targets_that_there_are():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from checkpoints import LLAMA, eagle1, write
+from checkpoints import LLAMA, configure, eagle1, write
 from features import causal
 from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
@@ -253,7 +253,7 @@ def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
 
     assert "--listed 257: must be 1 to 256" in refused("--listed", "257")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    configure(folder, vocab_size=300)
     assert "give the --model that it was trained for" in refused()
     own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
     EagleHead(own).save(folder)

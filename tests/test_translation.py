@@ -76,6 +76,20 @@ def test_many_answers_in_one_call_are_plain_decodings():
     same_as_plain(*pair(), PROMPTS)
 
 
+def test_a_node_whose_token_the_model_lacks_has_no_distribution():
+    _, drafter = pair(own=10)
+    partner = drafter._translation.partner
+    lacked, known = next(i for i in range(VOCAB) if i not in partner), min({*partner} - {5})
+    found = []
+    for tokens in ((lacked, known), (known,)):
+        context, tree = context_of([7, 5]), TokenTree(5)
+        context.states["drafter"] = drafter.begin(context.ids)
+        drafter.answer([DraftRequest(context, tree, [0])])
+        nodes = [tree.add(0, token, "x") for token in tokens]
+        found += drafter.answer([DraftRequest(context, tree, nodes)])[0].values
+    assert not found[0].any() and torch.equal(found[1], found[2]) and found[1].any()
+
+
 def test_beyond_its_context_it_drafts_nothing():
     _, drafter = pair(own=0)
     drafter.context_length, context = 24, context_of([5] * 22)
