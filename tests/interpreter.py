@@ -180,7 +180,11 @@ class Interpreter:
         else:
             v, k, q = mixed.split([values, keys, keys], -1)
         of_heads = of.heads // of.key_heads
-        q, k = (one.view(len(x), -1, of.key_dim).repeat_interleave(of_heads, 1) for one in (q, k))
+        q, k = (one.view(len(x), -1, of.key_dim) for one in (q, k))
+        if of.tiled:
+            q, k = (one.repeat(1, of_heads, 1) for one in (q, k))
+        else:
+            q, k = (one.repeat_interleave(of_heads, 1) for one in (q, k))
         v = v.view(len(x), of.heads, of.value_dim)
         step = F.softplus(step + self.parameters[of.shift]).clamp(of.least, of.most)
         decay = (-self.parameters[of.log_slope].exp() * step).exp()[..., None, None]

@@ -6,7 +6,6 @@ pytest tests/test_gguf.py
 from __future__ import annotations
 
 import contextlib
-import copy
 import shutil
 import struct
 from dataclasses import replace
@@ -16,22 +15,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    GemmaConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 
-from models import CONFIGS, SIZES, tiny
+import gguf_files
+from gguf_files import TINY, metadata, model_of, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
@@ -46,216 +32,7 @@ from streaming import alike, limits_of, of_disk
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
-
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
-TINY = {
-    "llama": CONFIGS["llama-multi-head"],
-    "qwen2": CONFIGS["qwen2"],
-    "qwen3": CONFIGS["qwen3"],
-    "qwen3moe": Qwen3MoeConfig(
-        **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=96,
-        head_dim=16,
-        norm_topk_prob=True,
-    ),
-    "phi3": CONFIGS["phi3"],
-    "olmo2": CONFIGS["olmo2"],
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
-    "gemma2": CONFIGS["gemma2-softcap-window"],
-    "gemma3": CONFIGS["gemma3-window"],
-    "granite": GraniteConfig(
-        **SIZES,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-    ),
-    "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
-    "llama experts": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
-    "granitemoe": GraniteMoeConfig(
-        **SIZES,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "olmoe": OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2),
-    "gpt-oss": GptOssConfig(
-        **SIZES,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=6,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    ),
-    "lfm2": Lfm2Config(
-        **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
-    ),
-    "lfm2moe": Lfm2MoeConfig(
-        **SIZES,
-        layer_types=["conv", "full_attention", "conv"],
-        num_dense_layers=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    ),
-}
-TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
 Q8, Q5 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
-
-
-def model_of(architecture: str) -> PreTrainedModel:
-    config = copy.deepcopy(TINY[architecture])
-    for name, value in WIDE.items():
-        setattr(config, name, value)
-    if getattr(config, "query_pre_attn_scalar", None):
-        config.query_pre_attn_scalar = config.head_dim = 16
-    if architecture == "granite":
-        config.tie_word_embeddings = True
-    model = tiny("", config=config, seed=3)
-    with torch.no_grad():
-        for name, bias in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith(("_bias", ".bias", "sinks")):
-                bias.copy_(torch.randn_like(bias) * 0.3)
-    return model
-
-
-def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
-    """What llama.cpp's converter writes of a configuration."""
-    c, name = model.config, writer.arch
-    heads = c.num_attention_heads
-    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(heads)
-    kinds = getattr(c, "layer_types", None) or []
-    some = [c.num_key_value_heads * (kind != "conv") for kind in kinds]
-    writer.add_head_count_kv(some if "conv" in kinds else c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(getattr(c, "rms_norm_eps", None) or c.norm_eps)
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_rope_dimension_count(dim)
-    writer.add_key_length(dim)
-    rope = c.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if name in ("gemma2", "gemma3", "gpt-oss"):
-        writer.add_sliding_window(c.sliding_window)
-        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if getattr(c, cap, None):
-                writer.add_float32(f"{name}.{cap}", getattr(c, cap))
-    if count := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
-        writer.add_expert_count(count)
-        writer.add_expert_used_count(c.num_experts_per_tok)
-        inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
-        writer.add_expert_feed_forward_length(inner)
-    if name.startswith("lfm2"):
-        writer.add_shortconv_l_cache(c.conv_L_cache)
-    if name == "lfm2moe":
-        writer.add_leading_dense_block_count(c.num_dense_layers)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if name.startswith("granite"):
-        writer.add_embedding_scale(c.embedding_multiplier)
-        writer.add_residual_scale(c.residual_multiplier)
-        writer.add_attention_scale(c.attention_multiplier)
-        writer.add_logit_scale(c.logits_scaling)
-
-
-def tokenizer(writer: gguf.GGUFWriter) -> None:
-    tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS)))
-    writer.add_token_merges(["a b", "Ġ t"][:0])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
-
-
-def turned(rows: np.ndarray, heads: int) -> np.ndarray:
-    """What the converter does to queries and keys of Llama's layout."""
-    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
-# names that llama.cpp's package doesn't know, as transformers has them since its version 5
-NAMES = {
-    "block_sparse_moe.": "mlp.",
-    "feed_forward.experts": "mlp.experts",
-    "mlp.router": "mlp.gate",
-    "expert_bias": "expert_bias.bias",
-    "sinks": "sinks.weight",
-    "_proj_bias": "_proj.bias",
-}
-
-
-def apart(state, woven: bool):
-    """All tensors as the converter has them. `woven`: as of `Architecture`."""
-    for name, tensor in state.items():
-        for old, new in NAMES.items():
-            name = name.replace(old, new)
-        if "conv.conv" in name:
-            tensor = tensor.squeeze(1)
-        if ".experts." not in name:
-            yield name, tensor
-            continue
-        whole = name if name.endswith(".bias") else f"{name}.weight"
-        if woven and tensor.dim() == 3:
-            tensor = tensor.transpose(1, 2)
-        if "gate_up_proj" not in name:
-            yield whole, tensor
-            continue
-        halves = (tensor[:, ::2], tensor[:, 1::2]) if woven else tensor.chunk(2, 1)
-        for part, half in zip(("gate", "up"), halves, strict=True):
-            yield whole.replace("gate_up", part), half
-
-
-def write(path, architecture: str, model: PreTrainedModel, kinds=None):
-    """A file of the model. `kinds`: formats of weights by a part of their name, F32 without."""
-    architecture = architecture.split()[0]
-    writer, c = gguf.GGUFWriter(str(path), architecture), model.config
-    metadata(writer, model)
-    tokenizer(writer)
-    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
-    for name, tensor in apart(model.state_dict(), ARCHITECTURES[architecture].woven):
-        if name == "lm_head.weight" and c.tie_word_embeddings:
-            continue
-        own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
-        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
-        of = name.split(".")[-2]
-        if ARCHITECTURES[architecture].turned and of in heads:
-            data = turned(data, heads[of])
-        if ARCHITECTURES[architecture].plus_one and "norm" in of:
-            data = data + 1
-        stored = next((k for part, k in (kinds or {}).items() if part in own), None)
-        if stored is None or data.ndim < 2 or own.endswith(".bias"):
-            writer.add_tensor(own, data)
-        else:
-            writer.add_tensor(own, gguf.quantize(data, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def logits(parameters, ids: list[int]) -> torch.Tensor:
@@ -275,10 +52,7 @@ def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
     model = model_of(architecture)
     file = write(tmp_path / "tiny.gguf", architecture, model)
     ids = [5, 17, 280, 3, 3, 99, 120, 7, 44, 200, 31, 8]
-    found = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
-    with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4 * float(wanted.abs().max()))
+    assert distance(file, model, ids) < 2e-4
 
 
 SWAPPED = {"ffn_gate_exps": "mlp.experts.up_proj", "ffn_up_exps": "mlp.experts.gate_proj"}
@@ -293,16 +67,60 @@ SWAPPED = {"ffn_gate_exps": "mlp.experts.up_proj", "ffn_up_exps": "mlp.experts.g
         ("lfm2", {"turned": True}),
         ("gpt-oss", {"turned": True}),
         ("gpt-oss", {"layer": ARCHITECTURES["gpt-oss"].layer | SWAPPED}),
+        ("qwen35", {"value_heads_tiled": False}),
+        ("qwen35moe", {"value_heads_tiled": False}),
+        ("qwen3next", {"value_heads_tiled": True}),
+        ("qwen35", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ],
 )
 def test_a_wrong_order_of_rows_is_seen(architecture, changes, tmp_path, monkeypatch):
+    """`changes`: of what an architecture says, or of the configuration that is made of it."""
     model, ids = model_of(architecture), [5, 17, 280, 3, 3, 99, 120, 7]
     file, name = write(tmp_path / "tiny.gguf", architecture, model), architecture.split()[0]
-    monkeypatch.setitem(ARCHITECTURES, name, replace(ARCHITECTURES[name], **changes))
+    of = ARCHITECTURES[name]
+    if not changes.keys() <= vars(of).keys():
+        changes = {"config": lambda metadata, own=changes: of.config(metadata) | own}
+    monkeypatch.setitem(ARCHITECTURES, name, replace(of, **changes))
+    assert distance(file, model, ids) > 2e-3
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen35", "qwen3next"])
+def test_norms_without_what_the_converter_adds_are_seen(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_files, "plus_one", lambda model, name: False)
+    model, ids = model_of(architecture), [5, 17, 280, 3, 3, 99, 120, 7]
+    file = write(tmp_path / "tiny.gguf", architecture, model)
+    assert distance(file, model, ids) > 2e-3
+
+
+def distance(file, model, ids: list[int]) -> float:
+    """How far a file's logits are from the model's, relative to the largest."""
     found = logits(GgufCheckpoint(file, torch.float32, KERNELS), ids)
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0]
-    assert float((found - wanted).abs().max() / wanted.abs().max()) > 2e-3
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def test_what_quantised_files_have_otherwise(tmp_path):
+    """The gate of a shared expert without an axis, experts' gates and the rest in one tensor, and
+    blocks that predict further tokens."""
+    model, ids = model_of("qwen35moe"), [5, 17, 280, 3, 3, 99, 120, 7]
+
+    def change(own, data):
+        if "gate_inp_shexp" in own:
+            return {own: data[0]}
+        if "up_exps" in own:
+            return {}
+        if "gate_exps" in own:
+            block = own.removesuffix("ffn_gate_exps.weight")
+            layer = model.model.layers[int(block.split(".")[1])]
+            return {
+                f"{block}ffn_gate_up_exps.weight": layer.mlp.experts.gate_up_proj.detach().numpy()
+            }
+        return {own: data}
+
+    behind = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    file = write(tmp_path / "x.gguf", "qwen35moe", model, change=change, behind=behind)
+    assert distance(file, model, ids) < 2e-4
 
 
 MIXED = {"attn_v": Q8, "ffn_gate": Q8, "ffn_up": Q5, "attn": Q5, "ffn_down": Q8, "token_embd": Q8}
@@ -393,6 +211,8 @@ def test_drafts_change_no_answer(mixed, temperature):
         ("lfm2moe", {"exps": Q5, "ffn_gate.": Q8}),
         ("gpt-oss", {"exps": gguf.GGMLQuantizationType.MXFP4, "attn_q": Q8}),
         ("llama experts", {"exps": Q8}),
+        ("qwen35", {"attn": Q8, "ssm_out": Q5, "ssm_alpha": Q8, "ffn": Q8}),
+        ("qwen3next", {"inp": None, "attn": Q5, "ssm_ba": Q8, "exp": Q8}),
     ],
 )
 def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds, tmp_path):

@@ -66,6 +66,7 @@ def _matrices(c: Compiler, of: Matrices, source: Buffer, target: Buffer) -> None
         kind=library.DELTA_RULE if of.delta else library.STATE_SPACE,
         heads=of.heads,
         key_heads=of.key_heads,
+        alike=1 if of.tiled else of.heads // of.key_heads,
         key_dim=of.key_dim,
         value_dim=of.value_dim,
         query=query,

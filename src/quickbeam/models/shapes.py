@@ -124,10 +124,9 @@ def _expected_recurrent(
         return found
     inner = of.heads * of.value_dim
     put(of.out, [width], inner)
-    if all(one.plain and one.parts == 1 for one in of.into.weights):
-        put(of.into, [of.channels, inner, of.heads, of.heads], width)
-    else:  # the last cut of a tensor is its end; rates and decays are two parts of one
-        ends = {one.name: one.heads * one.cut[1] for one in of.into.weights if one.cut}
-        for one in of.into.weights:
-            found[one.name] = [ends.get(one.name, 2 * of.heads), width]
+    put(of.into, [of.channels, inner, of.heads, of.heads], width)
+    for one in of.into.weights:  # a tensor's last cut is its end; rates and decays are parts of one
+        if one.cut or one.parts > 1:
+            rows = one.heads * one.cut[1] if one.cut else one.parts * of.heads
+            found[one.name] = [rows, width]
     return found | {name: [of.heads] for name in (of.log_slope, of.shift, of.skip) if name}

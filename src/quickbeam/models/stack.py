@@ -170,8 +170,8 @@ class Matrices:
     rule rates b, `[heads]`; and d, `[heads]`, of the decays. `weight`, `bias`, `taps`: of the
     convolution (`ShortConv`), behind which comes SiLU. Δ is softplus(d + `shift`), held between
     `least` and `most`; a is -exp(`log_slope`). Each key head serves heads / `key_heads` heads in a
-    row. `norm`: of each of `groups` groups of the result, before it is taken times SiLU(z), or with
-    `norm_last` after that; None for none.
+    row, or with `tiled` each `key_heads`-th. `norm`: of each of `groups` groups of the result,
+    before it is taken times SiLU(z), or with `norm_last` after that; None for none.
 
     With `delta`, the gated delta rule: q, k and v are convolved, q and k of each head get length 1,
     q is divided by √key_dim, and u is σ(b) (v - Sᵀk). Otherwise Mamba-2: x, B and C are convolved,
@@ -195,6 +195,7 @@ class Matrices:
     delta: bool
     norm: Norm | None = None
     groups: int = 1
+    tiled: bool = False
     norm_last: bool = False
     skip: Name | None = None
     least: float = 0.0
@@ -336,10 +337,9 @@ class Layer:
 
     `recurrent`: what stands in the attention's place, or beside it and reads the same. A layer may
     lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
-    before they are added; None for none.
-    `parallel`: the feed-forward reads what the attention read, and without a norm of its own the
-    attention's. `beside`: experts beside the feed-forward. Behind both comes `per_layer`. In the
-    end, the stream is taken times `scalar`, a parameter of one number.
+    before they are added. `parallel`: the feed-forward reads what the attention read, and without a
+    norm of its own the attention's. `beside`: experts beside the feed-forward. Behind both comes
+    `per_layer`. In the end, the stream is taken times `scalar`, a parameter of one number.
     """
 
     attention: Attention | None

@@ -82,6 +82,7 @@ def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool)
 
     `apart`: the delta rule's projections are tensors of their own.
     """
+    c.get("full_attention_interval")  # `layer_types` follows from it
 
     def layer(i: int) -> Layer:
         kind, name = c.layer_types[i], f"model.layers.{i}"
@@ -116,13 +117,15 @@ def _delta(c: Config, at: str, apart: bool) -> Matrices:
     key, value = c.linear_key_head_dim, c.linear_value_head_dim
     if c.hidden_act != "silu" or key % 4:
         raise NotDescribed(f"a gated delta rule with {c.hidden_act} and keys of {key} numbers")
+    both = tuple(Tensor(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1))
     if apart:
         into = tensors(*(f"{at}.in_proj_{name}" for name in ("qkv", "z", "b", "a")))
+    elif c.get("gates_apart"):  # in .gguf files
+        into = Linear((*tensors(f"{at}.in_proj_qkv", f"{at}.in_proj_z").weights, *both))
     else:  # of each key head: its query, its key, its heads' values, and their gates; rates, decays
         each = heads // keys
         edges = (0, key, 2 * key, 2 * key + each * value, 2 * key + 2 * each * value)
-        cuts = [Tensor(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut) for cut in pairwise(edges)]
-        both = [Tensor(f"{at}.in_proj_ba.weight", part, 2, keys) for part in (0, 1)]
+        cuts = (Tensor(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut) for cut in pairwise(edges))
         into = Linear((*cuts, *both))
     return Matrices(
         into,
@@ -139,21 +142,19 @@ def _delta(c: Config, at: str, apart: bool) -> Matrices:
         True,
         rms(c, f"{at}.norm"),
         heads,
+        tiled=bool(c.get("value_heads_tiled")),  # in .gguf files
     )
 
 
 def qwen3_5(c: Config) -> Stack:
-    c.get("full_attention_interval")  # `layer_types` follows from it
     return _hybrid(c, lambda i: gated(c, i), apart=True)
 
 
 def qwen3_5_moe(c: Config) -> Stack:
-    c.get("full_attention_interval")
     return _hybrid(c, lambda i: _experts(c, i, shared=True, renormalised=True), apart=True)
 
 
 def qwen3_next(c: Config) -> Stack:
-    c.get("full_attention_interval")
     return _hybrid(c, lambda i: _sparse(c, i, True, bool(c.norm_topk_prob)), apart=False)
 
 

@@ -1,6 +1,6 @@
-"""From a `.gguf` file's metadata to a configuration as transformers has it, and to its names.
+"""From a `.gguf` file's metadata to a configuration as transformers has it.
 
-llama.cpp's `gguf-py/gguf/constants.py` names the keys and tensors. Only architectures in
+llama.cpp's `gguf-py/gguf/constants.py` names the keys. Only architectures in
 `ARCHITECTURES` are read here.
 """
 
@@ -13,44 +13,31 @@ from typing import Any
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.metadata import Metadata
+from quickbeam.models.gguf.names import (
+    AFTER,
+    ANGLES,
+    ATTENTION,
+    DELTA,
+    FUSED,
+    LFM2,
+    LLAMA,
+    NORMS,
+    OF_GPT_OSS,
+    OF_LFM2_MOE,
+    SHARED,
+    experts,
+)
 
 SIGMOID = 2  # of expert_gating_func
 MOST_LAYERS = 4096  # that a file is believed to have
-LAYER = "model.layers.{}."
-# tensors of a layer, without `.weight` and `.bias`
-ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-FEED_FORWARD = {
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-OUTSIDE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-}
-ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def _rope(m: Metadata) -> dict[str, Any]:
+def _rope(m: Metadata, dim: int) -> dict[str, Any]:
+    """Return the rotary parameters of heads of `dim` dimensions."""
     kind, base = m.get("rope.scaling.type", "none"), float(m.get("rope.freq_base", 10000.0))
     rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
+    if (turned := m.get("rope.dimension_count") or dim) != dim:
+        rope["partial_rotary_factor"] = turned / dim
     length = m["context_length"]
     factors = next((m.file[one] for one in ANGLES[:2] if m.has(one)), None)
     if factors is not None:  # numbers by which frequencies are divided
@@ -74,29 +61,31 @@ def _plain(m: Metadata) -> dict[str, Any]:
     shared = {count for count in m.each("attention.head_count_kv") if count}  # 0: no attention
     if len(shared) > 1:
         raise NotDescribed("its layers have different numbers of heads")
+    dim = m.get("attention.key_length") or width // heads
     return {
         "architectures": [m.name],
         "hidden_size": width,
-        "intermediate_size": m["feed_forward_length"],
+        "intermediate_size": m.get("feed_forward_length") or m["expert_feed_forward_length"],
         "num_hidden_layers": m["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": next(iter(shared), heads),
-        "head_dim": m.get("attention.key_length") or width // heads,
+        "head_dim": dim,
         "rms_norm_eps": float(m["attention.layer_norm_rms_epsilon"]),
         "max_position_embeddings": m["context_length"],
         "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": not m.has("output.weight"),
-        "rope_parameters": _rope(m),
+        "rope_parameters": _rope(m, dim),
         "hidden_act": "silu",
         "attention_bias": m.has("blk.0.attn_q.bias"),
         "mlp_bias": m.has("blk.0.ffn_up.bias"),
     }
 
 
-def _chosen(m: Metadata) -> dict[str, Any]:
+def _chosen(m: Metadata, name: str = "num_local_experts") -> dict[str, Any]:
     """How many experts a layer has, and how many a row chooses."""
-    m.get("expert_feed_forward_length")  # the weights say it
-    return {"num_local_experts": m["expert_count"], "num_experts_per_tok": m["expert_used_count"]}
+    for one in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        m.get(one)  # the weights say it
+    return {name: m["expert_count"], "num_experts_per_tok": m["expert_used_count"]}
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
@@ -117,14 +106,39 @@ def _qwen3(m: Metadata) -> dict[str, Any]:
     return _plain(m) | {"model_type": "qwen3"}
 
 
+# as llama.cpp has it
+_ALL_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 def _qwen3_moe(m: Metadata) -> dict[str, Any]:
+    return _plain(m) | _chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"}
+
+
+def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
+    """`tiled`: the heads of values are ordered otherwise than transformers has them."""
+    heads, every = m["ssm.time_step_rank"], m.get("full_attention_interval", 4)
+    layers = m["block_count"] - m.get("nextn_predict_layers", 0)
+    kinds = ("full_attention", "linear_attention")
     return _plain(m) | {
-        "model_type": "qwen3_moe",
-        **_chosen(m),
-        "norm_topk_prob": True,  # as llama.cpp has it
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": layers,
+        "layer_types": [kinds[(i + 1) % every != 0] for i in range(layers)],
+        "linear_conv_kernel_dim": m["ssm.conv_kernel"],
+        "linear_num_key_heads": m["ssm.group_count"],
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": m["ssm.state_size"],
+        "linear_value_head_dim": m["ssm.inner_size"] // heads,
+        "value_heads_tiled": tiled,
     }
+
+
+def _qwen3_5_moe(m: Metadata) -> dict[str, Any]:
+    return _qwen3_5(m) | _chosen(m, "num_experts") | {"model_type": "qwen3_5_moe_text"}
+
+
+def _qwen3_next(m: Metadata) -> dict[str, Any]:
+    found = _qwen3_5(m, tiled=False) | _chosen(m, "num_experts") | _ALL_SPARSE
+    return found | {"model_type": "qwen3_next", "gates_apart": True}
 
 
 def _granite(m: Metadata) -> dict[str, Any]:
@@ -142,8 +156,7 @@ def _granite_moe(m: Metadata) -> dict[str, Any]:
 
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
-    chosen = _chosen(m)
-    chosen["num_experts"] = chosen.pop("num_local_experts")
+    chosen = _chosen(m, "num_experts")
     return _plain(m) | chosen | {"model_type": "olmoe", "norm_topk_prob": False}
 
 
@@ -175,14 +188,13 @@ def _lfm2(m: Metadata) -> dict[str, Any]:
 
 
 def _lfm2_moe(m: Metadata) -> dict[str, Any]:
-    dense, chosen = m["leading_dense_block_count"], _chosen(m)
+    dense = m["leading_dense_block_count"]
     if m.get("expert_gating_func") != SIGMOID:
         raise NotDescribed("its experts are not chosen by sigmoids")
     return _lfm2(m) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": dense,
-        "num_experts": chosen["num_local_experts"],
-        "num_experts_per_tok": chosen["num_experts_per_tok"],
+        **_chosen(m, "num_experts"),
         "norm_topk_prob": True,  # as llama.cpp has it
         "routed_scaling_factor": 1.0,
         "use_expert_bias": m.has(f"blk.{dense}.exp_probs_b.bias"),
@@ -251,70 +263,40 @@ class Architecture:
 
     `config`: makes the fields of a configuration. `layer`: names of a layer's tensors, with
     `.weight` or `.bias` where transformers' name has neither. `turned`: the two halves of a head's
-    queries and keys alternate row by row. `plus_one`: norms hold 1 + the weight. `woven`: for
-    transformers, rows of experts' gates and of what they let through alternate, and experts'
-    matrices are transposed.
+    queries and keys alternate row by row. `woven`: for transformers, rows of experts' gates and of
+    what they let through alternate, and experts' matrices are transposed.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
     layer: dict[str, str]
     turned: bool = False
-    plus_one: bool = False
     woven: bool = False
 
 
-_LLAMA = ATTENTION | FEED_FORWARD
-
-
-def _experts(module: str, router: str = "gate") -> dict[str, str]:
-    """Return names of experts that are in a module of the layer."""
-    parts = {f"ffn_{one}_exps": f"{module}.experts.{one}_proj" for one in ("gate", "up", "down")}
-    return {"ffn_norm": FEED_FORWARD["ffn_norm"], "ffn_gate_inp": f"{module}.{router}", **parts}
-
-
-_NORMS = {
-    "post_attention_norm": AFTER["post_attention_norm"],
-    "post_ffw_norm": AFTER["post_ffw_norm"],
-}
-_LFM2 = ATTENTION | {
-    "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-}
-_OF_GPT_OSS = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "post_attention_norm": "post_attention_layernorm",
-}
-_OF_LFM2_MOE = {"ffn_norm": "ffn_norm", "exp_probs_b.bias": "feed_forward.expert_bias"}
 ARCHITECTURES = {
-    "llama": Architecture(_llama, _LLAMA | _experts("mlp"), turned=True),
-    "granite": Architecture(_granite, _LLAMA, turned=True),
+    "llama": Architecture(_llama, LLAMA | experts("mlp"), turned=True),
+    "granite": Architecture(_granite, LLAMA, turned=True),
     "granitemoe": Architecture(
-        _granite_moe, ATTENTION | _experts("block_sparse_moe", "router"), turned=True
+        _granite_moe, ATTENTION | experts("block_sparse_moe", "router"), turned=True
     ),
-    "smollm3": Architecture(_smollm3, _LLAMA, turned=True),
-    "qwen2": Architecture(_qwen2, _LLAMA),
-    "qwen3": Architecture(_qwen3, _LLAMA),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | _experts("mlp")),
-    "olmoe": Architecture(_olmoe, ATTENTION | _experts("mlp")),
+    "smollm3": Architecture(_smollm3, LLAMA, turned=True),
+    "qwen2": Architecture(_qwen2, LLAMA),
+    "qwen3": Architecture(_qwen3, LLAMA),
+    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | experts("mlp")),
+    "qwen35": Architecture(_qwen3_5, LLAMA | DELTA),
+    "qwen35moe": Architecture(_qwen3_5_moe, ATTENTION | experts("mlp") | SHARED | DELTA),
+    "qwen3next": Architecture(_qwen3_next, ATTENTION | experts("mlp") | SHARED | DELTA),
+    "olmoe": Architecture(_olmoe, ATTENTION | experts("mlp")),
     "gpt-oss": Architecture(
-        _gpt_oss, ATTENTION | _experts("mlp", "router") | _OF_GPT_OSS, woven=True
+        _gpt_oss, ATTENTION | experts("mlp", "router") | OF_GPT_OSS, woven=True
     ),
-    "lfm2": Architecture(_lfm2, _LFM2),
-    "lfm2moe": Architecture(_lfm2_moe, _LFM2 | _experts("feed_forward") | _OF_LFM2_MOE),
-    "phi3": Architecture(_phi3, _LLAMA | FUSED),
-    "olmo2": Architecture(_olmo2, _LLAMA | _NORMS),
-    "gemma": Architecture(_gemma, _LLAMA, plus_one=True),
-    "gemma2": Architecture(_gemma2, _LLAMA | AFTER, plus_one=True),
-    "gemma3": Architecture(_gemma3, _LLAMA | AFTER, plus_one=True),
+    "lfm2": Architecture(_lfm2, LFM2),
+    "lfm2moe": Architecture(_lfm2_moe, LFM2 | experts("feed_forward") | OF_LFM2_MOE),
+    "phi3": Architecture(_phi3, LLAMA | FUSED),
+    "olmo2": Architecture(_olmo2, LLAMA | NORMS),
+    "gemma": Architecture(_gemma, LLAMA),
+    "gemma2": Architecture(_gemma2, LLAMA | AFTER),
+    "gemma3": Architecture(_gemma3, LLAMA | AFTER),
 }
 
 
@@ -341,12 +323,3 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         fields[f"{ {'padding': 'pad', 'unknown': 'unk'}.get(key, key) }_token_id"] = token
     return found, fields
-
-
-def stored_names(of: Architecture, layers: int) -> dict[str, str]:
-    """Return the file's names of tensors by transformers' names, as of `Architecture`."""
-    found = {own: name for name, own in OUTSIDE.items()}
-    for i in range(layers):
-        at = LAYER.format(i)
-        found |= {f"{at}{own}": f"blk.{i}.{name}" for name, own in of.layer.items()}
-    return found

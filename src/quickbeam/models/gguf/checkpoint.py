@@ -14,15 +14,16 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import ANGLES, architecture_of, stored_names
+from quickbeam.models.gguf.architecture import architecture_of
 from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
-from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import names, norms
+from quickbeam.models.stack import Matrices, Stack
+from quickbeam.models.stack_tensors import experts, names, norms
 
 SAMPLED = {
     "temp": "temperature",
@@ -60,9 +61,15 @@ class GgufCheckpoint(Parameters):
             raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
         for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
             self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
-        self._norms = {name for norm in norms(self.stack) for name in norm.weights}
-        self._convolutions = {one.weight for one in self.stack.recurrents}
+        of = self.stack
+        self._plus_one = {name for norm in norms(of) if norm.plus_one for name in norm.weights}
+        self._slopes = {one.log_slope for one in of.recurrents if isinstance(one, Matrices)}
         self._stored = self._places()
+        self._lacking = {one.weight: 1 for one in of.recurrents}  # axes of one number
+        gates = (one.shared_gate for one in experts(of) if one.shared_gate)
+        for name in (tensor.name for gate in gates for tensor in gate.weights):
+            if len(self.shape(name)) == 1:
+                self._lacking[name] = 0
         shapes = expected(self.stack, self.config)
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
@@ -72,15 +79,17 @@ class GgufCheckpoint(Parameters):
 
     def _places(self) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each parameter of the stack, one above the other."""
-        known, wanted = stored_names(self._of, self.config.num_hidden_layers), names(self.stack)
+        layers, wanted = self.config.num_hidden_layers, names(self.stack)
+        known = stored_names(self._of.layer, layers)
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
             parts = [f"{known[own]}.{kind}"] if own in known else []
             if own.endswith(".experts"):
                 module, end = kind.removesuffix("_bias"), "bias" if "_bias" in kind else "weight"
-                modules = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
-                parts = [f"{known.get(f'{own}.{one}')}.{end}" for one in modules]
+                parts = [f"{known.get(f'{own}.{module}')}.{end}"]
+                if module == "gate_up_proj" and parts[0] not in self.file.tensors:
+                    parts = [f"{known.get(f'{own}.{one}_proj')}.{end}" for one in ("gate", "up")]
             elif name in known:
                 parts = [known[name]]
             if parts and all(one in self.file.tensors for one in parts):
@@ -91,8 +100,9 @@ class GgufCheckpoint(Parameters):
         if self.config.tie_word_embeddings and self.stack.embedding in found:
             found[head] = found[self.stack.embedding]
         read = {one for parts in found.values() for one in parts}
-        if odd := sorted(self.file.tensors.keys() - read - set(ANGLES)):
-            raise NotDescribed(f"the file holds {odd[0]}")
+        odd = self.file.tensors.keys() - read - set(ANGLES)
+        if odd := {one for one in odd if not is_behind(one, layers)}:
+            raise NotDescribed(f"the file holds {min(odd)}")
         refuse_incomplete(wanted - found.keys(), [])
         return found
 
@@ -112,8 +122,9 @@ class GgufCheckpoint(Parameters):
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
         found = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
-        if name in self._convolutions:
-            return [found[0], 1, *found[1:]]
+        if name in self._lacking:
+            found.insert(self._lacking[name], 1)
+            return found
         return [found[0], *found[:0:-1]] if self._of.woven and len(found) == 3 else found
 
     def like(self, name: str) -> Weight:
@@ -142,16 +153,18 @@ class GgufCheckpoint(Parameters):
             if self.dtype is not torch.float32:
                 return part
             part = dense_rows(self._kernels, part)
-        if name in self._convolutions:
-            part = part[:, None]
-        elif self._of.woven and part.dim() == 3:
+        if self._of.woven and part.dim() == 3:
             part = part.transpose(1, 2)
-        if name in self._norms and self._of.plus_one:
+        if name in self._plus_one:
             part = part.float() - 1
+        elif name in self._slopes:  # stored as it is used
+            part = torch.log(-part.float())
         return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part
 
     def _ordered(self, name: str, weight: Weight) -> Weight:
-        """Return a weight or bias with the halves of a head one behind the other."""
+        """Return a weight with all its axes, and the halves of a head one behind the other."""
+        if name in self._lacking and isinstance(weight, torch.Tensor):
+            return weight.unsqueeze(self._lacking[name])
         heads = {
             "q_proj": self.config.num_attention_heads,
             "k_proj": self.config.num_key_value_heads,

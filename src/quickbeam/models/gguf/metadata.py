@@ -14,7 +14,12 @@ from quickbeam.models.gguf.file import GgufFile
 HARMLESS = {
     *("vocab_size", "block_count", "context_length", "rope.dimension_count", "attention.causal"),
     *("attention.value_length", "feed_forward_length", "rope.scaling.original_context_length"),
-    *("rope.scaling.finetuned", "attention.layer_norm_epsilon", "tensor_data_layout"),
+    *(
+        "rope.scaling.finetuned",
+        "rope.dimension_sections",
+        "attention.layer_norm_epsilon",
+        "tensor_data_layout",
+    ),
 }
 
 

@@ -22,6 +22,7 @@ NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
 _LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,6 +34,7 @@ SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2),
+    "qwen35": _QWEN35,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4", "pixtral"), _LLAMA3),
     "tekken": _TEKKEN,
@@ -103,7 +105,7 @@ def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    if split is _QWEN2:
+    if split in (_QWEN2, _QWEN35):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend

@@ -118,7 +118,7 @@ class Recurrence(Structure):
         *_all(
             c_int64,
             "kind state input inputs channels taps column gate gate_out activated heads "
-            "key_heads key_dim value_dim query key value factors kept kept_count decay rate",
+            "key_heads alike key_dim value_dim query key value factors kept kept_count decay rate",
         ),
         *_all(c_void_p, "weight bias slope shift skip"),
         *_all(c_float, "least most step_scale"),

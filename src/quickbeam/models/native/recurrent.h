@@ -23,8 +23,8 @@ struct Recurrence {
   int64_t channels, taps;
   int64_t column, gate, gate_out;       // columns of the source: what is convolved, a factor of it, and one of the result; -1 for none
   int64_t activated;                    // SiLU before the last factor
-  // A matrix of each head, [value_dim / 16][key_dim][16]. `query`, `key`, `value`, `factors`: columns of the target.
-  int64_t heads, key_heads, key_dim, value_dim, query, key, value, factors;
+  // A matrix of each head, [value_dim / 16][key_dim][16]. `alike`: how many heads in a row have the same key. `query`, `key`, `value`, `factors`: columns of the target.
+  int64_t heads, key_heads, alike, key_dim, value_dim, query, key, value, factors;
   int64_t kept, kept_count;             // columns of the target that are a node's inputs
   int64_t decay, rate;                  // columns of the source: of each head, what its decay and its rate (of the delta rule) are made of
   const float *weight, *bias;           // of a convolution: [taps][channels], the oldest token first; [channels] or null
@@ -167,7 +167,7 @@ struct Columns {
   Columns(const Recurrence& of, int64_t unit) : head(unit / of.width(of.value_dim)) {
     const int64_t first = unit % of.width(of.value_dim) * 16;
     value = of.value + head * of.value_dim + first, left = of.value_dim - first;
-    key = head / (of.heads / of.key_heads) * of.key_dim, decay = of.factors + head;
+    key = head / of.alike % of.key_heads * of.key_dim, decay = of.factors + head;
   }
   int64_t count(int64_t unit = 0) const { return std::min<int64_t>(16, left - unit * 16); }  // of so many units further
 };
@@ -365,7 +365,7 @@ inline void run_part(const Recurrence& of, int64_t unit, int64_t units, const No
 // Units [first, last) over a chain: those of a key head over some tokens, whose keys stay in the cache meanwhile, before the next tokens.
 inline void run_chain(const Recurrence& of, int64_t first, int64_t last, const Nodes& nodes, float* rows, int64_t stride) {
   constexpr int64_t SOME = 64;
-  const int64_t width = of.width(of.value_dim), together = of.heads / of.key_heads * width;
+  const int64_t width = of.width(of.value_dim), together = of.alike * width;
   for (int64_t low = first, high; low < last; low = high) {
     high = std::min(last, (low / together + 1) * together);
     for (int64_t node = 0, end; node < nodes.nodes; node = end) {

@@ -1,0 +1,106 @@
+"""Names of a `.gguf` file's tensors, and of transformers' parameters.
+
+llama.cpp's `gguf-py/gguf/constants.py` names the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+
+LAYER = "model.layers.{}."
+# tensors of a layer, without `.weight` and `.bias`
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+FEED_FORWARD = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+OUTSIDE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "token_embd_norm": "model.embedding_norm",
+    "output": "lm_head",
+}
+ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+LLAMA = ATTENTION | FEED_FORWARD
+
+
+def experts(module: str, router: str = "gate") -> dict[str, str]:
+    """Return names of experts that are in a module of the layer."""
+    parts = {f"ffn_{one}_exps": f"{module}.experts.{one}_proj" for one in ("gate", "up", "down")}
+    return {"ffn_norm": FEED_FORWARD["ffn_norm"], "ffn_gate_inp": f"{module}.{router}", **parts}
+
+
+NORMS = {
+    "post_attention_norm": AFTER["post_attention_norm"],
+    "post_ffw_norm": AFTER["post_ffw_norm"],
+}
+LFM2 = ATTENTION | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+DELTA = NORMS | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+SHARED = {
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+}
+OF_GPT_OSS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
+OF_LFM2_MOE = {"ffn_norm": "ffn_norm", "exp_probs_b.bias": "feed_forward.expert_bias"}
+
+
+def is_behind(tensor: str, layers: int) -> bool:
+    """Return whether a tensor is of a block behind so many layers: one that predicts what comes
+    after the next token."""
+    block = re.match(r"blk\.(\d{1,6})\.", tensor)
+    return block is not None and int(block[1]) >= layers
+
+
+def stored_names(layer: dict[str, str], layers: int) -> dict[str, str]:
+    """Return the file's names of tensors by transformers' names.
+
+    `layer`: those of a layer, without `.weight` or `.bias` where transformers' name has them.
+    """
+    found = {own: name for name, own in OUTSIDE.items()}
+    for i in range(layers):
+        at = LAYER.format(i)
+        found |= {f"{at}{own}": f"blk.{i}.{name}" for name, own in layer.items()}
+    return found

@@ -1,0 +1,328 @@
+"""Tiny `.gguf` files, as llama.cpp's converter makes them of transformers' models."""
+
+import copy
+
+import gguf
+import numpy as np
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    GemmaConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedModel,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
+)
+
+from models import CONFIGS, SIZES, tiny
+from quickbeam.models.gguf.architecture import ARCHITECTURES
+
+HYBRID = {
+    **SIZES,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+HYBRID_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
+TINY = {
+    "llama": CONFIGS["llama-multi-head"],
+    "qwen2": CONFIGS["qwen2"],
+    "qwen3": CONFIGS["qwen3"],
+    "qwen3moe": Qwen3MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        head_dim=16,
+        norm_topk_prob=True,
+    ),
+    "qwen35": Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True),
+    "qwen35moe": Qwen3_5MoeTextConfig(**HYBRID | HYBRID_EXPERTS),
+    "qwen3next": Qwen3NextConfig(**HYBRID | HYBRID_EXPERTS),
+    "phi3": CONFIGS["phi3"],
+    "olmo2": CONFIGS["olmo2"],
+    "gemma": GemmaConfig(**SIZES, head_dim=8),
+    "gemma2": CONFIGS["gemma2-softcap-window"],
+    "gemma3": CONFIGS["gemma3-window"],
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
+    "llama experts": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "granitemoe": GraniteMoeConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
+    "lfm2": Lfm2Config(
+        **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
+    ),
+    "lfm2moe": Lfm2MoeConfig(
+        **SIZES,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
+}
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
+
+
+def model_of(architecture: str) -> PreTrainedModel:
+    config = copy.deepcopy(TINY[architecture])
+    for name, value in WIDE.items():
+        setattr(config, name, value)
+    if getattr(config, "query_pre_attn_scalar", None):
+        config.query_pre_attn_scalar = config.head_dim = 16
+    if architecture == "granite":
+        config.tie_word_embeddings = True
+    model = tiny("", config=config, seed=3)
+    with torch.no_grad():
+        for name, bias in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("_bias", ".bias", "sinks")):
+                bias.copy_(torch.randn_like(bias) * 0.3)
+            elif name.endswith("norm.weight"):
+                bias.add_(torch.randn_like(bias) * 0.1)
+    return model
+
+
+def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """What llama.cpp's converter writes of a configuration."""
+    c, name = model.config, writer.arch
+    if name.startswith(("qwen35", "qwen3next")):
+        delta_rule(writer, c)
+    heads = c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    if hasattr(c, "intermediate_size"):
+        writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(heads)
+    kinds = getattr(c, "layer_types", None) or []
+    some = [c.num_key_value_heads * (kind != "conv") for kind in kinds]
+    writer.add_head_count_kv(some if "conv" in kinds else c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(getattr(c, "rms_norm_eps", None) or c.norm_eps)
+    writer.add_vocab_size(c.vocab_size)
+    writer.add_key_length(dim)
+    rope = c.rope_parameters
+    writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if name in ("gemma2", "gemma3", "gpt-oss"):
+        writer.add_sliding_window(c.sliding_window)
+        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(c, cap, None):
+                writer.add_float32(f"{name}.{cap}", getattr(c, cap))
+    if count := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+        inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+        writer.add_expert_feed_forward_length(inner)
+    if name.startswith("lfm2"):
+        writer.add_shortconv_l_cache(c.conv_L_cache)
+    if name == "lfm2moe":
+        writer.add_leading_dense_block_count(c.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if name.startswith("granite"):
+        writer.add_embedding_scale(c.embedding_multiplier)
+        writer.add_residual_scale(c.residual_multiplier)
+        writer.add_attention_scale(c.attention_multiplier)
+        writer.add_logit_scale(c.logits_scaling)
+
+
+def delta_rule(writer: gguf.GGUFWriter, c) -> None:
+    writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(c.linear_key_head_dim)
+    writer.add_ssm_group_count(c.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(c.linear_num_value_heads)
+    writer.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
+    writer.add_full_attention_interval(c.layer_types.index("full_attention") + 1)
+    if writer.arch != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if hasattr(c, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+
+
+def tokenizer(writer: gguf.GGUFWriter) -> None:
+    tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS)))
+    writer.add_token_merges(["a b", "Ġ t"][:0])
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What the converter does to queries and keys of Llama's layout."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+# names that llama.cpp's package doesn't know, as transformers has them since its version 5
+NAMES = {
+    "block_sparse_moe.": "mlp.",
+    "feed_forward.experts": "mlp.experts",
+    "mlp.router": "mlp.gate",
+    "expert_bias": "expert_bias.bias",
+    "sinks": "sinks.weight",
+    "_proj_bias": "_proj.bias",
+}
+
+
+def apart(state, woven: bool):
+    """All tensors as the converter has them. `woven`: as of `Architecture`."""
+    for name, tensor in state.items():
+        for old, new in NAMES.items():
+            name = name.replace(old, new)
+        if "conv.conv" in name or "conv1d" in name:
+            tensor = tensor.squeeze(1)
+        if ".experts." not in name:
+            yield name, tensor
+            continue
+        whole = name if name.endswith(".bias") else f"{name}.weight"
+        if woven and tensor.dim() == 3:
+            tensor = tensor.transpose(1, 2)
+        if "gate_up_proj" not in name:
+            yield whole, tensor
+            continue
+        halves = (tensor[:, ::2], tensor[:, 1::2]) if woven else tensor.chunk(2, 1)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            yield whole.replace("gate_up", part), half
+
+
+def plus_one(model: PreTrainedModel, name: str) -> bool:
+    """Whether the converter adds 1 to a tensor: to norms' weights that are stored less it."""
+    kinds = ("gemma", "qwen3_5", "qwen3_next")
+    of_kind = model.config.model_type.startswith(kinds)
+    return of_kind and "norm" in name.split(".")[-2] and "linear_attn" not in name
+
+
+def tiled(rows, c, dim: int, axis: int = 0):
+    """What the converter does to heads of values: a key's first ones first, then the seconds."""
+    keys = c.linear_num_key_heads
+    shape = (*rows.shape[:axis], keys, -1, dim, *rows.shape[axis + 1 :])
+    return rows.reshape(shape).swapaxes(axis, axis + 1).reshape(rows.shape)
+
+
+def in_delta_rule(architecture: str, c, state):
+    """The tensors, those of gated delta rules as the converter has them."""
+    dim, keys = c.linear_value_head_dim, 2 * c.linear_num_key_heads * c.linear_key_head_dim
+    for name, tensor in state:
+        module = name.rpartition("linear_attn.")[2].partition(".")[0]
+        if "linear_attn" not in name:
+            yield name, tensor
+            continue
+        if module == "in_proj_qkvz":
+            heads = tensor.view(c.linear_num_key_heads, -1, tensor.shape[-1])
+            sizes = [c.linear_key_head_dim] * 2
+            sizes += [(heads.shape[1] - sum(sizes)) // 2] * 2
+            *mixed, gates = (one.flatten(0, 1) for one in heads.split(sizes, 1))
+            yield name.replace("qkvz", "qkv"), torch.cat(mixed)
+            yield name.replace("qkvz", "z"), gates
+            continue
+        if architecture != "qwen3next":
+            if module in ("in_proj_qkv", "conv1d"):
+                tensor = torch.cat([tensor[:keys], tiled(tensor[keys:], c, dim)])
+            elif module == "out_proj":
+                tensor = tiled(tensor, c, dim, 1)
+            elif module != "norm":
+                tensor = tiled(tensor, c, dim if module == "in_proj_z" else 1)
+        if module == "A_log":
+            tensor = -tensor.exp()
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor
+
+
+def as_it_is(name: str, data: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: data}
+
+
+def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as_it_is, behind=()):
+    """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
+    `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block."""
+    architecture = architecture.split()[0]
+    writer, c = gguf.GGUFWriter(str(path), architecture), model.config
+    metadata(writer, model)
+    if behind:
+        writer.add_nextn_predict_layers(1)
+        writer.add_block_count(c.num_hidden_layers + 1)
+    tokenizer(writer)
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
+    state = apart(model.state_dict(), ARCHITECTURES[architecture].woven)
+    if hasattr(c, "linear_num_key_heads"):
+        state = in_delta_rule(architecture, c, state)
+    for name, tensor in state:
+        if name == "lm_head.weight" and c.tie_word_embeddings:
+            continue
+        own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
+        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+        of = name.split(".")[-2]
+        if ARCHITECTURES[architecture].turned and of in heads:
+            data = turned(data, heads[of])
+        if plus_one(model, name):
+            data = data + 1
+        for at, rows in change(own, data).items():
+            stored = next((k for part, k in (kinds or {}).items() if part in at), None)
+            if stored is None or rows.ndim < 2 or at.endswith(".bias"):
+                writer.add_tensor(at, rows)
+            else:
+                writer.add_tensor(at, gguf.quantize(rows, stored), raw_dtype=stored)
+    for own, data in dict(behind).items():
+        writer.add_tensor(own, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
