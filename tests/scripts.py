@@ -1,5 +1,6 @@
-"""The scripts of benchmarks/, as modules."""
+"""The scripts of benchmarks/, as modules, and other programs."""
 
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -12,3 +13,8 @@ def script(name):
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     return import_module(name)
+
+
+def captured(command, **options):
+    """Run a program. What it gives has `returncode`, `stdout` and `stderr`, both text."""
+    return subprocess.run(command, capture_output=True, text=True, **options)

@@ -7,7 +7,6 @@ default model itself.
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from quickbeam.methods import METHODS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import serving
+from scripts import captured
 
 SMALL = {
     "generate": ["--max-tokens", "8"],
@@ -174,7 +174,7 @@ def address(request, toy_folder):
 @pytest.mark.parametrize("command", ASKED, ids=str)
 def test_a_request_is_answered(command, address):
     words = [word.replace("http://127.0.0.1:8000", address) for word in command.words]
-    asked = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    asked = captured(words, timeout=120)
     assert asked.returncode == 0 and asked.stdout
     if "/v1/" not in " ".join(words):
         return

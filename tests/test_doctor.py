@@ -4,7 +4,6 @@ missing."""
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections import namedtuple
 
@@ -17,6 +16,7 @@ from quickbeam.cli import doctor
 from quickbeam.cli.app import app
 from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
 from quickbeam.models.native import build
+from scripts import captured
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -144,7 +144,7 @@ from quickbeam.cli import main
 sys.argv = ["quickbeam", *{arguments!r}]
 main()
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return captured([sys.executable, "-c", code])
 
 
 def test_no_traceback_whatever_is_missing():

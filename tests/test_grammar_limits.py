@@ -1,7 +1,6 @@
 """No grammar ends or freezes the process that compiles it."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,13 +9,16 @@ from typing import Any
 import pytest
 
 from cases import few
+from scripts import captured
 
 # Compiles a grammar in a thread like a server's, and says what came of it.
 CHILD = """
 import json, sys, threading
-from transformers import AutoTokenizer
+from pathlib import Path
 from quickbeam import Grammar, InvalidInput
 from quickbeam.grammar.compiler import Compiler
+from quickbeam.models.checkpoint import read_config
+from quickbeam.models.tokenizer import load_tokenizer
 
 def work():
     for kind, text in json.loads(sys.stdin.read()):
@@ -26,7 +28,8 @@ def work():
         except InvalidInput as error:
             print("refused", str(error)[:300].encode(), flush=True)
 
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+folder = Path(sys.argv[1])
+tokenizer = load_tokenizer(folder, read_config(folder))
 compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 thread = threading.Thread(target=work)
 thread.start()
@@ -35,13 +38,7 @@ thread.join()
 
 
 def outcomes(toy_folder, *grammars):
-    ended = subprocess.run(
-        [sys.executable, "-c", CHILD, toy_folder],
-        input=json.dumps(grammars),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = captured([sys.executable, "-c", CHILD, toy_folder], input=json.dumps(grammars))
     assert ended.returncode == 0, f"the process ended with {ended.returncode}: {ended.stderr}"
     found = ended.stdout.splitlines()
     assert len(found) == len(grammars)

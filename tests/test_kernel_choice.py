@@ -13,6 +13,7 @@ from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import build, choice, library
 from quickbeam.models.native.choice import KernelRequest
+from scripts import captured
 
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
 
@@ -109,7 +110,7 @@ def test_version_answers_without_what_the_commands_import():
         "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; "
         "main(); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = captured([sys.executable, "-c", code])
     first, second = done.stdout.splitlines()
     assert (done.returncode, done.stderr, first) == (
         0,
@@ -156,12 +157,7 @@ def test_building_says_what_is_where(tmp_path):
 
     def run(*arguments, **environment):
         command = [sys.executable, "-m", "quickbeam.models.native.build", *arguments]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "CXX": str(compiler), **environment},
-        )
+        done = captured(command, env={**os.environ, "CXX": str(compiler), **environment})
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "cache" / "kernels"

@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
+from scripts import captured
 from streaming import alike, bush, ids, limits, on_disk, saved
 from test_families import made
 
@@ -446,15 +446,7 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
 
     def peak(folder, memory):
         told = [sys.executable, "-c", LOADING, folder, memory]
-        return int(
-            subprocess.run(
-                told,
-                check=True,
-                capture_output=True,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            ).stdout
-        )
+        return int(captured(told, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout)
 
     python, limit = peak(toy_folder, ""), 80_000_000
     for _ in range(2):  # the first packs the weights

@@ -20,6 +20,7 @@ from quickbeam.models.native import build, library
 from quickbeam.models.pages import PagedStore
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
+from scripts import captured
 
 pytestmark = pytest.mark.skipif(not SETS, reason="no kernels for this platform")
 COMPILER = build.compiler() or []
@@ -210,12 +211,7 @@ program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch
 @pytest.mark.parametrize("isa", SETS)
 def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
     names = ("libasan.so", "libstdc++.so")  # the second, too, has to be there before Python
-    runtime = [
-        subprocess.run(
-            [*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True
-        ).stdout.strip()
-        for name in names
-    ]
+    runtime = [captured([*COMPILER, f"-print-file-name={name}"]).stdout.strip() for name in names]
     if not all(Path(path).is_absolute() for path in runtime):
         pytest.skip(f"{COMPILER[0]} has no libasan")
     made, here = tmp_path / f"{isa}.so", Path(__file__).parent
@@ -243,7 +239,7 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
             str(made),
             str(here / "test_native_kernels.py"),
         ]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+        return captured(command, env=environment)
 
     seen = run(BEYOND)
     assert seen.returncode and "heap-buffer-overflow" in seen.stderr, seen.stderr[-3000:]
@@ -261,11 +257,9 @@ def test_without_openmp_calls_have_threads_of_their_own(tmp_path):
     build.compile_to(made, "plain", ["-O1", "-fno-openmp", "-pthread"])
     files = [str(here / f"test_native_{name}.py") for name in ("bits", "experts")]
     code = 'import pytest\nsys.exit(pytest.main(["-q", "-k", "plain and threads", *sys.argv[3:]]))'
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", SANITIZED + code, "plain", str(made), *files],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
@@ -291,9 +285,7 @@ def test_libraries_of_several_sets_share_nothing(isa):
     nm = shutil.which("nm")
     if nm is None or sys.platform != "linux":
         pytest.skip("no nm that lists a library's names")
-    listed = subprocess.run(
-        [nm, "-D", build.build(isa)], capture_output=True, text=True, check=True
-    )
+    listed = captured([nm, "-D", build.build(isa)], check=True)
     shared = {line.split()[-1] for line in listed.stdout.splitlines() if line.split()[-2] != "U"}
     mangled = sorted(name for name in shared if "qb" in name and not name.startswith("qb_"))
     assert not mangled and "qb_run" in shared

@@ -2,7 +2,6 @@
 process of its own) otherwise."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
+from scripts import captured
 from test_shortlist import spread
 
 triton = pytest.importorskip("triton")
@@ -35,9 +35,7 @@ def expected(weight, h, layout, clusters):
 @pytest.mark.skipif(INTERPRETED, reason="is in it already")
 def test_all_of_this_holds_in_tritons_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = captured(command, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 

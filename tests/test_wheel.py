@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quickbeam.models.native import build
+from scripts import captured
 
 ROOT = Path(__file__).parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -28,10 +29,8 @@ REPORT = (
 
 
 def make_wheel(folder, **environment):
-    done = subprocess.run(
+    done = captured(
         [*PIP, "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)],
-        capture_output=True,
-        text=True,
         env={**os.environ, **environment},
     )
     if any(words in done.stderr for words in OFFLINE):
@@ -83,9 +82,7 @@ def test_a_wheel_brings_kernels_for_machines_without_a_compiler(tmp_path):
         "QUICKBEAM_CACHE": str(tmp_path / "cache"),
         "QUICKBEAM_KERNELS": "native",
     }
-    done = subprocess.run(
-        [str(python), "-c", REPORT], capture_output=True, text=True, env=environment
-    )
+    done = captured([str(python), "-c", REPORT], env=environment)
     assert done.returncode == 0, done.stderr
     module, library, name = done.stdout.split()
     assert (
@@ -122,10 +119,8 @@ def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
 def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
     wheel, python = make_wheel(tmp_path), tmp_path / "fresh" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
-    done = subprocess.run(
-        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)],
-        capture_output=True,
-        text=True,
+    done = captured(
+        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)]
     )
     if any(words in done.stderr for words in OFFLINE):
         pytest.skip("no package index to install from")
@@ -138,9 +133,7 @@ def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
 
     def run(*arguments):
         command = [str(python.with_name("quickbeam")), *arguments]
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
-        )
+        done = captured(command, cwd=tmp_path, env=environment, timeout=600)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -152,10 +145,7 @@ def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
         assert checks["kernels"]["text"].startswith("native")
     shown = run("demo", "--max-tokens", "24", "--svg", "demo.svg")
     assert shown.count("the same tokens") == 2 and (tmp_path / "demo.svg").is_file()
-    where = subprocess.run(
-        [str(python), "-c", "import quickbeam; print(quickbeam.__file__)"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+    where = captured(
+        [str(python), "-c", "import quickbeam; print(quickbeam.__file__)"], cwd=tmp_path
     )
     assert Path(where.stdout.strip()).is_relative_to(tmp_path / "fresh")
