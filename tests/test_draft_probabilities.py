@@ -123,6 +123,13 @@ def test_a_drafter_equal_to_the_target_is_always_accepted():
     assert one["calibration_gap"] == pytest.approx(expected) and one["correlation"] is None
 
 
+def test_the_gap_is_that_of_a_group_and_not_of_its_nodes():
+    tree = TokenTree(0)
+    tree.add(0, 1, "drafter", 0.5)
+    one = summarise([record(tree, [0, 1], 9), record(tree, [0], 9)], 10)
+    assert (one["tried"], one["accepted"], one["calibration_gap"]) == (2, 1, 0)
+
+
 def test_the_drafters_favourite_is_right_once():
     # The drafter's favourite is 0. The target says 0 right below the root and then 1, the drafter's
     # second: 0.6 at depths 1 to 3, right at the first; 0.3 / 0.4 of the second children, right at

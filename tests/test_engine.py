@@ -110,6 +110,19 @@ def test_an_answer_may_fill_the_context_to_its_last_token():
     assert sequence.statistics.new_tokens == 40
 
 
+def test_an_answer_of_any_length_is_a_beginning_for_the_next(model):
+    params, engine = SamplingParams(max_tokens=4, logprobs=0, ignore_eos=True), Engine(model)
+    for length in range(56, 66):  # around the end of a page
+        prompt = prompt_of(length, length)
+        prompt += [*answer(model, NoDraft(), params, prompt, engine=engine).output.token_ids, 7, 8]
+        found = [
+            answer(model, NoDraft(), params, prompt, engine=one).logprobs
+            for one in (engine, Engine(model, share=False))
+        ]
+        assert found[0] == found[1]
+    engine.close()
+
+
 def test_drawn_nodes_are_judged_behind_their_path():
     """A token that is there already is penalised at the node below it, and not at the root."""
     params = SamplingParams(temperature=0.01, presence_penalty=2.0, coupling="residual")
