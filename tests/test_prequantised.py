@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
 from answers import answer
+from cases import spread
 from checkpoints import configure, rewrite
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
@@ -339,8 +340,10 @@ def test_columns_in_another_order_are_another_model(tmp_path, monkeypatch):
     assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "packed-zero", "int8", "fp8-uneven"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    spread(["awq", "gptq-order", "packed-zero", "int8", "fp8-uneven"], [0.0, 0.8]),
+)
 def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
     checkpoint, ids = Checkpoint(tmp_path, None), IDS.tolist()
