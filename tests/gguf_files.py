@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
     GraniteConfig,
@@ -41,6 +42,14 @@ HYBRID_EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+}
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
 TINY = {
     "llama": CONFIGS["llama-multi-head"],
@@ -62,6 +71,24 @@ TINY = {
     "gemma": GemmaConfig(**SIZES, head_dim=8),
     "gemma2": CONFIGS["gemma2-softcap-window"],
     "gemma3": CONFIGS["gemma3-window"],
+    "gemma4": Gemma4TextConfig(
+        **GEMMA4,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=288,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4 experts": Gemma4TextConfig(
+        **GEMMA4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        final_logit_softcapping=5.0,
+    ),
     "granite": GraniteConfig(
         **SIZES,
         embedding_multiplier=3.0,
@@ -125,7 +152,7 @@ def model_of(architecture: str) -> PreTrainedModel:
         for name, bias in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("_bias", ".bias", "sinks")):
                 bias.copy_(torch.randn_like(bias) * 0.3)
-            elif name.endswith("norm.weight"):
+            elif "norm" in name or name.endswith((".scale", "expert_scale", "scalar")):
                 bias.add_(torch.randn_like(bias) * 0.1)
     return model
 
@@ -133,8 +160,7 @@ def model_of(architecture: str) -> PreTrainedModel:
 def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     """What llama.cpp's converter writes of a configuration."""
     c, name = model.config, writer.arch
-    if name.startswith(("qwen35", "qwen3next")):
-        delta_rule(writer, c)
+    c.allow_global_per_layer_attribute_access = True  # Gemma 4's of the layers with windows
     heads = c.num_attention_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
     writer.add_context_length(c.max_position_embeddings)
@@ -156,14 +182,14 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if name in ("gemma2", "gemma3", "gpt-oss"):
+    if name in ("gemma2", "gemma3", "gemma4", "gpt-oss"):
         writer.add_sliding_window(c.sliding_window)
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(c, cap, None):
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
     if count := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
         writer.add_expert_count(count)
-        writer.add_expert_used_count(c.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(c, "num_experts_per_tok", None) or c.top_k_experts)
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
         writer.add_expert_feed_forward_length(inner)
     if name.startswith("lfm2"):
@@ -176,6 +202,36 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
+    if name == "gemma4":
+        of_gemma4(writer, c)
+    if name.startswith(("qwen35", "qwen3next")):
+        delta_rule(writer, c)
+
+
+def of_gemma4(writer: gguf.GGUFWriter, c) -> None:
+    """What differs by kind of layers, and whose keys and values are read."""
+    near = [kind == "sliding_attention" for kind in c.layer_types]
+    full = c.per_layer_config[2]
+    writer.add_key_length(full.head_dim)
+    writer.add_rope_dimension_count(full.head_dim)
+    writer.add_key_length_swa(c.head_dim)
+    writer.add_value_length_swa(c.head_dim)
+    writer.add_rope_dimension_count_swa(c.head_dim)
+    writer.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(near)
+    writer.add_shared_kv_layers(c.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input)
+    if c.use_double_wide_mlp:
+        first = c.num_hidden_layers - c.num_kv_shared_layers
+        widths = [c.intermediate_size * (1 + (i >= first)) for i in range(c.num_hidden_layers)]
+        writer.add_feed_forward_length(widths)
+    if full.num_key_value_heads != c.num_key_value_heads:
+        heads = full.num_key_value_heads, c.num_key_value_heads
+        writer.add_head_count_kv([heads[one] for one in near])
+    angles = np.full(full.head_dim // 2, 1e30, np.float32)
+    turning = c.rope_parameters["full_attention"]["partial_rotary_factor"]
+    angles[: int(turning * len(angles))] = 1
+    writer.add_tensor("rope_freqs.weight", angles)
 
 
 def delta_rule(writer: gguf.GGUFWriter, c) -> None:
@@ -212,6 +268,9 @@ def turned(rows: np.ndarray, heads: int) -> np.ndarray:
 
 # names that llama.cpp's package doesn't know, as transformers has them since its version 5
 NAMES = {
+    "layer_scalar": "layer_scalar.weight",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
     "block_sparse_moe.": "mlp.",
     "feed_forward.experts": "mlp.experts",
     "mlp.router": "mlp.gate",
@@ -228,13 +287,13 @@ def apart(state, woven: bool):
             name = name.replace(old, new)
         if "conv.conv" in name or "conv1d" in name:
             tensor = tensor.squeeze(1)
-        if ".experts." not in name:
+        if ".experts." not in name or name.endswith(".scale"):
             yield name, tensor
             continue
         whole = name if name.endswith(".bias") else f"{name}.weight"
         if woven and tensor.dim() == 3:
             tensor = tensor.transpose(1, 2)
-        if "gate_up_proj" not in name:
+        if "gate_up_proj" not in name or not (".mlp." in name or "feed_forward" in name):
             yield whole, tensor
             continue
         halves = (tensor[:, ::2], tensor[:, 1::2]) if woven else tensor.chunk(2, 1)
@@ -244,8 +303,8 @@ def apart(state, woven: bool):
 
 def plus_one(model: PreTrainedModel, name: str) -> bool:
     """Whether the converter adds 1 to a tensor: to norms' weights that are stored less it."""
-    kinds = ("gemma", "qwen3_5", "qwen3_next")
-    of_kind = model.config.model_type.startswith(kinds)
+    kind = model.config.model_type
+    of_kind = kind.startswith(("gemma", "qwen3_5", "qwen3_next")) and kind != "gemma4_text"
     return of_kind and "norm" in name.split(".")[-2] and "linear_attn" not in name
 
 
@@ -306,7 +365,7 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
     for name, tensor in state:
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        own, data = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
+        own, data = names.get_name(name, (".weight", ".bias", ".scale")), tensor.float().numpy()
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         of = name.split(".")[-2]
         if ARCHITECTURES[architecture].turned and of in heads:

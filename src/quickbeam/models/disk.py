@@ -122,9 +122,11 @@ class Groups:
         routes, of = len(self.ops) - 1, Experts.from_address(op.experts)
         block = self._kernels.block_bytes
         for number in range(count := of.count + (of.shared > 0)):
-            wide = of.inner if number < of.count else of.shared
-            up = 2 * -(-wide // BLOCK) * block(op.format, op.inputs)
-            size = up + -(-op.outputs // BLOCK) * block(of.down_format, wide)
+            wide, up_format, down_format = of.inner, op.format, of.down_format
+            if number == of.count:
+                wide, up_format, down_format = of.shared, of.shared_up, of.shared_down
+            up = 2 * -(-wide // BLOCK) * block(up_format, op.inputs)
+            size = up + -(-op.outputs // BLOCK) * block(down_format, wide)
             first = _table(op)[number].up - self._begin
             if self._room(first, routes) < size:
                 self.groups.append(Group(routes))

@@ -39,6 +39,8 @@ def add_experts(
         shared=shared,
         gated=of.shared_gate is not None,
         down_format=down.format,
+        shared_up=packed[-1][0].format,
+        shared_down=packed[-1][1].format,
         **_numbers(routing),
     )
     c.kept += [table, packed]

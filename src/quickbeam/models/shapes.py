@@ -26,10 +26,11 @@ from quickbeam.models.stack_tensors import experts, linears, rows_of
 def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
     """Raise `NotDescribed` for experts of a layer that are not all in the same formats.
 
-    `like(name)`: a parameter, or something of its format.
+    The shared one may be in others. `like(name)`: a parameter, or something of its format.
     """
     for of in experts(stack):
-        for read_alike in ([one.up for one in of.all], [one.down for one in of.all]):
+        shared = [] if of.shared is None else [[of.shared.up], [of.shared.down]]
+        for read_alike in ([one.up for one in of.chosen], [one.down for one in of.chosen], *shared):
             read = [like(one.name) for linear in read_alike for one in linear.weights]
             formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
             if len(formats) > 1:
@@ -106,6 +107,13 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
         around += [layer.attention_after, layer.feed_forward_after]
         found |= {layer.scalar: [1]} if layer.scalar else {}
         found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
+        if (by := layer.per_layer) is not None and stack.per_layer is not None:
+            put(by.gate, [stack.per_layer.width], width)
+            put(by.out, [width], stack.per_layer.width)
+    if (of_layers := stack.per_layer) is not None:
+        every = len(stack.layers) * of_layers.width
+        put(of_layers.projection, [every], width)
+        found[of_layers.table] = [config.vocab_size_per_layer_input, every]
     found |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     if stack.positions is not None:

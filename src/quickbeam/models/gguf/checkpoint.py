@@ -100,6 +100,8 @@ class GgufCheckpoint(Parameters):
         if self.config.tie_word_embeddings and self.stack.embedding in found:
             found[head] = found[self.stack.embedding]
         read = {one for parts in found.values() for one in parts}
+        unread = (name.rpartition(".") for name in self.stack.unread)
+        read |= {f"{known[own]}.{kind}" for own, _, kind in unread if own in known}
         odd = self.file.tensors.keys() - read - set(ANGLES)
         if odd := {one for one in odd if not is_behind(one, layers)}:
             raise NotDescribed(f"the file holds {min(odd)}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.native.quantised import BlockRows
 
 # keys of an architecture that are no part of what it computes here, or follow from tensors
 HARMLESS = {
@@ -18,7 +19,7 @@ HARMLESS = {
         "rope.scaling.finetuned",
         "rope.dimension_sections",
         "attention.layer_norm_epsilon",
-        "tensor_data_layout",
+        *("attention.value_length_swa", "tensor_data_layout"),
     ),
 }
 
@@ -54,6 +55,14 @@ class Metadata:
         if len(every) != self["block_count"]:
             raise NotDescribed(f"{self.name}.{key} is of {len(every)} layers")
         return every
+
+    def numbers(self, tensor: str) -> list[float]:
+        """Return those of a tensor that is no matrix."""
+        found = self.file[tensor]
+        if isinstance(found, BlockRows) or found.dim() > 1:
+            raise NotDescribed(f"{tensor} is a matrix")
+        numbers: list[float] = found.tolist()
+        return numbers
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors

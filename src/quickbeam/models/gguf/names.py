@@ -35,6 +35,9 @@ OUTSIDE = {
     "output_norm": "model.norm",
     "token_embd_norm": "model.embedding_norm",
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA = ATTENTION | FEED_FORWARD
@@ -79,6 +82,19 @@ SHARED = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+}
+OF_GEMMA4 = AFTER | {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    **{f"ffn_{one}_exps": f"experts.{one}_proj" for one in ("gate", "up", "gate_up", "down")},
 }
 OF_GPT_OSS = {
     "attn_sinks.weight": "self_attn.sinks",

@@ -60,7 +60,7 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
         raise NotDescribed("it has no tokenizer")
     if kind == "gpt2":
         backend = _byte_level(of, tokens)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         backend = _sentence_piece(of, tokens, file.metadata["general.architecture"])
     else:
         raise NotDescribed(f"a tokenizer of kind {kind!r}")
@@ -82,16 +82,23 @@ def _token(of: dict[str, Any], tokens: Sequence[str], key: str) -> str | None:
     return tokens[index]
 
 
+def _stored_merges(of: dict[str, Any]) -> list[Any]:
+    return [tuple(one.split(" ", 1)) for one in of.get("merges", ())]
+
+
+def _backend(vocab: dict[str, int], merges: list[Any], **how: Any) -> Backend:
+    try:
+        return Backend(models.BPE(vocab, merges, **how))
+    except Exception as error:  # the library raises nothing more exact
+        raise InvalidInput(f"the tokenizer's merges can't be used: {error}") from error
+
+
 def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
     pre = of.get("pre", "default")
     if pre not in SPLITS:
         raise NotDescribed(f"a tokenizer whose text is split like {pre!r}")
-    merges = [tuple(one.split(" ", 1)) for one in of.get("merges", ())]
     vocab = {token: i for i, token in enumerate(tokens)}
-    try:
-        backend = Backend(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
-    except Exception as error:  # the library raises nothing more exact
-        raise InvalidInput(f"the tokenizer's merges can't be used: {error}") from error
+    backend = _backend(vocab, _stored_merges(of), ignore_merges=pre in WHOLE_WORDS)
     split, plain = SPLITS[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split is None:
         backend.pre_tokenizer = plain
@@ -124,10 +131,9 @@ def _sentence_piece(of: dict[str, Any], tokens: list[str], architecture: str) ->
             raise InvalidInput(f"the tokenizer has {len(tokens)} tokens and {len(worth)} scores")
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = _token(of, tokens, "unknown")
-    model = models.BPE(
-        vocab, _merges(vocab, worth), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
-    backend, prefix = Backend(model), of.get("add_space_prefix", not gemma)
+    merges = _stored_merges(of) if of["model"] == "gemma4" else _merges(vocab, worth)
+    backend = _backend(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    prefix = of.get("add_space_prefix", not gemma)
     spaces: normalizers.Normalizer = normalizers.Replace(" ", SPACE)
     if prefix:
         spaces = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])

@@ -34,6 +34,7 @@ struct Experts {
   int32_t scores, renormalised;
   int32_t gated;              // the last score's sigmoid is the weight of the one of all rows, else 1
   int32_t down_format;        // of the weights that come last
+  int32_t shared_up, shared_down;  // formats of the one of all rows
   float plus, least, factor;  // renormalised: divided by max(sum + plus, least); in the end, times `factor`
   float jitter;               // of MIXER
   int64_t read;               // of the last pass: how many of `count` any row chose
@@ -190,6 +191,8 @@ struct ExpertPass {
   int64_t begin, end;  // of the experts that it runs
 
   int64_t wide(int64_t e) const { return e < of.count ? of.inner : of.shared; }
+  int32_t up_format(int64_t e) const { return e < of.count ? format : of.shared_up; }
+  int32_t down_format(int64_t e) const { return e < of.count ? of.down_format : of.shared_down; }
   T* inside(const Grouped& grouped, int64_t e) const {
     return e < of.count ? inner + grouped.begin[size_t(e)] * of.inner : inner + rows * of.top * of.inner;
   }
@@ -226,7 +229,7 @@ struct ExpertPass {
             store_first(p, add(load_first(p, width), mul(made, all(grouped.weight[size_t(slot + r)]))), width);
           }
       };
-      any_panels(of.down_format, inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last); }, false, sums, done);
+      any_panels(down_format(e), inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last); }, false, sums, done);
     }
   }
 
@@ -247,7 +250,7 @@ struct ExpertPass {
     };
     int64_t stride = x_stride;
     const T* mine = together(grouped, slot, n, stride);
-    any_panels(format, mine, stride, n, of.expert[e].up, inputs, [&](auto panel) { panel(2 * first, 2 * last); }, true, sums, done);
+    any_panels(up_format(e), mine, stride, n, of.expert[e].up, inputs, [&](auto panel) { panel(2 * first, 2 * last); }, true, sums, done);
   }
 
   // An expert's rows one after the other, copied where they are not.

@@ -87,7 +87,7 @@ class Experts(Structure):
     _fields_ = (
         *_all(c_void_p, "expert correction scale"),
         *_all(c_int64, "count top inner shared groups top_groups best_of_group"),
-        *_all(c_int32, "scores renormalised gated down_format"),
+        *_all(c_int32, "scores renormalised gated down_format shared_up shared_down"),
         *_all(c_float, "plus least factor jitter"),
         ("read", c_int64),
     )
