@@ -138,6 +138,33 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_more_than_two_sequences_leave_their_contexts_out(way, take):
+    """They have the frequent tokens alone scored, in one product; two have their contexts' too."""
+    pair = Pair("attention", take(way))
+    weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
+    layout = Layout.by_frequency(torch.randperm(VOCAB), 32, VOCAB)
+    beside, frequent = Shortlist(weight, layout, window=40), Shortlist(weight, layout)
+    for count in (2, 5):
+        said = []
+        for together, shortlist in ((True, beside), (False, frequent if count > 2 else beside)):
+            rng, heats = random.Random(count), (1.0, 0.0, 0.5, 1.0, 2.0)
+            texts = [
+                pair.begin(words(rng, 5 + i), rng.randrange(VOCAB), heats[i], shortlist)
+                for i in range(count)
+            ]
+            asked = [text.request(TokenTree(text.context.ids[-1]), [0]) for text in texts]
+            calls = [asked] if together else [[one] for one in asked]
+            said.append([probs for call in calls for probs in pair.drafter.answer(call)])
+            said[-1] += [(text.state.used.calls, text.state.used.tokens) for text in texts]
+            for text in texts:
+                text.release()
+        assert said[0][count:] == said[1][count:]
+        for ours, alone in zip(said[0][:count], said[1][:count], strict=True):
+            assert (len(ours.tokens) > 32) == (count == 2)
+            same(way, ours.dense(), alone.dense())
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
 def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(name, way, take):
     drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []

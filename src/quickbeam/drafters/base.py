@@ -358,16 +358,17 @@ class Drafter(Source):
         """
 
 
-def probs_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def probs_of(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     """Return the distributions `[n, vocab]` float32 that a drafter's logits give at `temperature`.
 
-    A row that is not finite becomes zeros.
+    It may be a tensor `[n, 1]`, of each row's own. A row that is not finite becomes zeros.
     """
     scores = logits.float()
     # The largest logit is subtracted first, so that the division can't overflow upwards. The floor
     # keeps 1/temperature finite in float32, as in `Sampler.probs`.
-    if temperature != 1:
-        scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
+    if isinstance(temperature, torch.Tensor) or temperature != 1:
+        heat = torch.as_tensor(temperature, dtype=torch.float32, device=scores.device)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(heat.clamp(min=1e-30))
     probs = scores.softmax(-1)
     if probs.device.type != "cpu":
         return probs.nan_to_num_(0.0)

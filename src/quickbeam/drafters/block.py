@@ -9,7 +9,7 @@ import torch
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score, together
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
@@ -96,8 +96,10 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         hidden states of committed tokens are missing.
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
+            common = together([one.state for one in firsts])
             for one in firsts:
-                one.state.offer(one.context.logits)
+                if one.state not in common:
+                    one.state.offer(one.context.logits)
             self._run([one.state for one in firsts], [one.tree for one in firsts])
         return [self._probs(request) for request in requests]
 
@@ -127,15 +129,17 @@ class BlockDrafter(FeatureDrafter[BlockState]):
     def _score(self, states: Sequence[BlockState]) -> None:
         """Compute U of the candidates of all depths."""
         nothing = [None if one.shortlist is None else one.shortlist.shared.none for one in states]
-        scores = score(states, [state.rows for state in states], nothing, self.passes.logits)
-        for state, (logits, tokens) in zip(states, scores, strict=True):
-            logits = logits.float() if tokens is not None else logits[:, : self.vocab_size].float()
-            floors = (logits.amax(-1) - self.within).tolist()
-            likely = [columns for columns, _ in largest(logits, self.candidates, floors)]
-            every = sorted(set[int]().union(*likely)) or [0]
-            columns = torch.tensor(every, device=self.device)
-            state.tokens = columns if tokens is None else tokens[columns]
-            state.scores = logits[:, columns]
+        for scored in score(states, [state.rows for state in states], nothing, self.passes):
+            tokens = scored.tokens
+            every = scored.logits.float()
+            if tokens is None:
+                every = every[:, : self.vocab_size]
+            for i, logits in scored.split(every):
+                floors, state = (logits.amax(-1) - self.within).tolist(), states[i]
+                likely = [columns for columns, _ in largest(logits, self.candidates, floors)]
+                columns = torch.tensor(sorted(set[int]().union(*likely)) or [0], device=self.device)
+                state.tokens = columns if tokens is None else tokens[columns]
+                state.scores = logits[:, columns]
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         """Return the distributions after the requested nodes."""

@@ -14,7 +14,7 @@ import torch
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score, together
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
@@ -60,18 +60,18 @@ class EagleState(FeatureState):
 
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
-        if self.shortlist is not None:
-            self._count(self.shortlist, tokens)
+        if self.scorer is not None:
+            self._count(self.scorer, tokens)
             self.routed.clear()
 
-    def _count(self, shortlist: ShortlistState, tokens: Sequence[int]) -> None:
+    def _count(self, scorer: ShortlistState, tokens: Sequence[int]) -> None:
         """Count how many of these committed tokens had been scored."""
         counted, node = self.counted, 0 if self.tree is not None else None
         for token in tokens:
             if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
                 return
             counted.wanted += 1
-            counted.held += shortlist.holds(token, routed)
+            counted.held += scorer.holds(token, routed)
             node = self.tree.child(node, token)
 
     def adopt(
@@ -124,9 +124,11 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         are missing.
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
+        common = together([request.state for request in firsts])
         for request in firsts:
             state = request.state
-            state.offer(request.context.logits)
+            if state not in common:
+                state.offer(request.context.logits)
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != state.unread_rows:
                 raise ValueError(
@@ -217,18 +219,18 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last."""
-        states, features = [request.state for request in requests], list[torch.Tensor]()
-        routed = list[torch.Tensor | None]()
-        for state, request in zip(states, requests, strict=True):
-            features.append(state.feature[[state.place[node] for node in request.nodes]])
-            routed.append(state.routed.get(request.nodes[-1]))
-        probs = []
-        scores = score(states, features, routed, self.passes.logits)
-        for request, (logits, tokens) in zip(requests, scores, strict=True):
-            values = probs_of(logits, request.context.draft_temperature)
-            tokens = self.tokens if tokens is None else tokens
-            probs.append(DraftProbs(values, tokens, self.vocab_size))
-        return probs
+        states, probs = [request.state for request in requests], dict[int, DraftProbs]()
+        features = [one.state.feature[-len(one.nodes) :] for one in requests]
+        routed = [one.state.routed.get(one.nodes[-1]) for one in requests]
+        for scored in score(states, features, routed, self.passes):
+            heats = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
+            same = len(set(heats)) == 1
+            heat = heats[0] if same else torch.tensor(heats, device=scored.logits.device)[:, None]
+            values = probs_of(scored.logits, heat)
+            tokens = self.tokens if scored.tokens is None else scored.tokens
+            for i, part in scored.split(values):
+                probs[i] = DraftProbs(part, tokens, self.vocab_size)
+        return [probs[i] for i in range(len(requests))]
 
 
 def eagle_drafter(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ CHUNK = 512  # the most rows of committed tokens that one pass runs
 # How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
 # that follow the root.
 OFFERED = 16
+APART = 2  # the most sequences of a call that each have their context's tokens scored
 
 
 State = TypeVar("State", bound="FeatureState")
@@ -75,7 +76,8 @@ class FeatureState(DrafterState):
 
     - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
       have none yet.
-    - `shortlist`: what its head scores, or None. `counted`: how the head was used.
+    - `shortlist`: what its head scores, or None. `scorer`: what the last call scored instead, of
+      the frequent tokens alone, or the same. `counted`: how the head was used.
     - `tree`: the tree that is being grown. `calls`: how many passes were run.
     """
 
@@ -84,14 +86,13 @@ class FeatureState(DrafterState):
     ) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
         self.unread, self.shortlist, self.counted = Unread(), shortlist, HeadUse()
+        self.scorer = shortlist
         self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.tree: TokenTree | None = None
 
     @property
     def used(self) -> HeadUse:
-        """The counters of the head."""
-        scored = 0 if self.shortlist is None else self.shortlist.scored
-        return replace(self.counted, tokens=self.counted.tokens + scored)
+        return self.counted
 
     @property
     def waiting(self) -> int:
@@ -142,7 +143,7 @@ class FeatureState(DrafterState):
     def release(self) -> None:
         self.cache.release()
         self.unread.reset()
-        self.tree = self.shortlist = None
+        self.tree = self.shortlist = self.scorer = None
 
 
 class FeatureDrafter(Drafter, Generic[State]):
@@ -208,33 +209,64 @@ def in_parts(
         yield part
 
 
+class Scored(NamedTuple):
+    """Logits that one product gave.
+
+    `of`: which states, by number, and how many rows each has. `logits`: `[n, s]`, their rows one
+    after the other. `tokens`: of the columns, `[s]`, or None where all of the head was scored.
+    """
+
+    of: Sequence[tuple[int, int]]
+    logits: torch.Tensor
+    tokens: torch.Tensor | None
+
+    def split(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each state's number and its part of `rows` `[n, ...]`."""
+        parts = rows.split_with_sizes([count for _, count in self.of])
+        return zip((i for i, _ in self.of), parts, strict=True)
+
+
 def score(
     states: Sequence[FeatureState],
     features: Sequence[torch.Tensor],
     routed: Sequence[torch.Tensor | None],
-    head: Callable[[torch.Tensor], torch.Tensor],
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the logits of each state's `features` `[n, d]`, and the tokens of the columns.
+    passes: Any,
+) -> Iterator[Scored]:
+    """Yield the logits of all states' `features` `[n, d]`, product by product.
 
-    The tokens are None where all of the `head` was scored. One product of it serves all sequences
-    without a shortlist. Those with one take a product each, of the clusters in `routed`.
+    One product of the whole head of `passes` serves all sequences without a shortlist, and one of
+    the frequent tokens those that share one (`together`). The others take a product each, of their
+    context's tokens and of the clusters in `routed` too.
     """
-    began, sizes = perf_counter(), [len(feature) for feature in features]
-    whole = [i for i, state in enumerate(states) if state.shortlist is None]
-    scored: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    if whole:
-        logits = head(torch.cat([features[i] for i in whole]))
-        parts = logits.split_with_sizes([sizes[i] for i in whole])
-        scored = {i: (part, None) for i, part in zip(whole, parts, strict=True)}
-    seconds = (perf_counter() - began) / max(1, len(whole))
-    for i, (state, feature, clusters) in enumerate(zip(states, features, routed, strict=True)):
-        began, counted = perf_counter(), state.counted
-        counted.calls += 1
-        if state.shortlist is None:
-            counted.seconds = counted.seconds + seconds
-            counted.tokens = counted.tokens + logits.shape[-1]
-            continue
-        assert clusters is not None
-        scored[i] = state.shortlist.score(feature, clusters)
-        counted.seconds += perf_counter() - began
-    return [scored[i] for i in range(len(states))]
+    shared = together(states)
+    groups: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        state.scorer = shared.get(state, state.shortlist)
+        groups.setdefault(state.scorer, []).append(i)
+    for scorer, group in groups.items():
+        began, before = perf_counter(), 0 if scorer is None else scorer.scored
+        feature, clusters = torch.cat([features[i] for i in group]), routed[group[0]]
+        if scorer is None:
+            logits, tokens = passes.logits(feature), None
+            count = logits.shape[-1]
+        else:
+            assert clusters is not None
+            logits, tokens = scorer.score(feature, clusters)
+            count = scorer.scored - before
+        seconds = (perf_counter() - began) / len(group)
+        for i in group:
+            counted = states[i].counted
+            counted.calls, counted.tokens = counted.calls + 1, counted.tokens + count
+            counted.seconds += seconds
+        yield Scored([(i, len(features[i])) for i in group], logits, tokens)
+
+
+def together(states: Sequence[State]) -> dict[State, ShortlistState]:
+    """Return which sequences of a call have frequent tokens scored in one product, and by what.
+
+    They are those of a shortlist without a router, if they are more than `APART`. The tokens of
+    each one's context would take a product of its own, which costs more than they bring.
+    """
+    commons = {one: one.shortlist and one.shortlist.shared.common for one in states}
+    counts = Counter(commons.values())
+    return {one: common for one, common in commons.items() if common and counts[common] > APART}

@@ -16,7 +16,7 @@ from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import experts, linears, names, rows_of
 
-CHUNK = 16 << 20  # bytes of a weight that are packed at once for a file, about
+CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 
 
 class Place(NamedTuple):

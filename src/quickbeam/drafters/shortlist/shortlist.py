@@ -96,6 +96,9 @@ class Shortlist:
             if self._kernels is not None:
                 self.native_router = NativeRouter(router, self._kernels)
         self.none = torch.empty(0, dtype=torch.int64, device=weight.device)
+        # the frequent tokens alone, for several sequences
+        alone = router is None and layout.frequent > 0
+        self.common = ShortlistState(self, None) if alone else None
         # entries behind those of the clusters, for absent and for frequent tokens, so that ABSENT
         # (-2) and FREQUENT (-1) are valid indices, too
         self._cluster_of = layout.cluster_of.to(weight.device)
