@@ -12,6 +12,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     MixtralConfig,
@@ -49,6 +50,21 @@ GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": 6,
+}
+GRANITE_HYBRID = {
+    **SIZES,
+    "hidden_size": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 32,
+    "mamba_expand": 1,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
 }
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
 TINY = {
@@ -95,6 +111,13 @@ TINY = {
         residual_multiplier=0.4,
         attention_multiplier=0.2,
         logits_scaling=2.0,
+    ),
+    "granitehybrid": GraniteMoeHybridConfig(**GRANITE_HYBRID, num_local_experts=0),
+    "granitehybrid experts": GraniteMoeHybridConfig(
+        **GRANITE_HYBRID,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        position_embedding_type="rope",
     ),
     "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
     "llama experts": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
@@ -170,8 +193,9 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(heads)
     kinds = getattr(c, "layer_types", None) or []
-    some = [c.num_key_value_heads * (kind != "conv") for kind in kinds]
-    writer.add_head_count_kv(some if "conv" in kinds else c.num_key_value_heads)
+    some = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    by_layer = name in ("lfm2", "lfm2moe", "granitehybrid")
+    writer.add_head_count_kv(some if by_layer else c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(getattr(c, "rms_norm_eps", None) or c.norm_eps)
     writer.add_vocab_size(c.vocab_size)
     writer.add_key_length(dim)
@@ -202,6 +226,13 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
+    if name == "granitehybrid":
+        writer.add_ssm_conv_kernel(c.mamba_d_conv)
+        writer.add_ssm_state_size(c.mamba_d_state)
+        writer.add_ssm_group_count(c.mamba_n_groups)
+        writer.add_ssm_inner_size(c.mamba_n_heads * c.mamba_d_head)
+        writer.add_ssm_time_step_rank(c.mamba_n_heads)
+        writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
     if name == "gemma4":
         of_gemma4(writer, c)
     if name.startswith(("qwen35", "qwen3next")):
@@ -285,7 +316,7 @@ def apart(state, woven: bool):
     for name, tensor in state.items():
         for old, new in NAMES.items():
             name = name.replace(old, new)
-        if "conv.conv" in name or "conv1d" in name:
+        if "conv.conv" in name or "conv1d.weight" in name:
             tensor = tensor.squeeze(1)
         if ".experts." not in name or name.endswith(".scale"):
             yield name, tensor
@@ -347,6 +378,26 @@ def as_it_is(name: str, data: np.ndarray) -> dict[str, np.ndarray]:
     return {name: data}
 
 
+def in_granite_hybrid(c, state):
+    """The tensors, those of Mamba-2 and of what all rows read as the converter has them."""
+    beside = "mlp.shared_expert" if c.num_local_experts else "mlp"
+    for name, tensor in state:
+        kind = name.rpartition("mamba.")[2]
+        if "input_linear" in name:
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"{beside}.{part}_proj"), half
+            continue
+        if kind == "A_log":
+            tensor = -tensor.exp()
+        if kind in ("A_log", "D"):
+            tensor = tensor[:, None]
+        elif kind == "norm.weight":
+            tensor = tensor.view(c.mamba_n_groups, -1)
+        if "output_linear" in name:
+            name = name.replace("shared_mlp.output_linear", f"{beside}.down_proj")
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor
+
+
 def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as_it_is, behind=()):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
     `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block."""
@@ -362,6 +413,8 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
     state = apart(model.state_dict(), ARCHITECTURES[architecture].woven)
     if hasattr(c, "linear_num_key_heads"):
         state = in_delta_rule(architecture, c, state)
+    if architecture == "granitehybrid":
+        state = in_granite_hybrid(c, state)
     for name, tensor in state:
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue

@@ -13,6 +13,7 @@ from quickbeam.models.families.reading import (
     decoder,
     experts,
     gated,
+    halves,
     rms,
     tensors,
 )
@@ -85,8 +86,12 @@ def granite_hybrid(c: Config) -> Stack:
 
     def feed_forward(i: int) -> FeedForward | Experts:
         at = f"model.layers.{i}"
-        whole = f"{at}.shared_mlp.input_linear.weight"
-        up = Linear((Tensor(whole, 0, 2), Tensor(whole, 1, 2)))
+        up, down = (
+            halves(f"{at}.shared_mlp.input_linear"),
+            tensors(f"{at}.shared_mlp.output_linear"),
+        )
+        if c.get("gates_apart"):  # in .gguf files
+            up = tensors(f"{at}.shared_mlp.gate_proj", f"{at}.shared_mlp.up_proj")
         down = tensors(f"{at}.shared_mlp.output_linear")
         shared = FeedForward(up, down, activation(c.hidden_act), True)
         for name in ("num_experts_per_tok", "shared_intermediate_size"):

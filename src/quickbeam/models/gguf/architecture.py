@@ -6,24 +6,28 @@ llama.cpp's `gguf-py/gguf/constants.py` names the keys. Only architectures in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.gguf.common import chosen, plain, windows
 from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.gemma4 import gemma4
 from quickbeam.models.gguf.metadata import Metadata
 from quickbeam.models.gguf.names import (
     AFTER,
-    ANGLES,
     ATTENTION,
     DELTA,
     FUSED,
     LFM2,
     LLAMA,
+    MAMBA,
     NORMS,
     OF_GEMMA4,
     OF_GPT_OSS,
+    OF_GRANITE_HYBRID,
     OF_LFM2_MOE,
     SHARED,
     experts,
@@ -33,88 +37,22 @@ SIGMOID = 2  # of expert_gating_func
 MOST_LAYERS = 4096  # that a file is believed to have
 
 
-def _rope(m: Metadata, dim: int) -> dict[str, Any]:
-    """Return the rotary parameters of heads of `dim` dimensions."""
-    kind, base = m.get("rope.scaling.type", "none"), float(m.get("rope.freq_base", 10000.0))
-    rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
-    if (turned := m.get("rope.dimension_count") or dim) != dim:
-        rope["partial_rotary_factor"] = turned / dim
-    length = m["context_length"]
-    factors = next((m.numbers(one) for one in ANGLES[:2] if m.has(one)), None)
-    if factors is not None:  # by which frequencies are divided
-        original = m.get("rope.scaling.original_context_length") or length
-        rope |= {"rope_type": "longrope", "short_factor": factors}
-        rope |= {"original_max_position_embeddings": original, "factor": length / original}
-        rope["attention_factor"] = m.get("rope.scaling.attn_factor", 1.0)
-        m.get("rope.scaling.factor")
-    elif kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": float(m["rope.scaling.factor"])}
-        if kind == "yarn":
-            original = m["rope.scaling.original_context_length"]
-            rope["original_max_position_embeddings"] = original
-    elif kind != "none":
-        raise NotDescribed(f"rotary angles of type {kind}")
-    return rope
-
-
-def _only(values: Iterable[Any], told: str) -> Any:
-    """Return the one value that isn't 0 or missing; None where there is none."""
-    found = {one for one in values if one}
-    if len(found) > 1:
-        raise NotDescribed(f"its layers have different {told}")
-    return next(iter(found), None)
-
-
-def _plain(m: Metadata, **known: Any) -> dict[str, Any]:
-    """`known`: what an architecture has otherwise."""
-    heads, width = m["attention.head_count"], m["embedding_length"]
-    dim = m.get("attention.key_length") or width // heads
-    return {
-        "architectures": [m.name],
-        "hidden_size": width,
-        "intermediate_size": known.get("intermediate_size")
-        or _only(m.each("feed_forward_length"), "feed-forwards")
-        or m["expert_feed_forward_length"],
-        "num_hidden_layers": m["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": known.get("num_key_value_heads")
-        or _only(m.each("attention.head_count_kv"), "numbers of heads")
-        or heads,
-        "head_dim": dim,
-        "rms_norm_eps": float(m["attention.layer_norm_rms_epsilon"]),
-        "max_position_embeddings": m["context_length"],
-        "vocab_size": m.file.tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": not m.has("output.weight"),
-        "rope_parameters": known.get("rope_parameters") or _rope(m, dim),
-        "hidden_act": "silu",
-        "attention_bias": m.has("blk.0.attn_q.bias"),
-        "mlp_bias": m.has("blk.0.ffn_up.bias"),
-    }
-
-
-def _chosen(m: Metadata, name: str = "num_local_experts") -> dict[str, Any]:
-    """How many experts a layer has, and how many a row chooses."""
-    for one in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
-        m.get(one)  # the weights say it
-    return {name: m["expert_count"], "num_experts_per_tok": m["expert_used_count"]}
-
-
 def _llama(m: Metadata) -> dict[str, Any]:
     if m.get("expert_count"):
-        return _plain(m) | _chosen(m) | {"model_type": "mixtral"}
+        return plain(m) | chosen(m) | {"model_type": "mixtral"}
     m.get("expert_used_count")
-    return _plain(m) | {"model_type": "llama"}
+    return plain(m) | {"model_type": "llama"}
 
 
 def _qwen2(m: Metadata) -> dict[str, Any]:
-    found = _plain(m) | {"model_type": "qwen2"}
+    found = plain(m) | {"model_type": "qwen2"}
     if not found.pop("attention_bias"):
         raise NotDescribed("its queries, keys and values have no bias")
     return found
 
 
 def _qwen3(m: Metadata) -> dict[str, Any]:
-    return _plain(m) | {"model_type": "qwen3"}
+    return plain(m) | {"model_type": "qwen3"}
 
 
 # as llama.cpp has it
@@ -122,7 +60,7 @@ _ALL_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layer
 
 
 def _qwen3_moe(m: Metadata) -> dict[str, Any]:
-    return _plain(m) | _chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"}
+    return plain(m) | chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"}
 
 
 def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
@@ -130,7 +68,7 @@ def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
     heads, every = m["ssm.time_step_rank"], m.get("full_attention_interval", 4)
     layers = m["block_count"] - m.get("nextn_predict_layers", 0)
     kinds = ("full_attention", "linear_attention")
-    return _plain(m) | {
+    return plain(m) | {
         "model_type": "qwen3_5_text",
         "num_hidden_layers": layers,
         "layer_types": [kinds[(i + 1) % every != 0] for i in range(layers)],
@@ -144,16 +82,16 @@ def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
 
 
 def _qwen3_5_moe(m: Metadata) -> dict[str, Any]:
-    return _qwen3_5(m) | _chosen(m, "num_experts") | {"model_type": "qwen3_5_moe_text"}
+    return _qwen3_5(m) | chosen(m, "num_experts") | {"model_type": "qwen3_5_moe_text"}
 
 
 def _qwen3_next(m: Metadata) -> dict[str, Any]:
-    found = _qwen3_5(m, tiled=False) | _chosen(m, "num_experts") | _ALL_SPARSE
+    found = _qwen3_5(m, tiled=False) | chosen(m, "num_experts") | _ALL_SPARSE
     return found | {"model_type": "qwen3_next", "gates_apart": True}
 
 
 def _granite(m: Metadata) -> dict[str, Any]:
-    return _plain(m) | {
+    return plain(m) | {
         "model_type": "granite",
         "embedding_multiplier": m["embedding_scale"],
         "residual_multiplier": m["residual_scale"],
@@ -163,17 +101,17 @@ def _granite(m: Metadata) -> dict[str, Any]:
 
 
 def _granite_moe(m: Metadata) -> dict[str, Any]:
-    return _granite(m) | _chosen(m) | {"model_type": "granitemoe"}
+    return _granite(m) | chosen(m) | {"model_type": "granitemoe"}
 
 
 def _olmoe(m: Metadata) -> dict[str, Any]:
-    chosen = _chosen(m, "num_experts")
-    return _plain(m) | chosen | {"model_type": "olmoe", "norm_topk_prob": False}
+    found = plain(m) | chosen(m, "num_experts")
+    return found | {"model_type": "olmoe", "norm_topk_prob": False}
 
 
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
     """What no key says is as published."""
-    found = _plain(m) | _windows(m, 2) | _chosen(m)
+    found = plain(m) | windows(m, 2) | chosen(m)
     if found["rope_parameters"]["rope_type"] == "yarn":
         turns = {f"beta_{one}": m.get(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow")}
         found["rope_parameters"] |= turns | {"truncate": False}
@@ -186,7 +124,7 @@ def _gpt_oss(m: Metadata) -> dict[str, Any]:
 
 
 def _lfm2(m: Metadata) -> dict[str, Any]:
-    found = _plain(m)
+    found = plain(m)
     del found["hidden_act"]
     heads = m.each("attention.head_count_kv")
     return found | {
@@ -205,40 +143,50 @@ def _lfm2_moe(m: Metadata) -> dict[str, Any]:
     return _lfm2(m) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": dense,
-        **_chosen(m, "num_experts"),
+        **chosen(m, "num_experts"),
         "norm_topk_prob": True,  # as llama.cpp has it
         "routed_scaling_factor": 1.0,
         "use_expert_bias": m.has(f"blk.{dense}.exp_probs_b.bias"),
     }
 
 
+def _granite_hybrid(m: Metadata) -> dict[str, Any]:
+    count, heads = m.each("attention.head_count_kv"), m["ssm.time_step_rank"]
+    return _granite(m) | {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["full_attention" if one else "linear_attention" for one in count],
+        "position_embedding_type": "rope" if m.get("rope.scaling.finetuned") else None,
+        "mamba_n_heads": heads,
+        "mamba_d_head": m["ssm.inner_size"] // heads,
+        "mamba_n_groups": m["ssm.group_count"],
+        "mamba_d_state": m["ssm.state_size"],
+        "mamba_d_conv": m["ssm.conv_kernel"],
+        "mamba_conv_bias": any(one.endswith("ssm_conv1d.bias") for one in m.file.tensors),
+        "mamba_proj_bias": False,
+        "time_step_limit": [0.0, math.inf],
+        "gates_apart": True,
+        "num_local_experts": m.get("expert_count", 0),
+        "num_experts_per_tok": m.get("expert_used_count", 0),
+    }
+
+
 def _smollm3(m: Metadata) -> dict[str, Any]:
     turns = [int((i + 1) % 4 != 0) for i in range(m["block_count"])]  # as llama.cpp has it
-    return _plain(m) | {"model_type": "smollm3", "no_rope_layers": turns}
+    return plain(m) | {"model_type": "smollm3", "no_rope_layers": turns}
 
 
 def _phi3(m: Metadata) -> dict[str, Any]:
     if m["rope.dimension_count"] != m["embedding_length"] // m["attention.head_count"]:
         raise NotDescribed("only a part of a head turns")
-    return _plain(m) | {"model_type": "phi3", "sliding_window": m.get("attention.sliding_window")}
-
-
-def _windows(m: Metadata, every: int) -> dict[str, Any]:
-    """Layers with a window but for each `every`-th."""
-    size = m["attention.sliding_window"]
-    kinds = ("full_attention", "sliding_attention")
-    return {
-        "sliding_window": size,
-        "layer_types": [kinds[(i + 1) % every != 0] for i in range(m["block_count"])],
-    }
+    return plain(m) | {"model_type": "phi3", "sliding_window": m.get("attention.sliding_window")}
 
 
 def _gemma(m: Metadata) -> dict[str, Any]:
-    return _plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    return plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
 
 
 def _later_gemma(m: Metadata, model_type: str, largest: int, every: int) -> dict[str, Any]:
-    found = _plain(m) | _windows(m, every)
+    found = plain(m) | windows(m, every)
     # the largest model's attention is scaled by the width, as llama.cpp has it
     of_width = found["hidden_size"] // found["num_attention_heads"]
     return found | {
@@ -262,73 +210,10 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
     return found | {"rope_parameters": rope}
 
 
-def _gemma4(m: Metadata) -> dict[str, Any]:
-    """Keys and values of full attention are the same where such a layer has no tensor of values."""
-    near = [bool(one) for one in m.each("attention.sliding_window_pattern")]
-    widths, shared = m.each("feed_forward_length"), m.get("attention.shared_kv_layers", 0)
-    counts = list(zip(near, m.each("attention.head_count_kv"), strict=True))
-    full = _only((count for is_near, count in counts if not is_near), "numbers of heads")
-    own = [i for i in range(m["block_count"] - shared) if not near[i]]
-    same = any(not m.has(f"blk.{i}.attn_v.weight") for i in own)
-    dim, table = m["attention.key_length_swa"], m.file.tensors.get("per_layer_token_embd.weight")
-    kinds = {
-        "sliding_attention": _turning(m, "_swa", dim),
-        "full_attention": _turning(m, "", m["attention.key_length"]) | _proportional(m),
-    }
-    found = _plain(
-        m,
-        intermediate_size=widths[0],
-        num_key_value_heads=_only((n for is_near, n in counts if is_near), "numbers of heads"),
-        rope_parameters=kinds,
-    )
-    found |= {
-        "model_type": "gemma4_text",
-        "head_dim": dim,
-        "global_head_dim": m["attention.key_length"],
-        "attention_k_eq_v": same,
-        "num_global_key_value_heads": full if same else None,
-        "layer_types": [("full_attention", "sliding_attention")[one] for one in near],
-        "sliding_window": m["attention.sliding_window"],
-        "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": m.get("final_logit_softcapping"),
-        "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": len(set(widths)) > 1,
-        "hidden_size_per_layer_input": m.get("embedding_length_per_layer_input", 0),
-        "vocab_size_per_layer_input": table.shape[0] if table else 1,
-        "enable_moe_block": bool(m.get("expert_count")),
-    }
-    if full != found["num_key_value_heads"] and not same:
-        raise NotDescribed("its layers have different numbers of heads")
-    if found["enable_moe_block"]:
-        chosen = _chosen(m, "num_experts")
-        found |= {"num_experts": m["expert_count"], "top_k_experts": chosen["num_experts_per_tok"]}
-    return found
-
-
-def _turning(m: Metadata, kind: str, dim: int) -> dict[str, Any]:
-    """Return the rotary parameters of one kind of layers, of which whole heads turn."""
-    if m.get(f"rope.dimension_count{kind}", dim) != dim or m.get("rope.scaling.type"):
-        raise NotDescribed("only a part of a head turns, or angles are scaled")
-    return {"rope_theta": float(m[f"rope.freq_base{kind}"]), "rope_type": "default"}
-
-
-def _proportional(m: Metadata) -> dict[str, Any]:
-    """Return what says that the first pairs of a head turn: numbers by which the others' angles
-    are divided that leave nothing of them."""
-    if not m.has(ANGLES[0]):
-        return {}
-    by = m.numbers(ANGLES[0])
-    turning = by.count(1.0)
-    if any(one < 1e20 for one in by[turning:]):
-        raise NotDescribed(f"the angles of {ANGLES[0]}")
-    return {"rope_type": "proportional", "partial_rotary_factor": turning / len(by)}
-
-
 def _olmo2(m: Metadata) -> dict[str, Any]:
     if m.get("attention.sliding_window"):
         raise NotDescribed("its layers have windows")
-    return _plain(m) | {"model_type": "olmo2"}
+    return plain(m) | {"model_type": "olmo2"}
 
 
 @dataclass(frozen=True)
@@ -353,6 +238,11 @@ ARCHITECTURES = {
     "granitemoe": Architecture(
         _granite_moe, ATTENTION | experts("block_sparse_moe", "router"), turned=True
     ),
+    "granitehybrid": Architecture(
+        _granite_hybrid,
+        ATTENTION | experts("block_sparse_moe", "router") | OF_GRANITE_HYBRID | MAMBA,
+        turned=True,
+    ),
     "smollm3": Architecture(_smollm3, LLAMA, turned=True),
     "qwen2": Architecture(_qwen2, LLAMA),
     "qwen3": Architecture(_qwen3, LLAMA),
@@ -371,7 +261,7 @@ ARCHITECTURES = {
     "gemma": Architecture(_gemma, LLAMA),
     "gemma2": Architecture(_gemma2, LLAMA | AFTER),
     "gemma3": Architecture(_gemma3, LLAMA | AFTER),
-    "gemma4": Architecture(_gemma4, LLAMA | OF_GEMMA4),
+    "gemma4": Architecture(gemma4, LLAMA | OF_GEMMA4),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ class GgufCheckpoint(Parameters):
             self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
         of = self.stack
         self._plus_one = {name for norm in norms(of) if norm.plus_one for name in norm.weights}
-        self._slopes = {one.log_slope for one in of.recurrents if isinstance(one, Matrices)}
+        matrices = [one for one in of.recurrents if isinstance(one, Matrices)]
+        self._slopes = {one.log_slope for one in matrices}
+        # what may be stored with an axis more
+        self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
         self._stored = self._places()
         self._lacking = {one.weight: 1 for one in of.recurrents}  # axes of one number
         gates = (one.shared_gate for one in experts(of) if one.shared_gate)
@@ -80,7 +84,7 @@ class GgufCheckpoint(Parameters):
     def _places(self) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each parameter of the stack, one above the other."""
         layers, wanted = self.config.num_hidden_layers, names(self.stack)
-        known = stored_names(self._of.layer, layers)
+        known = stored_names(self._of.layer, layers, self.file.tensors)
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
@@ -124,6 +128,8 @@ class GgufCheckpoint(Parameters):
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
         found = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
+        if name in self._flat:
+            return [math.prod(found)]
         if name in self._lacking:
             found.insert(self._lacking[name], 1)
             return found
@@ -164,7 +170,9 @@ class GgufCheckpoint(Parameters):
         return part.to(self.dtype) if part.dim() > 1 or self.dtype is torch.float32 else part
 
     def _ordered(self, name: str, weight: Weight) -> Weight:
-        """Return a weight with all its axes, and the halves of a head one behind the other."""
+        """Return a weight with its axes, and the halves of a head one behind the other."""
+        if name in self._flat and isinstance(weight, torch.Tensor):
+            return weight.flatten()
         if name in self._lacking and isinstance(weight, torch.Tensor):
             return weight.unsqueeze(self._lacking[name])
         heads = {
@@ -180,6 +188,14 @@ class GgufCheckpoint(Parameters):
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was read; it is mapped."""
         self.file.forget()
+
+
+def _of_heads(of: Matrices) -> Iterator[str]:
+    """Yield what a recurrence has of each head or group, beside its slopes."""
+    if of.skip is not None:
+        yield of.skip
+    if of.norm is not None:
+        yield from of.norm.weights
 
 
 def _joined(parts: Sequence[Weight], woven: bool, count: int | None = None) -> Weight:

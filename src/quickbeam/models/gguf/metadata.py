@@ -20,6 +20,7 @@ HARMLESS = {
         "rope.dimension_sections",
         "attention.layer_norm_epsilon",
         *("attention.value_length_swa", "tensor_data_layout"),
+        *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     ),
 }
 

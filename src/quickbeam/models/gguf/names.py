@@ -6,6 +6,7 @@ llama.cpp's `gguf-py/gguf/constants.py` names the tensors.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 LAYER = "model.layers.{}."
 # tensors of a layer, without `.weight` and `.bias`
@@ -78,6 +79,21 @@ DELTA = NORMS | {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_BESIDE = {"gate": "gate_proj", "up": "up_proj", "down": "output_linear"}  # with experts or without
+OF_GRANITE_HYBRID = {
+    f"ffn_{name}{kind}": f"shared_mlp.{own}"
+    for name, own in _BESIDE.items()
+    for kind in ("", "_shexp")
+}
 SHARED = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -110,13 +126,14 @@ def is_behind(tensor: str, layers: int) -> bool:
     return block is not None and int(block[1]) >= layers
 
 
-def stored_names(layer: dict[str, str], layers: int) -> dict[str, str]:
-    """Return the file's names of tensors by transformers' names.
+def stored_names(layer: dict[str, str], layers: int, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the file's names of its `tensors` by transformers' names.
 
     `layer`: those of a layer, without `.weight` or `.bias` where transformers' name has them.
     """
-    found = {own: name for name, own in OUTSIDE.items()}
+    held = {name for one in tensors for name in (one, one.rpartition(".")[0])}
+    found = {own: name for name, own in OUTSIDE.items() if name in held}
     for i in range(layers):
-        at = LAYER.format(i)
-        found |= {f"{at}{own}": f"blk.{i}.{name}" for name, own in layer.items()}
+        at, names = LAYER.format(i), {f"blk.{i}.{name}": own for name, own in layer.items()}
+        found |= {f"{at}{own}": name for name, own in names.items() if name in held}
     return found
