@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    FalconH1Config,
     Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
@@ -111,6 +112,27 @@ TINY = {
         residual_multiplier=0.4,
         attention_multiplier=0.2,
         logits_scaling=2.0,
+    ),
+    "falcon-h1": FalconH1Config(
+        **SIZES,
+        head_dim=16,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=8,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=False,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.8,
+        embedding_multiplier=2.0,
+        key_multiplier=0.7,
+        lm_head_multiplier=0.5,
+        mlp_multipliers=[0.6, 1.4],
+        ssm_in_multiplier=1.3,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+        ssm_out_multiplier=0.6,
     ),
     "granitehybrid": GraniteMoeHybridConfig(**GRANITE_HYBRID, num_local_experts=0),
     "granitehybrid experts": GraniteMoeHybridConfig(
@@ -226,12 +248,13 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
-    if name == "granitehybrid":
+    if name in ("granitehybrid", "falcon-h1"):
         writer.add_ssm_conv_kernel(c.mamba_d_conv)
         writer.add_ssm_state_size(c.mamba_d_state)
         writer.add_ssm_group_count(c.mamba_n_groups)
         writer.add_ssm_inner_size(c.mamba_n_heads * c.mamba_d_head)
         writer.add_ssm_time_step_rank(c.mamba_n_heads)
+    if name == "granitehybrid":
         writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
     if name == "gemma4":
         of_gemma4(writer, c)
@@ -378,9 +401,30 @@ def as_it_is(name: str, data: np.ndarray) -> dict[str, np.ndarray]:
     return {name: data}
 
 
-def in_granite_hybrid(c, state):
+def with_factors(c, state):
+    """The tensors times the factors that Falcon-H1's configuration has."""
+    groups = c.mamba_n_groups * c.mamba_d_state
+    sizes = torch.tensor([c.mamba_d_ssm, c.mamba_d_ssm, groups, groups, c.mamba_n_heads])
+    into = torch.tensor(c.ssm_multipliers).repeat_interleave(sizes) * c.ssm_in_multiplier
+    factors = {
+        "gate_proj": c.mlp_multipliers[0],
+        "down_proj": c.mlp_multipliers[1],
+        "q_proj": c.attention_in_multiplier,
+        "k_proj": c.attention_in_multiplier * c.key_multiplier,
+        "v_proj": c.attention_in_multiplier,
+        "o_proj": c.attention_out_multiplier,
+        "out_proj": c.ssm_out_multiplier,
+        "in_proj": into[:, None],
+        "lm_head": c.lm_head_multiplier,
+        "embed_tokens": c.embedding_multiplier,
+    }
+    for name, tensor in state:
+        yield name, tensor * factors.get(name.split(".")[-2], 1.0)
+
+
+def in_mamba(c, state):
     """The tensors, those of Mamba-2 and of what all rows read as the converter has them."""
-    beside = "mlp.shared_expert" if c.num_local_experts else "mlp"
+    beside = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
     for name, tensor in state:
         kind = name.rpartition("mamba.")[2]
         if "input_linear" in name:
@@ -413,8 +457,10 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
     state = apart(model.state_dict(), ARCHITECTURES[architecture].woven)
     if hasattr(c, "linear_num_key_heads"):
         state = in_delta_rule(architecture, c, state)
-    if architecture == "granitehybrid":
-        state = in_granite_hybrid(c, state)
+    if architecture == "falcon-h1":
+        state = with_factors(c, state)
+    if hasattr(c, "mamba_n_heads"):
+        state = in_mamba(c, state)
     for name, tensor in state:
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue

@@ -78,6 +78,8 @@ SWAPPED = {"ffn_gate_exps": "mlp.experts.up_proj", "ffn_up_exps": "mlp.experts.g
         ("qwen35", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("gemma4", {"sliding_window": 5}),
         ("granitehybrid experts", {"turned": False}),
+        ("falcon-h1", {"turned": True}),
+        ("falcon-h1", {"mamba_norm_before_gate": True}),
         ("granitehybrid", {"position_embedding_type": "rope"}),
         ("gemma4 experts", {"layer": ARCHITECTURES["gemma4"].layer | SWAPPED_NORMS}),
     ],
@@ -224,6 +226,7 @@ def test_drafts_change_no_answer(mixed, temperature):
         ("qwen3next", {"inp": None, "attn": Q5, "ssm_ba": Q8, "exps": Q8, "shexp": Q5}),
         ("gemma4", {"per_layer_token": Q8, "per_layer": None, "attn": Q8, "ffn": Q5, "proj": Q8}),
         ("gemma4 experts", {"inp": None, "attn": Q8, "exps": Q8}),
+        ("falcon-h1", {"ssm_in": Q5, "ssm_out": Q8, "attn": Q8, "ffn": Q8}),
         ("granitehybrid experts", {"ssm_in": Q8, "ssm_out": Q5, "exps": Q8, "shexp": Q5}),
     ],
 )

@@ -25,6 +25,7 @@ from quickbeam.models.gguf.names import (
     LLAMA,
     MAMBA,
     NORMS,
+    OF_FALCON_H1,
     OF_GEMMA4,
     OF_GPT_OSS,
     OF_GRANITE_HYBRID,
@@ -150,12 +151,9 @@ def _lfm2_moe(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(m: Metadata) -> dict[str, Any]:
-    count, heads = m.each("attention.head_count_kv"), m["ssm.time_step_rank"]
-    return _granite(m) | {
-        "model_type": "granitemoehybrid",
-        "layer_types": ["full_attention" if one else "linear_attention" for one in count],
-        "position_embedding_type": "rope" if m.get("rope.scaling.finetuned") else None,
+def _mamba(m: Metadata) -> dict[str, Any]:
+    heads = m["ssm.time_step_rank"]
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": m["ssm.inner_size"] // heads,
         "mamba_n_groups": m["ssm.group_count"],
@@ -164,9 +162,34 @@ def _granite_hybrid(m: Metadata) -> dict[str, Any]:
         "mamba_conv_bias": any(one.endswith("ssm_conv1d.bias") for one in m.file.tensors),
         "mamba_proj_bias": False,
         "time_step_limit": [0.0, math.inf],
+    }
+
+
+def _granite_hybrid(m: Metadata) -> dict[str, Any]:
+    count = m.each("attention.head_count_kv")
+    return _granite(m) | {
+        **_mamba(m),
+        "model_type": "granitemoehybrid",
+        "layer_types": ["full_attention" if one else "linear_attention" for one in count],
+        "position_embedding_type": "rope" if m.get("rope.scaling.finetuned") else None,
         "gates_apart": True,
         "num_local_experts": m.get("expert_count", 0),
         "num_experts_per_tok": m.get("expert_used_count", 0),
+    }
+
+
+def _falcon_h1(m: Metadata) -> dict[str, Any]:
+    """The weights hold the model's factors."""
+    factors = ["attention_in", "attention_out", "embedding", "key", "lm_head", "ssm_in", "ssm_out"]
+    return plain(m) | {
+        **_mamba(m),
+        **dict.fromkeys((f"{one}_multiplier" for one in factors), 1.0),
+        "model_type": "falcon_h1",
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0] * 2,
+        "projectors_bias": False,
+        "mamba_rms_norm": m.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
     }
 
 
@@ -243,6 +266,7 @@ ARCHITECTURES = {
         ATTENTION | experts("block_sparse_moe", "router") | OF_GRANITE_HYBRID | MAMBA,
         turned=True,
     ),
+    "falcon-h1": Architecture(_falcon_h1, LLAMA | OF_FALCON_H1 | MAMBA),
     "smollm3": Architecture(_smollm3, LLAMA, turned=True),
     "qwen2": Architecture(_qwen2, LLAMA),
     "qwen3": Architecture(_qwen3, LLAMA),

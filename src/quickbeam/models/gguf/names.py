@@ -31,14 +31,15 @@ AFTER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-OUTSIDE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
+OUTSIDE = {  # by transformers' names
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 ANGLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 LLAMA = ATTENTION | FEED_FORWARD
@@ -94,6 +95,10 @@ OF_GRANITE_HYBRID = {
     for name, own in _BESIDE.items()
     for kind in ("", "_shexp")
 }
+OF_FALCON_H1 = {
+    "ffn_norm": "pre_ff_layernorm.weight",  # the file's name has none
+    **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
+}
 SHARED = {
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -132,7 +137,7 @@ def stored_names(layer: dict[str, str], layers: int, tensors: Iterable[str]) -> 
     `layer`: those of a layer, without `.weight` or `.bias` where transformers' name has them.
     """
     held = {name for one in tensors for name in (one, one.rpartition(".")[0])}
-    found = {own: name for name, own in OUTSIDE.items() if name in held}
+    found = {own: name for own, name in OUTSIDE.items() if name in held}
     for i in range(layers):
         at, names = LAYER.format(i), {f"blk.{i}.{name}": own for name, own in layer.items()}
         found |= {f"{at}{own}": name for name, own in names.items() if name in held}

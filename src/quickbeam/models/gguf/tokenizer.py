@@ -35,7 +35,9 @@ SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2),
     "qwen35": _QWEN35,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "smaug-bpe", "falcon-h1"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4", "pixtral"), _LLAMA3),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
