@@ -17,6 +17,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     PreTrainedModel,
     Qwen3_5MoeTextConfig,
@@ -112,6 +113,16 @@ TINY = {
         residual_multiplier=0.4,
         attention_multiplier=0.2,
         logits_scaling=2.0,
+    ),
+    "nemotron_h": NemotronHConfig(
+        **SIZES,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        time_step_min=0.001,
     ),
     "falcon-h1": FalconH1Config(
         **SIZES,
@@ -216,12 +227,13 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_head_count(heads)
     kinds = getattr(c, "layer_types", None) or []
     some = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
-    by_layer = name in ("lfm2", "lfm2moe", "granitehybrid")
+    by_layer = name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")
     writer.add_head_count_kv(some if by_layer else c.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(getattr(c, "rms_norm_eps", None) or c.norm_eps)
+    epsilons = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    writer.add_layer_norm_rms_eps(next(getattr(c, one) for one in epsilons if hasattr(c, one)))
     writer.add_vocab_size(c.vocab_size)
     writer.add_key_length(dim)
-    rope = c.rope_parameters
+    rope = getattr(c, "rope_parameters", None) or {"rope_theta": 10000.0}
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "yarn":
@@ -233,7 +245,8 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(c, cap, None):
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
-    if count := getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None):
+    count = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
+    if count and name != "nemotron_h":
         writer.add_expert_count(count)
         writer.add_expert_used_count(getattr(c, "num_experts_per_tok", None) or c.top_k_experts)
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
@@ -248,6 +261,13 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_attention_scale(c.attention_multiplier)
         writer.add_logit_scale(c.logits_scaling)
+    if name == "nemotron_h":
+        writer.add_feed_forward_length([c.intermediate_size * (one == "mlp") for one in kinds])
+        writer.add_ssm_conv_kernel(c.conv_kernel)
+        writer.add_ssm_state_size(c.ssm_state_size)
+        writer.add_ssm_group_count(c.n_groups)
+        writer.add_ssm_inner_size(c.mamba_num_heads * c.mamba_head_dim)
+        writer.add_ssm_time_step_rank(c.mamba_num_heads)
     if name in ("granitehybrid", "falcon-h1"):
         writer.add_ssm_conv_kernel(c.mamba_d_conv)
         writer.add_ssm_state_size(c.mamba_d_state)
@@ -426,7 +446,7 @@ def in_mamba(c, state):
     """The tensors, those of Mamba-2 and of what all rows read as the converter has them."""
     beside = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
     for name, tensor in state:
-        kind = name.rpartition("mamba.")[2]
+        kind = name.split(".", 4)[-1]
         if "input_linear" in name:
             for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield name.replace("shared_mlp.input_linear", f"{beside}.{part}_proj"), half
@@ -436,9 +456,11 @@ def in_mamba(c, state):
         if kind in ("A_log", "D"):
             tensor = tensor[:, None]
         elif kind == "norm.weight":
-            tensor = tensor.view(c.mamba_n_groups, -1)
+            tensor = tensor.view(getattr(c, "mamba_n_groups", None) or c.n_groups, -1)
         if "output_linear" in name:
             name = name.replace("shared_mlp.output_linear", f"{beside}.down_proj")
+        if not hasattr(c, "mamba_n_heads"):
+            name = name.replace("model.", "backbone.")
         yield name.replace("dt_bias", "dt_proj.bias"), tensor
 
 
@@ -459,7 +481,7 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
         state = in_delta_rule(architecture, c, state)
     if architecture == "falcon-h1":
         state = with_factors(c, state)
-    if hasattr(c, "mamba_n_heads"):
+    if hasattr(c, "mamba_n_heads") or architecture == "nemotron_h":
         state = in_mamba(c, state)
     for name, tensor in state:
         if name == "lm_head.weight" and c.tie_word_embeddings:

@@ -24,6 +24,7 @@ from quickbeam.models.gguf.names import (
     LFM2,
     LLAMA,
     MAMBA,
+    NEMOTRON_H,
     NORMS,
     OF_FALCON_H1,
     OF_GEMMA4,
@@ -193,6 +194,32 @@ def _falcon_h1(m: Metadata) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(m: Metadata) -> dict[str, Any]:
+    """What no key says is as published."""
+    kinds = ("mlp", "full_attention", "linear_attention")
+    shared, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
+    by_layer = [1 if kv else 0 if inner else 2 for kv, inner in zip(shared, widths, strict=True)]
+    found, of = plain(m), _mamba(m)
+    for name in ("hidden_act", "rope_parameters"):
+        del found[name]
+    return found | {
+        "model_type": "nemotron_h",
+        "layers_block_type": [kinds[one] for one in by_layer],
+        "layer_norm_epsilon": found.pop("rms_norm_eps"),
+        "mamba_num_heads": of["mamba_n_heads"],
+        "mamba_head_dim": of["mamba_d_head"],
+        "n_groups": of["mamba_n_groups"],
+        "ssm_state_size": of["mamba_d_state"],
+        "conv_kernel": of["mamba_d_conv"],
+        "use_conv_bias": of["mamba_conv_bias"],
+        "use_bias": False,
+        "mamba_hidden_act": "silu",
+        "mlp_hidden_act": "relu2",
+        "mlp_bias": any(one.endswith("ffn_up.bias") for one in m.file.tensors),
+        "time_step_min": 0.001,
+    }
+
+
 def _smollm3(m: Metadata) -> dict[str, Any]:
     turns = [int((i + 1) % 4 != 0) for i in range(m["block_count"])]  # as llama.cpp has it
     return plain(m) | {"model_type": "smollm3", "no_rope_layers": turns}
@@ -267,6 +294,7 @@ ARCHITECTURES = {
         turned=True,
     ),
     "falcon-h1": Architecture(_falcon_h1, LLAMA | OF_FALCON_H1 | MAMBA),
+    "nemotron_h": Architecture(_nemotron_h, NEMOTRON_H, turned=True),
     "smollm3": Architecture(_smollm3, LLAMA, turned=True),
     "qwen2": Architecture(_qwen2, LLAMA),
     "qwen3": Architecture(_qwen3, LLAMA),

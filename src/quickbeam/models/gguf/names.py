@@ -33,6 +33,8 @@ AFTER = {
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 OUTSIDE = {  # by transformers' names
     "model.embed_tokens": "token_embd",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
     "model.norm": "output_norm",
     "model.final_layernorm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
@@ -94,6 +96,13 @@ OF_GRANITE_HYBRID = {
     f"ffn_{name}{kind}": f"shared_mlp.{own}"
     for name, own in _BESIDE.items()
     for kind in ("", "_shexp")
+}
+NEMOTRON_H = {
+    "attn_norm": "norm",
+    "attn_output": "mixer.o_proj",
+    **{f"attn_{one}": f"mixer.{one}_proj" for one in "qkv"},
+    **{f"ffn_{one}": f"mixer.{one}_proj" for one in ("up", "down")},
+    **{name: own.replace("mamba.", "mixer.") for name, own in MAMBA.items()},
 }
 OF_FALCON_H1 = {
     "ffn_norm": "pre_ff_layernorm.weight",  # the file's name has none
