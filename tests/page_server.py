@@ -6,10 +6,7 @@ the format of the real ones.
 
 import asyncio
 import json
-import socket
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from quickbeam.serve.page import page
+from running import in_thread
 
 CHROMIUM = Path("/usr/bin/chromium")
 SWITCHES = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
@@ -169,23 +167,9 @@ def refuse(status, message, headers=None):
 @contextmanager
 def serving(app):
     """The application on a free port of this machine, from a thread; gives its address."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app, log_level="error", ws="none", lifespan="on", timeout_graceful_shutdown=1
-            )
-        )
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    how = {"log_level": "error", "ws": "none", "lifespan": "on", "timeout_graceful_shutdown": 1}
+    with in_thread(uvicorn.Config(app, **how)) as (address, _):
+        yield address
 
 
 def chromium(playwright):

@@ -96,8 +96,14 @@ def idle(runner):
 @contextmanager
 def serving(runner):
     """Its address, and its event loop, in a thread of its own."""
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(config(runner))
+    with in_thread(config(runner)) as found:
+        yield found
+
+
+@contextmanager
+def in_thread(settings):
+    """The address and the event loop of a server on a free port of this machine."""
+    listener, server = listen("127.0.0.1", 0), uvicorn.Server(settings)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()
