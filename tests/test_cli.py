@@ -202,6 +202,11 @@ def test_a_failure_is_one_line_and_exit_code_1(run, monkeypatch):
         CliRunner().invoke(app, ["generate", "crash"], catch_exceptions=False)
 
 
+def test_without_a_command_there_is_help(run):
+    shown = run()
+    assert shown.exit_code == 0 and shown.stdout == run("--help").stdout != ""
+
+
 def test_every_option_has_help():
     """What the docstring of its field says."""
 
