@@ -15,6 +15,7 @@ from quickbeam.models.stack import (
     Attention,
     FeedForward,
     Linear,
+    Matrices,
     Recurrent,
     ShortConv,
     Stack,
@@ -60,7 +61,8 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
 def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
     """Raise `InvalidInput` for parts of a layer that don't fit one another.
 
-    They are experts, biases, and norms of queries and keys. `shape(name)`: of a parameter.
+    They are experts, biases, and norms of queries, keys and recurrences. `shape(name)`: of a
+    parameter.
     """
     refuse_other_experts(stack, shape)
 
@@ -77,6 +79,14 @@ def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
             sizes = [math.prod(shape(name)) for name in norm.weights]
             if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
                 odd.append((norm.weights[0], sizes, [of.head_dim]))
+    for one in stack.recurrents:
+        if isinstance(one, Matrices) and one.norm is not None:
+            sizes, inner = (
+                [math.prod(shape(n)) for n in one.norm.weights],
+                one.heads * one.value_dim,
+            )
+            if sum(sizes) not in (inner // one.groups, inner):
+                odd.append((one.norm.weights[0], sizes, [inner // one.groups]))
     refuse_incomplete([], odd)
 
 

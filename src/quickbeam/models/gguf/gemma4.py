@@ -16,7 +16,7 @@ def gemma4(m: Metadata) -> dict[str, Any]:
     widths, shared = m.each("feed_forward_length"), m.get("attention.shared_kv_layers", 0)
     counts = list(zip(near, m.each("attention.head_count_kv"), strict=True))
     full = only((count for is_near, count in counts if not is_near), "numbers of heads")
-    own = [i for i in range(m["block_count"] - shared) if not near[i]]
+    own = [i for i in range(len(near)) if not near[i] and i < len(near) - shared]
     same = any(not m.has(f"blk.{i}.attn_v.weight") for i in own)
     dim, table = m["attention.key_length_swa"], m.file.tensors.get("per_layer_token_embd.weight")
     kinds = {
