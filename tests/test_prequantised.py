@@ -355,6 +355,45 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])
+def test_stacked_experts_in_float8(name, tmp_path):
+    """With `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as transformers' `FP8Experts`."""
+    model, dense = write(tmp_path, name, moe=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    random = torch.Generator().manual_seed(2)
+    for at in {one.rpartition(".experts.")[0] for one in stored if ".experts." in one}:
+        for what, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            made = []
+            for number in range(4):
+                for part in parts:
+                    for kind in ("weight", "weight_scale_inv"):
+                        del stored[f"{at}.experts.{number}.{part}_proj.{kind}"]
+                shape = model.state_dict()[f"{at}.experts.{what}"].shape[1:]
+                w = quantised(*shape, CASES[name], random)
+                made.append(CASES[name].store(w))
+                for part, rows in zip(parts, w.dense.chunk(len(parts)), strict=True):
+                    dense[f"{at}.experts.{number}.{part}_proj.weight"] = rows
+            for kind, name_of in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+                whole = [one[kind].view(torch.uint8) if not name_of else one[kind] for one in made]
+                all_of = torch.stack(whole)
+                kept = all_of if name_of else all_of.view(torch.float8_e4m3fn)
+                stored[f"{at}.experts.{what}{name_of}"] = kept
+    save_file(stored, tmp_path / "model.safetensors")
+    model = loaded(model, {k: v for k, v in stored.items() if ".experts." not in k} | dense)
+    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
+    at = "model.layers.1.mlp.experts"
+    assert KERNELS is not None
+    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
+    wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
+    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
+    torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
+    assert error(logits(blocks), right(model)) < 0.2
+    stored[f"{at}.down_proj_scale_inv"] = stored[f"{at}.down_proj_scale_inv"][:, :, :0].contiguous()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInput, match="down_proj_scale_inv"):
+        Checkpoint(tmp_path, None)
+
+
 @pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
 def test_experts_are_read_one_by_one(name, tmp_path):
     model, dense = write(tmp_path, name, moe=True)

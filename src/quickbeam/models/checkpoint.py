@@ -32,6 +32,7 @@ from quickbeam.models.stored import (
     TURNED,
     Stored,
     Whole,
+    in_float8,
     in_mxfp4,
     language_part,
     one_by_one,
@@ -226,8 +227,11 @@ class Checkpoint(Parameters):
 
         places = {name: place(name) for name in wanted}
         found: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
-        for name in wanted if config.model_type in TURNED else ():
-            if name in named:
+        for name in wanted:
+            if config.model_type not in TURNED:
+                if (float8 := in_float8(name, named, self._files, self._method)) is not None:
+                    found[name] = float8
+            elif name in named:
                 found[name] = stacked(name, named[name], self._files, config.hidden_size)
         for name in wanted - found.keys():
             if (apart := one_by_one(name, place, self._files) or in_mxfp4(name, named)) is not None:

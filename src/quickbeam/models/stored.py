@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.native.quantised import BlockRows
-from quickbeam.models.prequantised import FewBits, Method, few_bits
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import GROUP, BlockRows
+from quickbeam.models.prequantised import FewBits, Method, Numbers, few_bits
 from quickbeam.models.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
@@ -285,6 +288,39 @@ def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
     if blocks not in stored or scales not in stored:
         return None
     return Mxfp4(stored[blocks], stored[scales])
+
+
+def in_float8(
+    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method | None
+) -> OneByOne | None:
+    """Return where the matrices `[experts, outputs, inputs]` of a parameter in float8 are, or None.
+
+    They have scales by blocks of outputs and inputs beside them, as transformers saves them.
+    `stored`: the stored name of each parameter. Raises `InvalidInput` for scales of another shape.
+    """
+    scales = f"{name}_scale_inv"
+    if method is None or name.endswith(".weight") or not {name, scales} <= stored.keys():
+        return None
+    parts, (tall, group) = {"weight": stored[name], "weight_scale": stored[scales]}, method.block
+    shape, own = (files.shape(one) for one in parts.values())
+    if len(shape) != 3 or own != [shape[0], -(-shape[1] // tall), -(-shape[2] // group)]:
+        raise InvalidInput(f"{scales} has shape {own}, and {name} {shape}: they don't fit together")
+    (count, outputs, inputs), kind = shape, files.kind(parts["weight"])
+    if kind != "F8_E4M3" or inputs % GROUP or group % GROUP:
+        raise NotDescribed(f"{name} has {inputs} inputs of type {kind} in groups of {group}")
+
+    def one(number: int) -> FewBits:
+        numbers = partial(_of_expert, number)
+        return FewBits(parts, method, outputs, inputs, 8, group, numbers, float8=True)
+
+    return OneByOne(tuple((one(number),) for number in range(count)))
+
+
+def _of_expert(number: int, files: TensorFiles, of: FewBits) -> Numbers:
+    values, scales = (files.rows(name, number, number + 1)[0] for name in of.names)
+    tall = of.method.block[0]
+    by_output = scales.float().repeat_interleave(tall, 0)[: of.outputs]
+    return Numbers(values, library.BY_OUTPUT, by_output, None)
 
 
 def stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
