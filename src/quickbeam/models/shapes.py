@@ -81,10 +81,8 @@ def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
                 odd.append((norm.weights[0], sizes, [of.head_dim]))
     for one in stack.recurrents:
         if isinstance(one, Matrices) and one.norm is not None:
-            sizes, inner = (
-                [math.prod(shape(n)) for n in one.norm.weights],
-                one.heads * one.value_dim,
-            )
+            inner = one.heads * one.value_dim
+            sizes = [math.prod(shape(name)) for name in one.norm.weights]
             if sum(sizes) not in (inner // one.groups, inner):
                 odd.append((one.norm.weights[0], sizes, [inner // one.groups]))
     refuse_incomplete([], odd)

@@ -86,10 +86,7 @@ def granite_hybrid(c: Config) -> Stack:
 
     def feed_forward(i: int) -> FeedForward | Experts:
         at = f"model.layers.{i}"
-        up, down = (
-            halves(f"{at}.shared_mlp.input_linear"),
-            tensors(f"{at}.shared_mlp.output_linear"),
-        )
+        up = halves(f"{at}.shared_mlp.input_linear")
         if c.get("gates_apart"):  # in .gguf files
             up = tensors(f"{at}.shared_mlp.gate_proj", f"{at}.shared_mlp.up_proj")
         down = tensors(f"{at}.shared_mlp.output_linear")

@@ -31,7 +31,7 @@ from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
-VERSION = 21
+VERSION = 22
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
