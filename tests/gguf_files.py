@@ -464,6 +464,22 @@ def in_mamba(c, state):
         yield name.replace("dt_bias", "dt_proj.bias"), tensor
 
 
+def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[str, np.ndarray]:
+    """The tensors of an MTP head, a block behind the model's `layers`. `layer`: of transformers'
+    class. `plus`: what the converter adds to norms' weights."""
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names, block = gguf.get_tensor_name_map(kind, layers + 1), f"model.layers.{layers}"
+    found = dict[str, np.ndarray]()
+    for name, tensor in apart(layer.state_dict(), False):
+        module, _, rest = name.partition(".")
+        inside = names.get_name(f"{block}.{rest}", (".weight", ".bias"))
+        module = module.replace("post_norm", "shared_head_norm")
+        own = inside if module == "mtp_block" else f"blk.{layers}.nextn.{module}.{rest}"
+        data = tensor.float().numpy()
+        found[own] = data + plus if "norm" in name.split(".")[-2] else data
+    return found
+
+
 def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as_it_is, behind=()):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
     `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block."""

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from answers import answer, mean_accepted, same_as_plain
 from cases import few
 from drafters import DRAFTED
 from features import Pair, grown, rounds
+from gguf_files import model_of, mtp_block, write
 from models import SIZES, VOCAB, tiny
 from quickbeam import LLM, hub
 from quickbeam.drafters import eagle_passes
@@ -32,7 +34,7 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.opening import make_model
+from quickbeam.models.opening import make_model, open_model
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -131,6 +133,15 @@ class Head(Pair):
         self.drafter = load_mtp(folder, self.target, **options)
         return self
 
+    def open_file(self, path, architecture, dtype=torch.float32, plus=1.0, kinds=None):
+        """The same of a `.gguf` file. `plus`, `kinds`: as of `mtp_block` and `write`."""
+        layers = self.model.config.num_hidden_layers
+        behind = mtp_block(architecture, layers, self.layer, plus)
+        write(path, architecture, self.model, kinds, behind=behind)
+        self.target = open_model(str(path), dtype, torch.device("cpu")).model
+        self.normed, self.drafter = True, load_mtp(path, self.target)
+        return self
+
     def run(self, hidden, tokens):
         """The equations over a whole text by transformers' class, `[n, d]` before the last norm."""
         n = len(tokens)
@@ -180,10 +191,9 @@ def heads(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@every_kind
-def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
-    head, rng = Head(kind).open(tmp_path, normed=normed), random.Random(kind)
+def check(head):
+    """Two trees' distributions against transformers' class."""
+    rng = random.Random(head.kind)
     text = head.begin([rng.randrange(VOCAB) for _ in range(9)], 5)
     for _ in range(2):
         tree = grown(rng, text.context.ids[-1], 7)
@@ -192,6 +202,43 @@ def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
         path = max((tree.path(node) for node in range(len(tree))), key=len)
         text.go_on(tree, path[:3], rng.randrange(VOCAB))
     text.release()
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@every_kind
+def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
+    check(Head(kind).open(tmp_path, normed=normed))
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+def test_heads_in_gguf_files_are_those_of_transformers_class(architecture, tmp_path):
+    head = Head("qwen3_5", config=model_of(architecture).config)
+    check(head.open_file(tmp_path / "x.gguf", architecture))
+    head.open_file(tmp_path / "y.gguf", architecture, plus=0.0)
+    with pytest.raises(AssertionError, match="not close"):
+        check(head)
+
+
+def test_a_head_in_a_gguf_file_drafts_by_itself(tmp_path):
+    file, head = tmp_path / "x.gguf", Head("qwen3_5", config=model_of("qwen35").config)
+    kinds = {"attn": gguf.GGMLQuantizationType.Q8_0, "ffn": gguf.GGMLQuantizationType.Q5_0}
+    head.open_file(file, "qwen35", torch.bfloat16, kinds=kinds)
+    same_as_plain(head.target, head.drafter, PROMPTS)
+    assert hub.shipped_drafter(str(file)) == "mtp"
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(file)) as llm:
+        drafted, plain = (llm.generate("abc abc", params, method=one) for one in ("dyspec", "ar"))
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.statistics.sources["drafter"].drafted > 0
+    behind = mtp_block("qwen35", 3, head.layer)
+    del behind["blk.3.ffn_up.weight"]
+    write(tmp_path / "lacks.gguf", "qwen35", head.model, behind=behind)
+    with pytest.raises(InvalidInput, match="lack.*up_proj"):
+        LLM(str(tmp_path / "lacks.gguf"))
+    write(tmp_path / "none.gguf", "qwen35", head.model)
+    assert hub.shipped_drafter(str(tmp_path / "none.gguf")) is None
+    with pytest.raises(InvalidInput, match="no MTP head of a known layout"):
+        LLM(str(tmp_path / "none.gguf"), drafter="mtp")
 
 
 PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]

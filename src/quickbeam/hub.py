@@ -104,7 +104,7 @@ def _on_this_machine(model: str) -> Path | None:
     """Return a model's folder, None where it is not downloaded yet, or no folder."""
     path = Path(model).expanduser()
     if path.exists() or not HUB_ID.fullmatch(model):
-        return path if path.is_dir() else None
+        return path if path.exists() else None
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model, "config.json")

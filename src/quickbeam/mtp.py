@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 MTP = "mtp"  # names them where a drafter is named
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+GGUF_HEADER = 32 << 20  # bytes of a .gguf file in which the names of its tensors are
+GGUF_HEADS = "qwen35", "qwen35moe", "qwen3next"  # architectures whose heads are read
 
 
 class MtpLayout(NamedTuple):
@@ -78,12 +80,18 @@ def is_mtp(name: str, config: Any) -> bool:
     return number is not None and layers <= int(number[1]) < layers + max(one or 0 for one in heads)
 
 
-def has_mtp(folder: Path) -> bool:
-    """Whether a model's folder holds a head of a known layout.
+def has_mtp(place: Path) -> bool:
+    """Whether a model's folder, or `.gguf` file, holds a head of a known layout.
 
-    A folder that can't be read has none: what opens the model says why.
+    What can't be read has none: what opens the model says why.
     """
     try:
+        if place.suffix == ".gguf":
+            with open(place, "rb") as file:
+                start = file.read(GGUF_HEADER)
+            said = any(f"{one}.nextn_predict_layers".encode() in start for one in GGUF_HEADS)
+            return said and b".nextn.eh_proj.weight" in start
+        folder = place
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         part = SimpleNamespace(**(config.get("text_config") or config))
         names = [name for name in _names(folder) if is_mtp(name, part)]

@@ -44,7 +44,7 @@ def load_drafter(
     """Load the drafter `name` for `target`.
 
     - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id; or `MTP`, a head in
-      the target's own checkpoint, whose folder or id is `model`.
+      the target's own checkpoint, whose folder, file or id is `model`.
     - `tokenizer`: the target's.
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
@@ -55,7 +55,8 @@ def load_drafter(
     """
     if name == MTP:
         _refuse_weights(name, weights)
-        return load_mtp(local_folder(model, None), target)
+        file = Path(model).expanduser()
+        return load_mtp(file if file.suffix == ".gguf" else local_folder(model, None), target)
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)

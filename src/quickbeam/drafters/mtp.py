@@ -27,20 +27,30 @@ from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.gguf.architecture import architecture_of
+from quickbeam.models.gguf.checkpoint import GgufParameters
+from quickbeam.models.gguf.file import GgufFile
+from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
+from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import FewBits, method_of
 from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Linear, Norm, Stack, Tensor
 from quickbeam.models.stack_tensors import names
 from quickbeam.models.stored import Stored, Whole, one_by_one, own_names, placed
 from quickbeam.models.tensor_files import TensorFiles
-from quickbeam.mtp import MTP, MtpLayout, is_mtp, mtp_layout
+from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 
+HeadParameters = DrafterParameters | GgufParameters
+NO_HEAD = (
+    "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "
+    "GLM-4-MoE's, MiMo's); name another drafter"
+)
 # what a family reads of its first layer, of which the head is one more: full attention, and experts
 # where the model has any
 FIRST_LAYER = {
@@ -78,6 +88,12 @@ def joined(stack: Stack, layout: MtpLayout) -> Stack:
     return replace(stack, norm=norm_of(stack, layout.norm), head=fc)
 
 
+def joining(layout: MtpLayout, width: int) -> dict[str, list[int]]:
+    """Return the shapes of what joins a head's input."""
+    norms = {f"{one}.weight": [width] for one in (layout.token_norm, layout.hidden_norm)}
+    return norms | {f"{layout.fc}.weight": [width, 2 * width]}
+
+
 def mtp_parameters(
     files: TensorFiles,
     named: dict[str, str],
@@ -101,10 +117,9 @@ def mtp_parameters(
     def place(name: str) -> Whole | FewBits | None:
         return placed(name, named, files, method_of(config))
 
-    joining = {f"{one}.weight": [width] for one in (layout.token_norm, layout.hidden_norm)}
-    joining |= {f"{layout.fc}.weight": [width, 2 * width]}
-    shapes = expected(stack, config) | joining
-    for name in sorted(names(stack) - {stack.embedding} | joining.keys()):
+    beside = joining(layout, width)
+    shapes = expected(stack, config) | beside
+    for name in sorted(names(stack) - {stack.embedding} | beside.keys()):
         found = place(name) or one_by_one(name, place, files)
         if found is None:
             raise InvalidInput(f"its MTP head lacks {name}: download it again")
@@ -123,7 +138,7 @@ class CompiledMtp(CompiledDrafter):
 
     def __init__(
         self,
-        parameters: DrafterParameters,
+        parameters: Parameters,
         stack: Stack,
         layout: MtpLayout,
         pages: PagePool,
@@ -133,11 +148,10 @@ class CompiledMtp(CompiledDrafter):
         super().__init__(parameters, stack, pages, name)
 
     def _embed(self, program: Program, target: Buffer) -> None:
-        width, wide, weight = target.width, self._float32, self.embedding.weight
-        assert isinstance(weight, torch.Tensor)
+        width, wide = target.width, self._float32
         states, token = program.given("states", width, wide), program.buffer(width, True)
         both = program.buffer(2 * width, wide)
-        program.embed(weight.detach(), token)
+        super()._embed(program, token)
         layout, norm = self._layout, self._compiler.norm
         first = layout.hidden_first
         norm(norm_of(self.stack, layout.token_norm), token, both, column=width if first else 0)
@@ -157,7 +171,7 @@ class MtpPasses:
 
     def __init__(
         self,
-        parameters: DrafterParameters,
+        parameters: HeadParameters,
         stack: Stack,
         layout: MtpLayout,
         model: Model,
@@ -192,12 +206,12 @@ def runs_mtp(model: Model) -> bool:
 
 
 def load_mtp(
-    folder: Path, model: Model, *, normed: bool = True, weights: str | None = None
+    place: Path, model: Model, *, normed: bool = True, weights: str | None = None
 ) -> Drafter:
-    """Load the MTP head in the folder of `model`. `normed`, `weights`: as of `MtpPasses`.
+    """Load the MTP head in the folder of `model`, or its `.gguf` file.
 
-    Raises `InvalidInput` where there is none of a known layout, where the native kernels don't run
-    the model, and for a head that is not whole.
+    `normed`, `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
+    layout, where the native kernels don't run the model, and for a head that is not whole.
     """
     config, layers = model.config, model.config.num_hidden_layers
     if not isinstance(model, NativeModel):
@@ -205,23 +219,45 @@ def load_mtp(
             f"--drafter {MTP} needs the native kernels, and this model runs on "
             f"{model.describe()}; name another drafter"
         )
-    with named_errors(folder):
-        try:
-            files = TensorFiles(folder)
-        except NotDescribed as error:
-            raise InvalidInput(str(error)) from error
-        stack, one = mtp_stack(config, model.dtype)
-        (head,) = {one.name for one in stack.head.weights}
-        named = {name: name for name in files.names}
-        named |= own_names(files.names, config.model_type, stack.embedding, head, True)
-        named = {name: one for name, one in named.items() if is_mtp(name, config)}
-        if (layout := mtp_layout(named, layers)) is None:
-            raise InvalidInput(
-                "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, "
-                "DeepSeek-V3's and GLM-4-MoE's, MiMo's); name another drafter"
-            )
-        stack, embedding = joined(stack, layout), model.embedding.weight
-        assert isinstance(embedding, torch.Tensor)
-        parameters = mtp_parameters(files, named, layout, stack, one, embedding.detach())
+    with named_errors(place):
+        read = _of_file if place.suffix == ".gguf" else _of_folder
+        parameters, stack, layout = read(place, model)
     passes = MtpPasses(parameters, stack, layout, model, normed, weights)
     return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
+
+
+def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+    """Return a head's parameters, architecture and names."""
+    config = model.config
+    try:
+        files = TensorFiles(folder)
+    except NotDescribed as error:
+        raise InvalidInput(str(error)) from error
+    stack, one = mtp_stack(config, model.dtype)
+    (head,) = {one.name for one in stack.head.weights}
+    named = {name: name for name in files.names}
+    named |= own_names(files.names, config.model_type, stack.embedding, head, True)
+    named = {name: one for name, one in named.items() if is_mtp(name, config)}
+    if (layout := mtp_layout(named, config.num_hidden_layers)) is None:
+        raise InvalidInput(NO_HEAD)
+    stack, embedding = joined(stack, layout), model.embedding.weight
+    assert isinstance(embedding, torch.Tensor)
+    parameters = mtp_parameters(files, named, layout, stack, one, embedding.detach())
+    return parameters, stack, layout
+
+
+def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+    """Return the same of a `.gguf` file, whose blocks stay as they are."""
+    file, layout, kernels = GgufFile(path), QWEN, library.kernels()
+    assert kernels is not None
+    try:
+        of, _ = architecture_of(file)
+        known = mtp_names(of.layer, model.config.num_hidden_layers, file.tensors, layout)
+        if f"{known[layout.fc]}.weight" not in file.tensors:
+            raise InvalidInput(NO_HEAD)
+        stack, config = mtp_stack(model.config, model.dtype)
+        stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
+        found = GgufParameters(file, of, config, stack, model.dtype, kernels, known, beside)
+    except NotDescribed as error:
+        raise InvalidInput(str(error)) from error
+    return found, stack, layout

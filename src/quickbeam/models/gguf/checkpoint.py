@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import architecture_of
+from quickbeam.models.gguf.architecture import Architecture, architecture_of
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
@@ -36,55 +37,54 @@ SAMPLED = {
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 
 
-class GgufCheckpoint(Parameters):
-    """The parameters of a `.gguf` file, by the names of transformers' causal language model.
+class GgufParameters(Parameters):
+    """Parameters of a `.gguf` file, by the names of transformers' causal language model.
 
-    With `dtype` bfloat16 (None), weights in blocks are given as `BlockRows`, others as they are
-    stored. With float32, all are widened, exactly. `config`, `stack`: as of `Checkpoint`.
+    With `dtype` bfloat16, weights in blocks are given as `BlockRows`, others as they are stored.
+    With float32, all are widened, exactly. `known`: the file's names of modules, and of parameters
+    that are none's. `beside`: shapes of parameters that the `stack` doesn't name, among them norms
+    of its last norm's kind.
     """
 
-    quantised = True  # most of its weights
-
-    def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        file: GgufFile,
+        of: Architecture,
+        config: Any,
+        stack: Stack,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        known: Mapping[str, str],
+        beside: Mapping[str, list[int]] = MappingProxyType({}),
+    ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
-        not whole, or has weights in other formats."""
-        self.path, self.file, self._kernels = path, GgufFile(path), kernels
-        self.dtype = dtype or torch.bfloat16
-        self._of, fields = architecture_of(self.file)
-        self.config: Any = ModelConfig(fields)
-        hold(self.config)
-        self.stack: Stack = stack_of(self.config, self.dtype)
-        try:
-            self.tokenizer = load_tokenizer(self.file)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            if isinstance(error, InvalidInput):
-                raise
-            raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
-        for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
-            self.file.metadata.pop(f"tokenizer.ggml.{name}", None)
-        of = self.stack
-        self._plus_one = {name for norm in norms(of) if norm.plus_one for name in norm.weights}
-        matrices = [one for one in of.recurrents if isinstance(one, Matrices)]
+        not whole."""
+        self.file, self._of, self.config, self.stack = file, of, config, stack
+        self.dtype, self._kernels = dtype, kernels
+        self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
+        if stack.norm.plus_one:
+            self._plus_one |= {name for name, shape in beside.items() if len(shape) == 1}
+        matrices = [one for one in stack.recurrents if isinstance(one, Matrices)]
         self._slopes = {one.log_slope for one in matrices}
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
-        self._stored = self._places()
-        self._lacking = {one.weight: 1 for one in of.recurrents}  # axes of one number
-        gates = (one.shared_gate for one in experts(of) if one.shared_gate)
+        wanted = names(stack) | beside.keys()
+        self._stored = self._places(known, wanted)
+        refuse_incomplete(set(wanted) - self._stored.keys(), [])
+        self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
+        gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
         for name in (tensor.name for gate in gates for tensor in gate.weights):
             if len(self.shape(name)) == 1:
                 self._lacking[name] = 0
-        shapes = expected(self.stack, self.config)
+        shapes = expected(stack, config) | {**beside}
         odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
         refuse_incomplete([], [one for one in odd if one[1] != one[2]])
-        refuse_other_sizes(self.stack, self.shape)
-        if self.dtype is torch.bfloat16:
-            refuse_mixed_experts(self.stack, self.like)
+        refuse_other_sizes(stack, self.shape)
+        if dtype is torch.bfloat16:
+            refuse_mixed_experts(stack, self.like)
 
-    def _places(self) -> dict[str, tuple[str, ...]]:
-        """Return the names in the file of each parameter of the stack, one above the other."""
-        layers, wanted = self.config.num_hidden_layers, names(self.stack)
-        known = stored_names(self._of.layer, layers, self.file.tensors)
+    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+        """Return the names in the file of each `wanted` parameter, one above the other."""
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
@@ -99,31 +99,15 @@ class GgufCheckpoint(Parameters):
             if parts and all(one in self.file.tensors for one in parts):
                 found[name] = tuple(parts)
                 if len({self.file.tensors[one].shape for one in parts}) > 1:
-                    raise InvalidInput(f"{self.path}: {' and '.join(parts)} have other shapes")
-        (head,) = {one.name for one in self.stack.head.weights}
-        if self.config.tie_word_embeddings and self.stack.embedding in found:
-            found[head] = found[self.stack.embedding]
-        read = {one for parts in found.values() for one in parts}
-        unread = (name.rpartition(".") for name in self.stack.unread)
-        read |= {f"{known[own]}.{kind}" for own, _, kind in unread if own in known}
-        odd = self.file.tensors.keys() - read - set(ANGLES)
-        if odd := {one for one in odd if not is_behind(one, layers)}:
-            raise NotDescribed(f"the file holds {min(odd)}")
-        refuse_incomplete(wanted - found.keys(), [])
+                    joined = " and ".join(parts)
+                    raise InvalidInput(f"{self.file.path}: {joined} have other shapes")
         return found
 
     @property
-    def ends(self) -> set[int]:
-        """Ids that end an answer."""
-        found = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
-        return {one for one in found if isinstance(one, int)}
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """What the file says of sampling, in the words of a generation config."""
-        of = self.file.metadata
-        found = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
-        return {name: value for name, value in found.items() if value is not None}
+    def finite(self) -> bool:
+        """Whether all numbers that are not in blocks are finite."""
+        every = (self(name) for name in self._stored)
+        return all(isinstance(one, BlockRows) or bool(one.isfinite().all()) for one in every)
 
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
@@ -188,6 +172,60 @@ class GgufCheckpoint(Parameters):
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was read; it is mapped."""
         self.file.forget()
+
+
+class GgufCheckpoint(GgufParameters):
+    """A `.gguf` file as a model's checkpoint.
+
+    `dtype`: None for bfloat16. `config`, `stack`: as of `Checkpoint`.
+    """
+
+    quantised = True  # most of its weights
+
+    def __init__(self, path: Path, dtype: torch.dtype | None, kernels: Kernels) -> None:
+        """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
+        not whole, or has weights in other formats."""
+        self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
+        of, fields = architecture_of(file)
+        config: Any = ModelConfig(fields)
+        hold(config)
+        stack: Stack = stack_of(config, dtype)
+        try:
+            self.tokenizer = load_tokenizer(file)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
+        for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
+            file.metadata.pop(f"tokenizer.ggml.{name}", None)
+        known = stored_names(of.layer, config.num_hidden_layers, file.tensors)
+        embedding, (head,) = stack.embedding, {one.name for one in stack.head.weights}
+        if config.tie_word_embeddings and (own := embedding.rpartition(".")[0]) in known:
+            known[head.rpartition(".")[0]] = known[own]
+        super().__init__(file, of, config, stack, dtype, kernels, known)
+
+    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+        found = super()._places(known, wanted)
+        read = {one for parts in found.values() for one in parts}
+        unread = (name.rpartition(".") for name in self.stack.unread)
+        read |= {f"{known[own]}.{kind}" for own, _, kind in unread if own in known}
+        odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
+        if odd := {one for one in odd if not is_behind(one, layers)}:
+            raise NotDescribed(f"the file holds {min(odd)}")
+        return found
+
+    @property
+    def ends(self) -> set[int]:
+        """Ids that end an answer."""
+        found = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
+        return {one for one in found if isinstance(one, int)}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the file says of sampling, in the words of a generation config."""
+        of = self.file.metadata
+        found = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _of_heads(of: Matrices) -> Iterator[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from quickbeam.mtp import MtpLayout
+
 LAYER = "model.layers.{}."
 # tensors of a layer, without `.weight` and `.bias`
 ATTENTION = {
@@ -148,6 +150,25 @@ def stored_names(layer: dict[str, str], layers: int, tensors: Iterable[str]) -> 
     held = {name for one in tensors for name in (one, one.rpartition(".")[0])}
     found = {own: name for own, name in OUTSIDE.items() if name in held}
     for i in range(layers):
-        at, names = LAYER.format(i), {f"blk.{i}.{name}": own for name, own in layer.items()}
-        found |= {f"{at}{own}": name for name, own in names.items() if name in held}
+        found |= _of_layer(layer, i, i, held)
     return found
+
+
+def mtp_names(
+    layer: dict[str, str], block: int, tensors: Iterable[str], layout: MtpLayout
+) -> dict[str, str]:
+    """Return the same of an MTP head, which is a `block` behind the model's.
+
+    Its layer has the names of the model's first, its other modules those of the `layout`.
+    """
+    held = {name for one in tensors for name in (one, one.rpartition(".")[0])}
+    at, last = f"blk.{block}.nextn", f"blk.{block}.nextn.shared_head_norm"
+    modules = {layout.fc: "eh_proj", layout.token_norm: "enorm", layout.hidden_norm: "hnorm"}
+    found = {own: f"{at}.{name}" for own, name in modules.items()}
+    found |= {layout.norm: last if last in held else "output_norm"}
+    return stored_names(layer, 0, tensors) | found | _of_layer(layer, 0, block, held)
+
+
+def _of_layer(layer: dict[str, str], number: int, block: int, held: set[str]) -> dict[str, str]:
+    names = {f"blk.{block}.{name}": own for name, own in layer.items()}
+    return {f"{LAYER.format(number)}{own}": name for name, own in names.items() if name in held}
