@@ -233,7 +233,7 @@ def test_a_head_in_a_gguf_file_drafts_by_itself(tmp_path):
     behind = mtp_block("qwen35", 3, head.layer)
     del behind["blk.3.ffn_up.weight"]
     write(tmp_path / "lacks.gguf", "qwen35", head.model, behind=behind)
-    with pytest.raises(InvalidInput, match="lack.*up_proj"):
+    with pytest.raises(InvalidInput, match=r"lack.*up_proj"):
         LLM(str(tmp_path / "lacks.gguf"))
     write(tmp_path / "none.gguf", "qwen35", head.model)
     assert hub.shipped_drafter(str(tmp_path / "none.gguf")) is None
