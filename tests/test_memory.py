@@ -106,15 +106,16 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
     disk = on_disk(folder("gpt-oss-sinks"), limits(folder("gpt-oss-sinks"))[0])
 
     def read(width):
-        disk.model.close()  # nothing is read ahead
+        disk.model.close()  # nothing is read ahead before the pass; after it, buffers may be filled
         before = int(weights(disk).record()["read_bytes"])
         disk.verify(bush(width))
         disk.model.close()
         return int(weights(disk).record()["read_bytes"]) - before
 
     disk.verify(bush(1))
-    one, many = read(1), read(100)
-    assert one < 0.8 * many and many <= 2 * weights(disk).record()["streamed_bytes"]
+    one, many, record = read(1), read(100), weights(disk).record()
+    every, ahead = record["streamed_bytes"], record["buffer_bytes"]
+    assert one - ahead < 0.8 * every <= every <= many <= every + ahead
 
 
 @pytest.mark.parametrize(
