@@ -4,10 +4,13 @@ whatever it takes over or leaves out."""
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+from answers import answer, request
+from drafters import DRAFTED
 from features import Pair, Text, context_of, grown, rounds
 from kernels import SETS, load
 from models import VOCAB, tiny
@@ -16,6 +19,8 @@ from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.engine.engine import Engine
+from quickbeam.params import RESIDUAL, SamplingParams
 from quickbeam.tree import TokenTree
 
 WAYS = [*SETS[:1], "eager"]
@@ -139,17 +144,16 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
 
 @pytest.mark.parametrize("way", WAYS)
 def test_more_than_two_sequences_leave_their_contexts_out(way, take):
-    """They have the frequent tokens alone scored, in one product; two have their contexts' too."""
+    """They have the frequent tokens alone scored, in one product; two have their contexts' too, and
+    so has whoever draws children."""
     pair = Pair("attention", take(way))
-    weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
-    layout = Layout.by_frequency(torch.randperm(VOCAB), 32, VOCAB)
-    beside, frequent = Shortlist(weight, layout, window=40), Shortlist(weight, layout)
-    for count in (2, 5):
-        said = []
-        for together, shortlist in ((True, beside), (False, frequent if count > 2 else beside)):
-            rng, heats = random.Random(count), (1.0, 0.0, 0.5, 1.0, 2.0)
+    beside, frequent = with_context_and_without(pair)
+    for count, temperature in ((2, 0.0), (5, 0.0), (5, 0.7)):
+        apart, said = count == 2 or temperature > 0, []
+        for together, shortlist in ((True, beside), (False, beside if apart else frequent)):
+            rng = random.Random(count)
             texts = [
-                pair.begin(words(rng, 5 + i), rng.randrange(VOCAB), heats[i], shortlist)
+                pair.begin(words(rng, 5 + i), rng.randrange(VOCAB), temperature, shortlist)
                 for i in range(count)
             ]
             asked = [text.request(TokenTree(text.context.ids[-1]), [0]) for text in texts]
@@ -160,8 +164,33 @@ def test_more_than_two_sequences_leave_their_contexts_out(way, take):
                 text.release()
         assert said[0][count:] == said[1][count:]
         for ours, alone in zip(said[0][:count], said[1][:count], strict=True):
-            assert (len(ours.tokens) > 32) == (count == 2)
+            assert (len(ours.tokens) > 32) == apart
             same(way, ours.dense(), alone.dense())
+
+
+def with_context_and_without(pair):
+    """A shortlist of frequent tokens and the context's, and one of the former alone."""
+    weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
+    layout = Layout.by_frequency(torch.randperm(VOCAB), 32, VOCAB)
+    return Shortlist(weight, layout, window=40), Shortlist(weight, layout)
+
+
+@pytest.mark.parametrize("name", ["dyspec", "specinfer"])
+def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
+    pair = Pair("attention", take(WAYS[0]))
+    options = {"budget": 8, "shortlist": with_context_and_without(pair)[0]}
+    asked = [
+        (SamplingParams(max_tokens=20, temperature=0.9, seed=i, coupling=RESIDUAL), [3, i, 7, 7, i])
+        for i in range(5)
+    ]
+    made = partial(DRAFTED[name], pair.drafter)
+    alone = [answer(pair.target, made(), *one, **options).output.token_ids for one in asked]
+    engine = Engine(pair.target)
+    running = [engine.add(request(pair.target, made(), *one, **options)) for one in asked]
+    while engine.busy:
+        engine.step()
+    assert [one.output.token_ids for one in running] == alone
+    assert sum(one.statistics.sources["drafter"].accepted for one in running) > 0
 
 
 @pytest.mark.parametrize("way", WAYS)

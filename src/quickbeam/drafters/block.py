@@ -9,7 +9,7 @@ import torch
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score, together
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
@@ -96,10 +96,7 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         hidden states of committed tokens are missing.
         """
         if firsts := [request for request in requests if request.nodes[0] == 0]:
-            common = together([one.state for one in firsts])
-            for one in firsts:
-                if one.state not in common:
-                    one.state.offer(one.context.logits)
+            choose_scorers(firsts)
             self._run([one.state for one in firsts], [one.tree for one in firsts])
         return [self._probs(request) for request in requests]
 

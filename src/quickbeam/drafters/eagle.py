@@ -14,7 +14,7 @@ import torch
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, in_parts, score, together
+from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
@@ -124,11 +124,9 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         are missing.
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
-        common = together([request.state for request in firsts])
+        choose_scorers(firsts)
         for request in firsts:
             state = request.state
-            if state not in common:
-                state.offer(request.context.logits)
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != state.unread_rows:
                 raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, HeadUse
+from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
@@ -76,8 +76,8 @@ class FeatureState(DrafterState):
 
     - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
       have none yet.
-    - `shortlist`: what its head scores, or None. `scorer`: what the last call scored instead, of
-      the frequent tokens alone, or the same. `counted`: how the head was used.
+    - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
+      same or its frequent tokens alone. `counted`: how the head was used.
     - `tree`: the tree that is being grown. `calls`: how many passes were run.
     """
 
@@ -235,13 +235,11 @@ def score(
     """Yield the logits of all states' `features` `[n, d]`, product by product.
 
     One product of the whole head of `passes` serves all sequences without a shortlist, and one of
-    the frequent tokens those that share one (`together`). The others take a product each, of their
-    context's tokens and of the clusters in `routed` too.
+    the frequent tokens those that `choose_scorers` put together. The others take a product each, of
+    their context's tokens and of the clusters in `routed` too.
     """
-    shared = together(states)
     groups: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
-        state.scorer = shared.get(state, state.shortlist)
         groups.setdefault(state.scorer, []).append(i)
     for scorer, group in groups.items():
         began, before = perf_counter(), 0 if scorer is None else scorer.scored
@@ -261,12 +259,24 @@ def score(
         yield Scored([(i, len(features[i])) for i in group], logits, tokens)
 
 
-def together(states: Sequence[State]) -> dict[State, ShortlistState]:
-    """Return which sequences of a call have frequent tokens scored in one product, and by what.
+def choose_scorers(requests: Sequence[DraftRequest]) -> None:
+    """Choose what is scored for the trees whose roots are requested, to their ends.
 
-    They are those of a shortlist without a router, if they are more than `APART`. The tokens of
-    each one's context would take a product of its own, which costs more than they bring.
+    Sequences that share a shortlist without a router have its frequent tokens scored in one
+    product, if they are more than `APART`: the tokens of each one's context would take a product of
+    its own, which costs more than they bring. Where children are drawn, the answer depends on what
+    is scored. So those sequences score what they do alone.
     """
-    commons = {one: one.shortlist and one.shortlist.shared.common for one in states}
-    counts = Counter(commons.values())
-    return {one: common for one, common in commons.items() if common and counts[common] > APART}
+
+    def common(one: DraftRequest) -> ShortlistState | None:
+        shortlist = None if one.context.draws else one.state.shortlist
+        return None if shortlist is None else shortlist.shared.common
+
+    counts = Counter(map(common, requests))
+    for request in requests:
+        state, shared = request.state, common(request)
+        if shared is not None and counts[shared] > APART:
+            state.scorer = shared
+        else:
+            state.scorer = state.shortlist
+            state.offer(request.context.logits)
