@@ -355,6 +355,19 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
+def check_experts(folder, model, dense):
+    """Return the blocks of one expert, after values and logits were compared with `dense`."""
+    whole, blocks = (Checkpoint(folder, dtype) for dtype in (torch.float32, None))
+    at = "model.layers.1.mlp.experts"
+    assert KERNELS is not None
+    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
+    wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
+    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
+    torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
+    assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
+    return found
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])
 def test_stacked_experts_in_float8(name, tmp_path):
     """With `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as transformers' `FP8Experts`."""
@@ -380,15 +393,9 @@ def test_stacked_experts_in_float8(name, tmp_path):
                 stored[f"{at}.experts.{what}{name_of}"] = kept
     save_file(stored, tmp_path / "model.safetensors")
     model = loaded(model, {k: v for k, v in stored.items() if ".experts." not in k} | dense)
-    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
-    at = "model.layers.1.mlp.experts"
-    assert KERNELS is not None
-    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
-    wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
-    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
-    torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
-    assert error(logits(blocks), right(model)) < 0.2
-    stored[f"{at}.down_proj_scale_inv"] = stored[f"{at}.down_proj_scale_inv"][:, :, :0].contiguous()
+    check_experts(tmp_path, model, dense)
+    scales = "model.layers.1.mlp.experts.down_proj_scale_inv"
+    stored[scales] = stored[scales][:, :, :0].contiguous()
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(InvalidInput, match="down_proj_scale_inv"):
         Checkpoint(tmp_path, None)
@@ -397,15 +404,7 @@ def test_stacked_experts_in_float8(name, tmp_path):
 @pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
 def test_experts_are_read_one_by_one(name, tmp_path):
     model, dense = write(tmp_path, name, moe=True)
-    whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
-    at = "model.layers.1.mlp.experts"
-    assert KERNELS is not None
-    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
-    wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
-    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
-    assert found.name == CASES[name].format
-    torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
-    assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
+    assert check_experts(tmp_path, model, dense).name == CASES[name].format
 
 
 @pytest.mark.parametrize(

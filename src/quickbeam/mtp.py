@@ -91,10 +91,9 @@ def has_mtp(place: Path) -> bool:
                 start = file.read(GGUF_HEADER)
             said = any(f"{one}.nextn_predict_layers".encode() in start for one in GGUF_HEADS)
             return said and b".nextn.eh_proj.weight" in start
-        folder = place
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
         part = SimpleNamespace(**(config.get("text_config") or config))
-        names = [name for name in _names(folder) if is_mtp(name, part)]
+        names = [name for name in _names(place) if is_mtp(name, part)]
         return mtp_layout(names, part.num_hidden_layers) is not None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -13,15 +13,21 @@ from quickbeam.models.native.quantised import BlockRows
 
 # keys of an architecture that are no part of what it computes here, or follow from tensors
 HARMLESS = {
-    *("vocab_size", "block_count", "context_length", "rope.dimension_count", "attention.causal"),
-    *("attention.value_length", "feed_forward_length", "rope.scaling.original_context_length"),
-    *(
-        "rope.scaling.finetuned",
-        "rope.dimension_sections",
-        "attention.layer_norm_epsilon",
-        *("attention.value_length_swa", "tensor_data_layout"),
-        *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
-    ),
+    "attention.causal",
+    "attention.layer_norm_epsilon",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "block_count",
+    "context_length",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "tensor_data_layout",
+    "vocab_size",
 }
 
 
