@@ -80,7 +80,7 @@ def test_the_steps_of_the_image_make_a_server_that_answers(tmp_path):
             asked = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
             answer = httpx.post(
                 f"http://127.0.0.1:{port}/v1/chat/completions",
-                json={"model": "smollm2-135m", "max_tokens": 12, **asked},
+                json={"model": "smollm2-135m", "max_tokens": 12, "temperature": 0, **asked},
                 timeout=120,
             ).json()
             assert answer["usage"]["completion_tokens"] == 12, answer
