@@ -83,7 +83,8 @@ class Answering:
         together."""
         pool, drafter = self.model.pool, self.drafting.drafter
         if self._kv_memory is None:
-            self._kv_memory = int(SHARE * free_memory(self.model.device))
+            free = free_memory(self.model.device) - self.model.mapped_bytes
+            self._kv_memory = max(0, int(SHARE * free))
         beside = drafter.pool if drafter is not None else None
         pages = self._kv_memory // (pool.page_bytes + (beside.page_bytes if beside else 0))
         if pages < 2:

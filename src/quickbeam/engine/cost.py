@@ -203,7 +203,12 @@ class CostModel:
         return self.alone(FEW) > STEEP * self.alone(1)
 
     def too_steep(self, model: Model) -> bool:
-        """Whether a few nodes cost clearly less now, by what a row does, than was measured."""
+        """Whether a few nodes cost clearly less now, by what a row does, than was measured.
+
+        They never cost less than one, so a curve that is not steep is believed without a pass.
+        """
+        if self.alone(FEW) <= STEEPER * self.alone(1):
+            return False
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
         now = _time(model, FEW, 0, 1) / _time(model, 1, 0, 1)
         return self.alone(FEW) > STEEPER * now * self.alone(1)
