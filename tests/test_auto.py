@@ -154,7 +154,7 @@ def test_auto_takes_what_is_at_hand(toy_folder):
     short = SamplingParams(max_tokens=12, ignore_eos=True)
     alone = LLM(toy_folder, dtype="float32")
     answer = alone.generate("abc abc", short)
-    assert alone.method == answer.method == "logitspec"
+    assert alone.method == answer.method == "recycling"
     both = LLM(toy_folder, dtype="float32", drafter=toy_folder)
     drafted = both.generate("abc abc", short)
     assert drafted.method == "auto" and drafted.token_ids == answer.token_ids

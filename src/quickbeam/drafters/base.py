@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +55,7 @@ class Context:
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
+    - `tenant`: whose request it is; None for a program's own.
     """
 
     ids: list[int]
@@ -68,6 +69,7 @@ class Context:
     grammar: Masks | None = None
     texts: Texts | None = None
     cache: SequenceCache | None = None
+    tenant: Hashable = None
 
     @property
     def draws(self) -> bool:
@@ -345,6 +347,12 @@ class Drafter(Source):
         Only states with at least `least` unread tokens do. They read as far as the text that
         follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
         reads a long prompt step by step with the target, and no other answer waits for it.
+        """
+
+    def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
+        """Learn from a verified tree, before its tokens are committed.
+
+        `logits`: `[n, vocab]`, the target's raw logits after each of its n nodes.
         """
 
     @abstractmethod

@@ -102,6 +102,8 @@ class Commit:
         grown = growing.grown
         assert grown is not None
         grown.learn(tree, path)
+        if sequence.drafter is not None and sequence.context is not None:
+            sequence.drafter.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])

@@ -183,6 +183,7 @@ class SequenceState:
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
         self.context.texts, self.context.cache = self.texts, cache
+        self.context.tenant = self.request.tenant
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)

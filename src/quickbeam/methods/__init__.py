@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # the sources of candidates
 DRAFTER, NGRAM, LAST_LOGITS, ANSWERS = "drafter", "ngram", "last_logits", "answers"
+RECYCLING = "recycling"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,13 @@ METHODS: dict[str, Preset] = {
         (NGRAM, LAST_LOGITS, ANSWERS),
         0,
         "LogitSpec: the last logits guess the token after next, n-grams continue both",
+    ),
+    "recycling": Preset(
+        "auto.Auto",
+        (RECYCLING, NGRAM, LAST_LOGITS, ANSWERS),
+        0,
+        "auto without a drafter: Token Recycling drafts, what the model itself found likely after "
+        "the same tokens before",
     ),
     "dyspec": _drafted(
         "dyspec.DySpec",
@@ -113,9 +121,9 @@ METHODS: dict[str, Preset] = {
         (DRAFTER, NGRAM, LAST_LOGITS, ANSWERS),
         0,
         "one tree of n-grams, last logits and drafted tokens, each added only if it pays; "
-        "LogitSpec where there is no drafter",
+        "recycling where there is no drafter",
         SHORTENED,
-        without="logitspec",
+        without="recycling",
     ),
 }
 
@@ -154,11 +162,18 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
     from quickbeam.drafters.answers import Answers
     from quickbeam.drafters.last_logits import LastLogits
     from quickbeam.drafters.ngram import Ngram
+    from quickbeam.drafters.recycling import TokenRecycling
 
     chosen = preset(name)
     if DRAFTER in chosen.sources and drafter is None:
         raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
-    sources = {DRAFTER: drafter, NGRAM: Ngram(), LAST_LOGITS: LastLogits(), ANSWERS: Answers()}
+    sources = {
+        DRAFTER: drafter,
+        NGRAM: Ngram(),
+        LAST_LOGITS: LastLogits(),
+        ANSWERS: Answers(),
+        RECYCLING: TokenRecycling(),  # what it learns is the method's, as its rates are
+    }
     module, maker = chosen.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
     method: Method = make(*(sources[source] for source in chosen.sources))
