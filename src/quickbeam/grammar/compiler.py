@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from quickbeam.errors import InvalidInput
@@ -33,9 +33,8 @@ class Compiler:
     def __init__(self, tokenizer: Any, vocab: int, eos: Collection[int]) -> None:
         self._hf, self._vocab, self._eos = tokenizer, vocab, sorted(eos)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # held for moments, so that known grammars never wait
         self._compiling = threading.Lock()
+        self.compile = lru_cache(KEPT)(self._compile)  # known grammars never wait
 
     def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
         """Return the masks of an answer that the ids `ends` end.
@@ -57,26 +56,10 @@ class Compiler:
             )
         return Masks(compiled, self._vocab, ends, closing)
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> Compiled:
         """Return a grammar compiled, which may take seconds. Raises `InvalidInput` as `begin`."""
-        compiled = self._known(grammar)
-        if compiled is None:
-            with self._compiling:
-                compiled = self._known(grammar) or self._compiled(grammar)
-        return compiled
-
-    def _known(self, grammar: Grammar) -> Compiled | None:
-        with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-            return self._kept.get(grammar)
-
-    def _keep(self, grammar: Grammar, compiled: Compiled) -> Compiled:
-        with self._lock:
-            self._kept[grammar] = compiled
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return compiled
+        with self._compiling:
+            return self._compiled(grammar)
 
     def _compiled(self, grammar: Grammar) -> Compiled:
         try:
@@ -94,10 +77,7 @@ class Compiler:
                     defaults=None if grammar.any_whitespace else LIKE_PYTHON,  # type: ignore[arg-type]
                 )
             else:
-                make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[
-                    grammar.kind
-                ]
-                text = make(grammar.text)
+                text = getattr(LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
         except ValueError as error:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
         if (why := trial.failure(text)) is not None:
@@ -109,8 +89,7 @@ class Compiler:
         # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
             logger.info("%s: %r", grammar.kind, warning)
-        compiled = Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
-        return self._keep(grammar, compiled)
+        return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _prepared(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form."""
