@@ -30,7 +30,7 @@ is skipped if the sum of its largest log p and its largest g is below the best s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,6 @@ def uniform(high: Array, low: Array) -> Array:
     return found
 
 
-Chooser = Callable[[int, int], int]  # from a row's number and a position to a token
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
 Row = tuple[list[int], list[float]]  # tokens, and their chances
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
@@ -190,11 +189,6 @@ class Noise:
             if found > best:
                 return other
         return token
-
-    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
-        """Return a function that gives `largest` of a row of `rows` `[n, vocab]` at a position."""
-        rows = np.asarray(rows)
-        return lambda row, position: self.largest(rows[row], position, scale)
 
     def perturb(
         self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted

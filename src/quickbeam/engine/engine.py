@@ -14,7 +14,7 @@ import torch
 
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
-from quickbeam.engine.commit import Clock, Commit
+from quickbeam.engine.commit import Commit
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.growing import Drafting, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -113,7 +113,7 @@ class Engine:
             self.prefixes.drafter = sequence.drafter
         if self._memory is not None:
             sequence.texts = self._memory.of(sequence.request.tenant)
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
         """End a sequence as `interrupted`, unless it is over, and free what it holds."""
@@ -181,7 +181,7 @@ class Engine:
             raise
 
     def _step(self) -> None:
-        clock = Clock()
+        began = time.perf_counter()
         # schedule
         self.scheduler.admit()
         self._release_finished()
@@ -193,21 +193,21 @@ class Engine:
         growing = drafting.grow()
         self._release_finished()  # those that failed: before anyone is preempted for their pages
         ready = [Ready(one.sequence, Draft(one.cache, one.tree), one) for one in growing]
-        clock.drafted = time.perf_counter()
+        drafted = time.perf_counter()
         # verify
         ready = self.scheduler.with_room(ready + reading)
         passed = self._forward(ready)
-        clock.verified = time.perf_counter()
+        verifying = time.perf_counter() - drafted
         # commit
-        commit = Commit(clock, self.prefixes, self._budget)
+        commit = Commit(self.prefixes, self._budget, began, drafted - began, verifying)
         emitted = sum(
             commit.part(one, result)
             for one, result in zip(ready, passed, strict=True)
             if result is not None and not one.sequence.over
         )
         self._advance_drafters(ready)
-        seconds = clock.seconds
-        self._record_times(ready, seconds, clock.verifying)
+        seconds = time.perf_counter() - began
+        self._record_times(ready, seconds, verifying)
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted

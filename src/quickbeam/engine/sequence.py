@@ -14,7 +14,6 @@ import torch
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.texts import Texts
-from quickbeam.engine.accept import Randomness
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
@@ -116,10 +115,7 @@ class SequenceState:
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.randomness = Randomness(
-            noise(self.seed, choice, request.sampler.vocab_size) if coupled else None,
-            self.generator,
-        )
+        self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
 
     @property
     def cost(self) -> int:
@@ -178,7 +174,7 @@ class SequenceState:
             self.logits,
             self.params.temperature,
             self.drafting,
-            noise=self.randomness.noise,
+            noise=self.noise,
         )
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
@@ -198,8 +194,8 @@ class SequenceState:
             self.cache.release()
         self.cache = self.context = None
         self.chunks, self.edges, self.nodes = [], {}, 1
-        if self.randomness.noise is not None:
-            self.randomness.noise.forget()
+        if self.noise is not None:
+            self.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
         self.logits = torch.empty(0) if self.over else self.logits.clone()
 

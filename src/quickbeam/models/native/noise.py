@@ -14,7 +14,6 @@ from quickbeam.noise import (
     CUT,
     HELD,
     Array,
-    Chooser,
     Noise,
     Numbers,
     Peaks,
@@ -63,16 +62,9 @@ class NativeNoise(Noise):
         return every[: held.chunks], every[2 * held.chunks :].view(np.int64)
 
     def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
-        return self.chooser(scores[None], scale)(0, position)
-
-    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
-        rows, luck, find = laid(rows, torch.float32), self._luck, self._kernels.largest
-        at, vocab = rows.data_ptr(), rows.shape[1]
-
-        def choose(row: int, position: int, _: torch.Tensor = rows) -> int:  # which stays alive
-            return int(find(at + 4 * vocab * row, vocab, luck(position), scale))
-
-        return choose
+        scores = laid(scores, torch.float32)
+        luck = self._luck(position)
+        return int(self._kernels.largest(scores.data_ptr(), scores.shape[0], luck, scale))
 
     def _luck(self, position: int) -> Luck:
         """Return the largest numbers of a place, computed unless they are kept.
