@@ -47,7 +47,7 @@ def test_of_draws_what_had_its_turn_is_learned():
     policy = DySpec(KnownDrafter(model.draft), as_printed)
     told, generator = observed(policy), torch.Generator().manual_seed(0)
     for _ in range(40):
-        tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
+        tree, learn = grow(policy, context_of([0], 1.0, generator), 9, 5)
         path, _ = verify_residual(
             tree,
             lambda node: model.target([0, *path_tokens(tree, node)]),  # noqa: B023
@@ -78,7 +78,7 @@ def accepted(printed, temperature, budget):
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         for _ in range(150):
             context = [rng.randrange(12) for _ in range(3)]
-            tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
+            tree, learn = grow(policy, context_of(context, temperature, generator), budget, 12)
 
             def probs(node):
                 return target([*context, *path_tokens(tree, node)])  # noqa: B023

@@ -20,8 +20,9 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
 from quickbeam.methods.acceptance import guessed
-from quickbeam.methods.auto import LONGEST, Auto
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.free import LONGEST
 from quickbeam.models.opening import make_model
 from toy import ToyModel, path_tokens
 

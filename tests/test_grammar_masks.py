@@ -231,7 +231,7 @@ def residual_p(name, wrong=False, count=1500, length=3):
         sampler = sampler_of(params, context)
         assert sampler.grammar is not None
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
-        growth = constrained(policy.grow(where, 6, 4), sampler.grammar, 6, 4)
+        growth = constrained(policy.grow(where, 6, 4), where, 6, 4)
         tree = grown(growth, drafter.answer).tree
         for node in range(1, len(tree)):
             if wrong and tree.probs[node] is not None:
@@ -269,7 +269,7 @@ def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
         policy.sources
     )
     return grown(
-        constrained(policy.grow(context, budget, depth), found, budget, depth),
+        constrained(policy.grow(context, budget, depth), context, budget, depth),
         policy.sources[0].answer,
     )
 

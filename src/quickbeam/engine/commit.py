@@ -130,16 +130,6 @@ class Commit:
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
         sequence.extend(tokens, passed.logits[path[-1]])
-        if growing.situation is not None:
-            assert self.budget is not None
-            self.budget.observe_tree(
-                sequence.request.setting,
-                growing.situation,
-                growing.nodes,
-                path,
-                sequence.drafter if growing.calls else None,
-                growing.seconds,
-            )
         sequence.nodes = len(tree)
         growing.count(tree, path, emitted, self.drafting, self.verifying)
         if (observer := sequence.request.observer) is not None:

@@ -1,7 +1,7 @@
 """The draft trees of one step, grown side by side.
 
 Each round asks which trees want a drafter's distributions, answers them in one call, and sends each
-tree its own. When all are grown, they share the rows of the pass.
+tree its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.constrained import constrained, situation
+from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Model
 from quickbeam.models.kv import SequenceCache
 from quickbeam.tree import TokenTree
@@ -26,6 +26,7 @@ from quickbeam.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
+UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
 CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 
 
@@ -34,7 +35,6 @@ class TreeDraft:
     """One sequence's tree while it grows.
 
     - `nodes`: the most nodes it may have, the root included.
-    - `situation`: the class of `Method.situation` by which the budget chose `nodes`, else None.
     - `request`: its next request to the drafter, None once it is grown.
     - `grown`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
@@ -42,7 +42,6 @@ class TreeDraft:
 
     sequence: SequenceState
     nodes: int
-    situation: int | None
     growth: Growth
     request: DraftRequest | None = None
     grown: Grown | None = None
@@ -164,9 +163,7 @@ class Drafting:
                 asked = self._ask([one for one in waiting if one.sequence.drafter is drafter])
                 if asked:
                     self._answer(drafter, asked)
-        drafts = [one for one in drafts if not one.sequence.over]
-        self._share(drafts)
-        return drafts
+        return [one for one in drafts if not one.sequence.over]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
@@ -178,25 +175,23 @@ class Drafting:
         """Decide how many nodes a sequence's tree may have, and begin to grow it."""
         request, policy, context = sequence.request, sequence.policy, sequence.context
         assert context is not None and sequence.cache is not None
-        nodes, chosen, context.marginal_cost = request.budget or 1, None, None
+        nodes, context.marginal_cost = request.budget or 1, None
         if request.budget is None and policy.sources and self._mode(sequence) != PLAIN:
+            nodes = UNPRICED
             if policy.priced and not context.draws:
-                cost = self.budget.marginal_cost(request.setting, self.rate)
+                cost = self.budget.marginal_cost(self.rate)
                 explore = self._explores(sequence)
-                if explore or cost.node(1) < 1:  # a node gives one token at most
-                    nodes = self.budget.limit
+                # a node gives one token at most
+                nodes = self.budget.limit if explore or cost.node(1) < 1 else 1
                 context.marginal_cost = replace(cost, explore=explore)
-            else:
-                chosen = situation(policy, context)
-                nodes = self.budget.nodes(request.setting, chosen, self.rate, sequence.drafter)
             if nodes == 1:
                 self.budget.doubt(self.model)
         remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
         depth = remaining - 1
         growth = policy.grow(context, nodes, depth)
         if context.grammar is not None:
-            growth = constrained(growth, context.grammar, nodes, depth)
-        return TreeDraft(sequence, nodes, chosen, growth)
+            growth = constrained(growth, context, nodes, depth)
+        return TreeDraft(sequence, nodes, growth)
 
     def _mode(self, sequence: SequenceState) -> str:
         """Return the mode of this step, or one that the sequence has."""
@@ -307,26 +302,6 @@ class Drafting:
         except Exception as error:
             one.request = None
             fail(one.sequence, error)
-
-    def _share(self, drafts: Sequence[TreeDraft]) -> None:
-        """Share the pass's rows among several trees: nodes stay where the most tokens are
-        expected."""
-        sharing = [
-            (one, one.grown, one.grown.accepted_per_expected)
-            for one in drafts
-            if one.measured
-            and one.grown is not None
-            and one.grown.accepted_per_expected is not None
-        ]
-        if len(drafts) < 2 or all(len(grown.tree) < 2 for _, grown, _ in sharing):
-            return
-        rows = self._prompts + sum(len(one.tree) for one in drafts)
-        rows -= sum(len(grown.tree) - 1 for _, grown, _ in sharing)
-        values = [[value * truth for value in grown.tree.value[1:]] for _, grown, truth in sharing]
-        kept = self.budget.share(values, rows, self.rate)
-        for (one, grown, _), nodes in zip(sharing, kept, strict=True):
-            if nodes + 1 < len(grown.tree):
-                one.grown = grown._replace(tree=grown.tree.first(nodes + 1))
 
 
 def _modes(sequence: SequenceState) -> list[str]:
