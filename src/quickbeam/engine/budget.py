@@ -35,8 +35,6 @@ class Budget:
     DOUBT = 256  # the first step in which costs that allow no tree are doubted
     HOLD = 4  # how many steps a marginal cost is kept, if the pass stays about as wide
     ACCEPTED = 0.7  # a guess: how often a drafter's token is accepted
-    # a guess: the share of a drafter's gain that is left if it knows so many tokens of the text
-    TAILS = ((64, 0.7), (128, 0.9), (512, 0.97))
 
     def __init__(self, cost: CostModel, limit: int = MAX_NODES) -> None:
         self.cost, self.limit = cost, limit
@@ -44,7 +42,6 @@ class Budget:
         self._comparisons: dict[Hashable, dict[int, Comparison]] = {}  # by setting and load
         # the marginal cost of the last few steps: since which step, with how many rows beside
         self._held: tuple[int, int, MarginalCost | None] = 0, 0, None
-        self.answer_tokens = 128.0  # a fading mean of answers' lengths, at first a guess
         self._step, self._doubted = 0, 0
         self.begin({}, {})
 
@@ -98,29 +95,6 @@ class Budget:
         known = self._comparisons.get(setting, {}).get(_bucket(max(1, sequences)))
         return known is None or known.best == ASKED
 
-    def worth_reading(
-        self, comparison: Comparison, drafter: Hashable, unread: int, rest: int, skips: bool
-    ) -> int:
-        """Return how many of its `unread` tokens, the last ones, a drafter should read.
-
-        It is the number that saves the most time in the `rest` of the answer, in tokens, and 0 if
-        reading takes longer than it saves. A drafter that can't skip tokens reads all or none.
-        While asking is tried it is taken to gain a fifth.
-        """
-        asked = comparison.speed(ASKED)
-        other = max((comparison.speed(mode) for mode in comparison.others(ASKED)), default=1.0)
-        if comparison.best != ASKED:
-            asked = max(asked, 1.2 * other)
-
-        def saved(tokens: int, share: float) -> float:
-            faster = other + share * (asked - other)
-            seconds = rest * (1 / other - 1 / faster) * self.plain / self._many
-            return seconds - self.cost.read(drafter, tokens)
-
-        tails = [(tail, share) for tail, share in self.TAILS if skips and tail < unread]
-        best = max([*tails, (unread, 1.0)], key=lambda option: saved(*option))
-        return best[0] if saved(*best) > 0 else 0
-
     def _guess(self, modes: Sequence[str], drafter: Hashable) -> dict[str, float]:
         """Return by mode the speed that costs lead one to expect, by that of plain decoding."""
 
@@ -153,10 +127,6 @@ class Budget:
             cost = MarginalCost.of_passes(self._widths, passes)
             self._held = self._step, self._beside, cost
         return cost
-
-    def observe_answer(self, tokens: int) -> None:
-        """Record that an answer had so many tokens."""
-        self.answer_tokens += (tokens - self.answer_tokens) / 16
 
     def observe(self, comparison: Comparison, tokens: int, seconds: float, asked: bool) -> None:
         """Close a step. It emitted `tokens` in all and took `seconds`; `asked`: the drafter."""

@@ -231,8 +231,6 @@ class Engine:
             sequence.texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
-        if self._budget is not None:
-            self._budget.observe_answer(sequence.statistics.new_tokens)
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
         """Run one pass for all parts.
@@ -298,12 +296,10 @@ class Engine:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
-                one.sequence.statistics.experts += self.model.experts_read
         trees = [one for one in ready if one.growing is not None]
         if self._budget is None or not trees:
             return
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
         reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        rows, experts = sum(one.part.rows for one in ready), self.model.experts_read
-        cost.observe(rows, verifying, reading, len(trees), experts)
+        cost.observe(sum(one.part.rows for one in ready), verifying, reading, len(trees))

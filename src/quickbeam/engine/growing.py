@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
 UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
 CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
+# Of these it reads at most twice as many as the answer may still have, and at most so many, if it
+# can leave out those before them: drafts gain little from the rest, and reading takes time.
+TAIL = 128
 
 
 @dataclass(eq=False)
@@ -123,10 +126,6 @@ class Drafting:
         measured = [one for one in self.running if one.request.budget is None]
         settings = frozenset(one.request.setting for one in measured)
         drafters = [one.drafter for one in measured if one.drafter is not None]
-        for drafter in drafters:
-            if drafter.weight_bytes and self.model.token_bytes:
-                share = drafter.weight_bytes / self.model.token_bytes
-                self.budget.cost.expect_calls(drafter, share)
         modes = list({mode: None for one in measured for mode in _modes(one)})
         first = drafters[0] if drafters else None
         alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)
@@ -168,7 +167,7 @@ class Drafting:
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
         if "comparison" in vars(self):
-            # what it read serves the rest of the answer (`Budget.worth_reading`)
+            # what it read serves the rest of the answer
             self.budget.observe(self.comparison, tokens, seconds - self.reading, self.asked)
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
@@ -186,8 +185,7 @@ class Drafting:
                 context.marginal_cost = replace(cost, explore=explore)
             if nodes == 1:
                 self.budget.doubt(self.model)
-        remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
-        depth = remaining - 1
+        depth = sequence.remaining - 1
         growth = policy.grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context, nodes, depth)
@@ -205,8 +203,6 @@ class Drafting:
         cost, plain = self.budget.cost, self.budget.plain
         call, reading = cost.call(sequence.drafter), cost.read(sequence.drafter, _unread(sequence))
         self._explored = self.comparison.explores(call / plain, reading / plain)
-        if self._explored:
-            cost.doubt_calls(sequence.drafter)
         return self._explored
 
     def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
@@ -222,36 +218,16 @@ class Drafting:
             ]
             answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
             refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
-        refused += [one for one in measured if one not in refused and not self._may_read(one)]
         for one in refused:
             self._send(one, None)
         return [one for one in waiting if one not in refused]
 
-    def _may_read(self, one: TreeDraft) -> bool:
-        """Whether the drafter may read what it missed of a sequence before its first call.
-
-        It may where that is expected to pay for the rest of the answer, and to explore. A drafter
-        that can do without the beginning of a text leaves it out where its end is enough.
-        """
-        sequence, budget = one.sequence, self.budget
-        state, drafter, unread = sequence.draft_state, sequence.drafter, _unread(sequence)
-        if one.calls or unread <= CAUGHT_UP or state is None or drafter is None:
-            return True
-        rest = sequence.params.max_tokens - len(sequence.output.token_ids)
-        rest = min(rest, round(budget.answer_tokens))
-        tail = budget.worth_reading(self.comparison, drafter, unread, rest, drafter.skips)
-        context = sequence.context
-        if not tail and context is not None and context.marginal_cost is not None:
-            tail = budget.TAILS[0][0] if context.marginal_cost.explore else 0
-        if tail:
-            state.skip(tail)
-        return bool(tail)
-
     def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
         """Answer requests in one call, and send each tree its distributions.
 
-        Where the drafter missed many tokens because it was not asked, it reads them first. So the
-        call that follows is timed like any other, however long ago the last one was.
+        Where the drafter missed many tokens because it was not asked, it reads them first, or the
+        last of them, if it can do without the others. So the call that follows is timed like any
+        other, however long ago the last one was.
         """
         self.asked = True
         cost = self.budget.cost if any(one.measured for one in asked) else None
@@ -260,6 +236,9 @@ class Drafting:
         behind = [one.sequence for one in first if _unread(one.sequence) > CAUGHT_UP]
         if behind:
             try:
+                for sequence in behind:
+                    if cost is not None and drafter.skips and sequence.draft_state is not None:
+                        sequence.draft_state.skip(min(TAIL, 2 * sequence.remaining))
                 read(drafter, behind, cost)
             except Exception as error:
                 # the call meets it again, and tells which sequence it is

@@ -148,6 +148,11 @@ class SequenceState:
         return len(self.ids) - self.started - self.read
 
     @property
+    def remaining(self) -> int:
+        """How many tokens its answer may still have."""
+        return self.params.max_tokens - len(self.output.token_ids)
+
+    @property
     def scoring(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are still to be computed."""
         known = self.prompt_logprobs
