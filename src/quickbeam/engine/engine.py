@@ -296,6 +296,7 @@ class Engine:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
+                one.sequence.statistics.experts += self.model.experts_read
         trees = [one for one in ready if one.growing is not None]
         if self._budget is None or not trees:
             return

@@ -37,6 +37,7 @@ class Statistics:
     verify_seconds: float = 0.0
     cached_tokens: int = 0  # tokens of the prompt that were taken from the prefix cache
     nodes: int = 0  # nodes of all verified trees, roots included
+    experts: float = 0.0  # of each pass, how many a layer of experts read, on average
     preemptions: int = 0  # how often its keys and values were dropped and computed again
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
