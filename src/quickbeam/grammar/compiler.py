@@ -6,13 +6,14 @@ import copy
 import logging
 import threading
 from collections.abc import Collection
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import trial
 from quickbeam.grammar.masks import Compiled, Masks
 from quickbeam.grammar.spec import Grammar
+from quickbeam.machine import in_own_thread
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -82,8 +83,8 @@ class Compiler:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
         if (why := trial.failure(text)) is not None:
             raise InvalidInput(f"{grammar.kind}: {why}")
-        tokenizer = self._tokenizer
-        matcher = trial.with_stack(2 * trial.STACK, lambda: LLMatcher(tokenizer, text, log_level=0))
+        compile_text = partial(LLMatcher, self._tokenizer, text, log_level=0)
+        matcher = in_own_thread(compile_text, 2 * trial.STACK)
         if matcher.is_error():
             raise InvalidInput(f"{grammar.kind}: {matcher.get_error().strip()}")
         # a warning may quote the grammar, which is part of a request

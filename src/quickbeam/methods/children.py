@@ -25,7 +25,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import Row, largest
-from quickbeam.noise import Array, Places, Wanted
+from quickbeam.noise import Array
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
@@ -162,8 +162,10 @@ def proposals(
         unlikely = [0.0] * len(values)
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
-        places = Places([len(context.ids) + depth for depth in depths], unlikely, floors)
-        rows = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
+        positions = [len(context.ids) + depth for depth in depths]
+        rows = context.noise.perturb(
+            values, tokens, positions, unlikely, floors, context.temperature, count
+        )
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
     return rows

@@ -7,7 +7,7 @@ are the source of prompt lookup and of LogitSpec (2507.01449, §3), the last log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from quickbeam.drafters.answers import Answers
@@ -15,11 +15,11 @@ from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram, NgramIndex
 from quickbeam.methods.acceptance import (
+    GUESSED,
+    REMEMBERED,
+    REPEATED,
     AcceptanceModel,
-    Evidence,
-    guessed,
-    remembered,
-    repeated,
+    elsewhere,
 )
 from quickbeam.methods.base import Growth, without_calls
 from quickbeam.methods.search import Candidate, Search, observe
@@ -78,7 +78,7 @@ class FreeCandidates:
         match = self._answers.match(context, one.path) if self._answers else None
         if match and context.texts is not None:
             tokens = context.texts.continuation(match, longest)
-            self._continue(search, one, tokens, match.length, Answers.name, remembered)
+            self._continue(search, one, tokens, match.length, Answers.name, REMEMBERED)
 
     def _continue(
         self,
@@ -87,7 +87,7 @@ class FreeCandidates:
         tokens: Sequence[int],
         length: int,
         source: str = Ngram.name,
-        kind: Callable[[int], Evidence] = repeated,
+        kind: str = REPEATED,
     ) -> None:
         """Enter `tokens` as a path below `one`, up to the first that can't get in.
 
@@ -100,7 +100,7 @@ class FreeCandidates:
                 one = one.children[token]
                 continue
             forced = context.forced(one.path) == token
-            evidence = () if forced else (kind(length + i),)
+            evidence = () if forced else (elsewhere(kind, length + i),)
             rate = 1.0 if forced else search.model.rate(*evidence)
             # what other guesses leave
             rate *= 1 - sum(child.rate for child in one.children.values())
@@ -113,7 +113,7 @@ class FreeCandidates:
     def _guess(self, search: Search) -> None:
         """Enter what the last logits nearly chose below the root."""
         left = 1 - sum(child.rate for child in search.root.children.values())
-        best = left * search.model.rate(guessed(1))
+        best = left * search.model.rate(elsewhere(GUESSED, 1))
         if (
             self._last_logits is None
             or best <= search.worst
@@ -122,7 +122,7 @@ class FreeCandidates:
         ):
             return
         for rank, token in self._last_logits.ranked(search.context, GUESSES):
-            evidence = guessed(rank)
+            evidence = elsewhere(GUESSED, rank)
             rate = left * search.model.rate(evidence)
             if rate <= search.worst or search.below_cost(rate, 1):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from ctypes import addressof, c_double, c_int64
 
 import numpy as np
@@ -17,9 +18,7 @@ from quickbeam.noise import (
     Noise,
     Numbers,
     Peaks,
-    Places,
     Row,
-    Wanted,
 )
 
 
@@ -81,17 +80,24 @@ class NativeNoise(Noise):
         return found.luck
 
     def perturb(
-        self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
+        self,
+        rows: Numbers,
+        tokens: Numbers | None,
+        positions: Sequence[int],
+        least: Sequence[float],
+        floors: Sequence[float],
+        temperature: float,
+        most: int,
     ) -> list[Row]:
-        found, most = list[Row](), wanted.most
+        found = list[Row]()
         name, chance = (c_int64 * most)(), (c_double * most)()
         rows, names = laid(rows, torch.float32), None
         if tokens is not None:
             tokens = laid(tokens, torch.int64)
             names = tokens.data_ptr()
-        at, size, heat = rows.data_ptr(), rows.shape[1], wanted.temperature
-        for position, least, floor in zip(*places, strict=True):
-            place = self._luck(position), least, floor, heat, max(CUT, floor / 4)
+        at, size = rows.data_ptr(), rows.shape[1]
+        for position, low, floor in zip(positions, least, floors, strict=True):
+            place = self._luck(position), low, floor, temperature, max(CUT, floor / 4)
             kept = self._kernels.perturb(at, size, names, *place, most, name, chance)
             found.append((name[:kept], chance[:kept]))
             at += 4 * size
