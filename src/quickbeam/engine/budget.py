@@ -2,18 +2,15 @@
 
 The aim is the most tokens a second. To maximise that ratio is to maximise
 `tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a node or a
-call is added only if its expected tokens at the recent rate are worth more than its time, in
-whichever tree it is.
-
-The time of a pass is measured by its rows (`CostModel`). The more sequences share a pass, the more
-does a further row cost compared with what it costs alone. Whether drafting is worth its time with
-all its costs counted, and whether a drafter is, is compared (`Comparison`).
+call is added only if its expected tokens at the recent rate are worth more than its time
+(`CostModel`). Whether drafting is worth its time with all its costs counted, and whether a drafter
+is, is compared (`Comparison`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
@@ -43,20 +40,17 @@ class Budget:
         # the marginal cost of the last few steps: since which step, with how many rows beside
         self._held: tuple[int, int, MarginalCost | None] = 0, 0, None
         self._step, self._doubted = 0, 0
-        self.begin({}, {})
+        self.begin()
 
-    def begin(
-        self, contexts: Mapping[int, int], nodes: Mapping[int, int], prompts: int = 0
-    ) -> None:
-        """Open a step.
+    def begin(self, many: int = 1, tokens: int = 0, nodes: int = 1, prompts: int = 0) -> None:
+        """Open a step of so many sequences.
 
-        `contexts`: by running sequence, the tokens before its tree. `nodes`: by sequence, the nodes
-        of its last tree. `prompts`: rows of prompts that the same pass reads.
+        `tokens`: of all their texts. `nodes`: of all their last trees. `prompts`: rows of prompts
+        that the same pass reads.
         """
-        self._step, self._many = self._step + 1, max(1, len(contexts))
-        self._context = sum(contexts.values()) // self._many
-        rows = sum(nodes.get(one, 1) for one in contexts)
-        self._beside = prompts + round(rows * (1 - 1 / self._many))  # the pass without one tree
+        self._step, self._many = self._step + 1, many
+        self._context = tokens // many
+        self._beside = prompts + round(nodes * (1 - 1 / many))  # the pass without one tree
         reading = self._many * self.cost.reading(1, self._context)
         # seconds of this step without drafts and prompts
         self.plain = self.cost.alone(self._many, self._many) + reading + OVERHEAD
@@ -64,9 +58,8 @@ class Budget:
     def doubt(self, model: Model) -> None:
         """Measure passes anew where by what they take now they were measured on a busy machine.
 
-        To be called where no tree is worth its time. Without trees, nothing else would correct
-        their costs. It looks ever more seldom, after twice as many steps as the last time, and
-        only where a few nodes are said to cost much.
+        To be called where no tree is worth its time: nothing else would correct the costs of
+        trees. It looks ever more seldom, and only where a few nodes are said to cost much.
         """
         if self._step < max(self.DOUBT, 2 * self._doubted) or not self.cost.steep:
             return

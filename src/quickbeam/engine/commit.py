@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quickbeam.engine.budget import Budget
 from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.result import Statistics
 from quickbeam.engine.scheduler import Ready
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
@@ -71,13 +71,11 @@ def accept(
 class Commit:
     """Commits the parts of one pass.
 
-    `budget` learns from trees whose size it chose. `prefixes` keeps hidden states at the edges of
-    its chunks. `began`: the time of `time.perf_counter` at which the step did. `drafting` and
-    `verifying`: the seconds of its drafts and of its pass.
+    `prefixes` keeps hidden states at the edges of its chunks. `began`: when the step did, by
+    `time.perf_counter`. `drafting` and `verifying`: the seconds of its drafts and of its pass.
     """
 
-    prefixes: PrefixCache | None
-    budget: Budget | None
+    prefixes: PrefixCache
     began: float
     drafting: float
     verifying: float
@@ -131,11 +129,25 @@ class Commit:
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
         sequence.extend(tokens, passed.logits[path[-1]])
         sequence.nodes = len(tree)
-        growing.count(tree, path, emitted, self.drafting, self.verifying)
+        self._count(sequence.statistics, growing, tree, path[1 : len(emitted) + 1])
         if (observer := sequence.request.observer) is not None:
             times = self.drafting, self.verifying, time.perf_counter() - self.began
             observer(StepRecord(tree, path, token, emitted, *times))
         return len(tokens)
+
+    def _count(
+        self, stats: Statistics, growing: TreeDraft, tree: TokenTree, accepted: Sequence[int]
+    ) -> None:
+        stats.steps += 1
+        stats.nodes += len(tree)
+        stats.draft_seconds += self.drafting
+        stats.drafter_calls += growing.calls
+        stats.drafter_seconds += growing.seconds
+        stats.verify_seconds += self.verifying
+        for name in tree.source[1:]:
+            stats.sources[name].drafted += 1
+        for node in accepted:
+            stats.sources[tree.source[node]].accepted += 1
 
     def _accept(self, sequence: SequenceState, tree: TokenTree, passed: Passed) -> Verdict:
         noise, generator = sequence.noise, sequence.generator
@@ -156,8 +168,7 @@ class Commit:
             rows = [hidden[node : node + 1] for node in path] if not straight else []
             hidden = torch.cat(rows) if rows else hidden[:kept]
         state.append_hidden(hidden)
-        if self.prefixes is not None:
-            size = self.prefixes.size
-            for chunk in range(before // size, cache.length // size):
-                at = (chunk + 1) * size - 1 - before
-                sequence.edges[chunk] = hidden[at : at + 1].clone()
+        size = self.prefixes.size
+        for chunk in range(before // size, cache.length // size):
+            at = (chunk + 1) * size - 1 - before
+            sequence.edges[chunk] = hidden[at : at + 1].clone()

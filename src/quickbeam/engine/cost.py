@@ -73,10 +73,9 @@ class CostModel:
         """Measure passes over trees of at most `limit` nodes.
 
         It times trees of growing width with nothing before them, some with `FAR` tokens before
-        them, and the roots of `MANY` sequences, in rounds: a busy moment touches one round, and
-        medians leave it out. Which tokens they hold does not matter. The pool's limit is lifted
-        meanwhile. Where weights are read in every pass, which takes seconds, one pass for each of a
-        few widths is enough: the passes that follow correct the rest.
+        them, and the roots of `MANY` sequences, in rounds, of which it takes medians. The pool's
+        limit is lifted meanwhile. Where weights are read in every pass, which takes seconds, one
+        pass for each of a few widths is enough: those that follow correct the rest.
         """
         slow, far = model.streamed is not None, min(FAR, (model.context_length or FAR) // 2)
         plans = [(width, 0, 1) for width in (SLOW if slow else WIDTHS) if width <= limit]
@@ -173,12 +172,10 @@ class CostModel:
     ) -> None:
         """Record that a pass over trees of `sequences` sequences took `seconds`.
 
-        `reading` of these seconds are expected for the tokens before the trees. A single slow pass
-        (the machine was busy) changes little. Between two measured widths, the nearer one takes
-        more of the correction, so that passes of different widths also correct the slope between
-        them, which is what a node costs. A part of the correction goes to all widths. Otherwise
-        those that were in use while the machine was busy would seem slow afterwards, and not be
-        used again.
+        `reading` of these seconds are expected for the tokens before the trees. Of two measured
+        widths the nearer one takes more of the correction, so that the slope between them is
+        corrected, too. A part goes to all widths: otherwise those that were in use while the
+        machine was busy would seem slow afterwards, and not be used again.
         """
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         low, high, part = _bracket(self._seconds, rows)
@@ -210,9 +207,9 @@ class CostModel:
     ) -> None:
         """Record that a call for `sequences` sequences took `seconds`.
 
-        The drafter first read `unread` tokens in it. Their time is left out: they have to be read
-        once, whichever call does it. With it, calls would seem slower the fewer are made. A
-        drafter's first call of all does not count: weights may be packed in it.
+        The drafter first read `unread` tokens in it. Their time is left out, since they have to be
+        read once, whichever call does it. The first call of all does not count: weights may be
+        packed in it.
         """
         if drafter not in self._calls:
             self._calls[drafter] = {}

@@ -19,9 +19,7 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained
-from quickbeam.models.base import Model
-from quickbeam.models.kv import SequenceCache
-from quickbeam.tree import TokenTree
+from quickbeam.models.base import Draft, Model
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +35,12 @@ TAIL = 128
 class TreeDraft:
     """One sequence's tree while it grows.
 
-    - `nodes`: the most nodes it may have, the root included.
     - `request`: its next request to the drafter, None once it is grown.
     - `grown`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
     """
 
     sequence: SequenceState
-    nodes: int
     growth: Growth
     request: DraftRequest | None = None
     grown: Grown | None = None
@@ -52,43 +48,16 @@ class TreeDraft:
     seconds: float = 0.0
 
     @property
-    def tree(self) -> TokenTree:
-        """The tree, once it is grown."""
-        assert self.grown is not None
-        return self.grown.tree
-
-    @property
-    def cache(self) -> SequenceCache:
-        """Where the pass puts the tree's keys and values."""
-        assert self.sequence.cache is not None
-        return self.sequence.cache
+    def part(self) -> Draft:
+        """The tree as a part of a pass, once it is grown."""
+        assert self.grown is not None and self.sequence.cache is not None
+        return Draft(self.sequence.cache, self.grown.tree)
 
     @property
     def measured(self) -> bool:
         """Whether each of its nodes has to be worth its marginal cost."""
         context = self.sequence.context
         return context is not None and context.marginal_cost is not None
-
-    def count(
-        self,
-        tree: TokenTree,
-        path: Sequence[int],
-        emitted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """Add the verified `tree`, its accepted path and its times to the sequence's statistics."""
-        stats = self.sequence.statistics
-        stats.steps += 1
-        stats.nodes += len(tree)
-        stats.draft_seconds += draft_seconds
-        stats.drafter_calls += self.calls
-        stats.drafter_seconds += self.seconds
-        stats.verify_seconds += verify_seconds
-        for name in tree.source[1:]:
-            stats.sources[name].drafted += 1
-        for node in path[1 : len(emitted) + 1]:
-            stats.sources[tree.source[node]].accepted += 1
 
 
 class Drafting:
@@ -115,9 +84,10 @@ class Drafting:
     @cached_property
     def budget(self) -> Budget:
         budget = self._make_budget()
-        contexts = {one.arrival: len(one.ids) for one in self.running}
-        nodes = {one.arrival: one.nodes for one in self.running}
-        budget.begin(contexts, nodes, self._prompts)
+        tokens = sum(len(one.ids) for one in self.running)
+        budget.begin(
+            len(self.running), tokens, sum(one.nodes for one in self.running), self._prompts
+        )
         return budget
 
     @cached_property
@@ -125,23 +95,17 @@ class Drafting:
         """The comparison that all sequences with a measured budget take part in."""
         measured = [one for one in self.running if one.request.budget is None]
         settings = frozenset(one.request.setting for one in measured)
-        drafters = [one.drafter for one in measured if one.drafter is not None]
+        drafter = next((one.drafter for one in measured if one.drafter is not None), None)
         modes = list({mode: None for one in measured for mode in _modes(one)})
-        first = drafters[0] if drafters else None
-        alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)
+        # Modes are compared over whole texts. One that repeats itself would make a fast drafter
+        # seem superfluous in the next one, which does not: there the tree alone decides on calls.
+        fast = self.budget.cost.call(drafter) < CHEAP * self.budget.plain
+        alone = len(self.running) == 1 and ASKED in modes and fast
         key = (settings, "alone") if alone else settings  # costs, and so modes, may change
-        comparison = self.budget.comparison(key, [ASKED] if alone else modes, first)
+        comparison = self.budget.comparison(key, [ASKED] if alone else modes, drafter)
         if alone and not self.running[0].statistics.steps:
             comparison.begin_text()
         return comparison
-
-    def _cheap(self, drafter: Drafter | None) -> bool:
-        """Whether a call takes so little that the tree alone decides whether it is made.
-
-        Modes are compared over whole texts. One that repeats itself would make the drafter seem
-        superfluous in the next one, which does not.
-        """
-        return self.budget.cost.call(drafter) < CHEAP * self.budget.plain
 
     @cached_property
     def rate(self) -> float:
@@ -189,7 +153,7 @@ class Drafting:
         growth = policy.grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context, nodes, depth)
-        return TreeDraft(sequence, nodes, growth)
+        return TreeDraft(sequence, growth)
 
     def _mode(self, sequence: SequenceState) -> str:
         """Return the mode of this step, or one that the sequence has."""
@@ -208,16 +172,16 @@ class Drafting:
     def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
         """Return the trees whose requests are worth their time; the others go on without."""
         measured = [one for one in waiting if one.measured]
-        refused = list[TreeDraft]()
-        if measured:
-            drafter = measured[0].sequence.drafter
-            gains = [
-                one.request.gain if self._mode(one.sequence) == ASKED else 0.0
-                for one in measured
-                if one.request is not None
-            ]
-            answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
-            refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
+        if not measured:
+            return waiting
+        drafter = measured[0].sequence.drafter
+        gains = [
+            one.request.gain if self._mode(one.sequence) == ASKED else 0.0
+            for one in measured
+            if one.request is not None
+        ]
+        answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
+        refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
         for one in refused:
             self._send(one, None)
         return [one for one in waiting if one not in refused]

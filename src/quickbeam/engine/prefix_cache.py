@@ -1,13 +1,11 @@
 """The prefix cache: what was computed of the beginnings of texts, in chunks of tokens.
 
-Requests whose texts begin alike share these chunks. Only whole chunks are shared, cut where the
-model cuts prompts (`Model.granularity`). So what is read from the cache has the bits of what would
-be computed anew.
+Requests whose texts begin alike share these chunks. They are cut where the model cuts prompts
+(`Model.granularity`), so what is read from the cache has the bits of what would be computed anew.
 
-A drafter's rows are kept beside the target's. The drafter's last row of a chunk also depends on the
-token after the chunk. If texts differ there, the cache holds the row of the text that came first.
-That may cost accepted drafts, but never changes an answer. If the drafter has not read a chunk yet,
-the chunk holds its hidden states. A sequence that drafts makes the rows from these.
+A drafter's rows are kept beside the target's. Its last row of a chunk also depends on the token
+after the chunk; the cache holds that of the text that came first, which never changes an answer. If
+the drafter has not read a chunk yet, the chunk holds its hidden states.
 
 Where the target has recurrent layers, a text can go on only behind a chunk whose state is kept: a
 *snapshot*. There are at most `SNAPSHOTS`; the least recently used one goes first.
@@ -15,6 +13,7 @@ Where the target has recurrent layers, a text can go on only behind a chunk whos
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,16 +51,16 @@ class Chunk:
 
 
 class PrefixCache:
-    """A tree of chunks of `size` tokens each.
+    """A tree of chunks of `size` tokens each; without a size it keeps none.
 
     `pool` is the target's. `drafter` is the one whose rows are kept too: that of the first sequence
     that has one. If the pool runs short, the least recently used chunks that no sequence holds are
     dropped.
     """
 
-    def __init__(self, size: int, pool: Pool) -> None:
-        self.size, self._pool = size, pool
-        pool.snapshots = pool.state_pages > 0
+    def __init__(self, size: int | None, pool: Pool) -> None:
+        self.size, self._pool = size or sys.maxsize, pool
+        pool.snapshots = size is not None and pool.state_pages > 0
         self._snapshots: OrderedDict[Chunk, None] = OrderedDict()  # least recently used first
         self.drafter: Drafter | None = None
         self._root = Chunk()

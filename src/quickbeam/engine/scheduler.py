@@ -1,8 +1,4 @@
-"""The scheduler: which sequences run, and what of their texts is read in a step.
-
-Tenants take turns; of one tenant's sequences the first one to come is served first. All this holds
-as long as there is room for keys and values.
-"""
+"""The scheduler: which sequences run, and what of their texts is read in a step."""
 
 from __future__ import annotations
 
@@ -84,17 +80,13 @@ class FairQueue:
 class Scheduler:
     """`waiting` sequences, and `active` ones in order of arrival.
 
-    Active sequences are read or run; at most `most` are active.
-
-    A sequence is admitted when there is room for its text, and never before one whose turn it is.
-    Where there are `MANY_PLACES`, a tenant's sequences leave the last one free, so that a short one
-    of another tenant need not wait for them.
-    If memory runs short later, the active sequence that came last is preempted: its text stays, and
-    its keys and values are computed anew when there is room again. So the first one always makes
-    progress.
+    At most `most` are active, which are read or run. A sequence is admitted when there is room for
+    its text, and never before one whose turn it is. Where there are `MANY_PLACES`, a tenant's leave
+    the last one free for a short one of another. If memory runs short later, the active sequence
+    that came last is preempted: its text stays, its keys and values are computed anew.
     """
 
-    def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
+    def __init__(self, model: Model, prefixes: PrefixCache, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most
         self.pool = model.pool
         self.waiting = FairQueue()
@@ -134,8 +126,7 @@ class Scheduler:
             try:
                 sequence.begin(self.pool.new())
                 sequence.statistics.exact = self.model.exact
-                if self.prefixes is not None:
-                    self._reuse(sequence, self.prefixes)
+                self._reuse(sequence)
             except Exception as error:
                 sequence.end("error", error)
 
@@ -159,25 +150,23 @@ class Scheduler:
         if self.pool.limit is None:
             return True
         page = self.pool.page
-        prefixes = None if sequence.scoring else self.prefixes
-        found = [] if prefixes is None else prefixes.find(sequence.ids, sequence.drafter)
-        known = 0 if prefixes is None else len(found) * prefixes.size
+        scoring = sequence.scoring
+        found = [] if scoring else self.prefixes.find(sequence.ids, sequence.drafter)
+        known = len(found) * self.prefixes.size
         needed = -(-(len(sequence.ids) - known + TREE) // page) + self.pool.most_state_pages
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
         missing = needed + promised - (self.pool.free or 0)
-        if missing <= 0 or self.prefixes is None:
-            return missing <= 0
         # shared chunks that it is going to hold can't be dropped for it
-        return missing <= self.prefixes.idle_pages(found)
+        return missing <= 0 or missing <= self.prefixes.idle_pages(found)
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.
 
         Waiting for it then saves reading that text twice.
         """
-        if self.prefixes is None or sequence.scoring:
+        if sequence.scoring:
             return False
         size, ids = self.prefixes.size, sequence.ids
         for other in self.active:
@@ -190,14 +179,14 @@ class Scheduler:
                 return True
         return False
 
-    def _reuse(self, sequence: SequenceState, prefixes: PrefixCache) -> None:
+    def _reuse(self, sequence: SequenceState) -> None:
         """Begin a sequence with the chunks that the prefix cache holds.
 
         They hold no log-probabilities, so a prompt whose tokens' are wanted is read anew.
         """
         if sequence.scoring:
             return
-        drafter, state = sequence.drafter, sequence.draft_state
+        prefixes, drafter, state = self.prefixes, sequence.drafter, sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks:
             return
@@ -263,8 +252,7 @@ class Scheduler:
                     ),
                 )
                 return []
-            if self.prefixes is not None:
-                self.prefixes.remember(last, last.read)
+            self.prefixes.remember(last, last.read)
             self.preempt(last)
             ready = [one for one in ready if one.sequence is not last]
 

@@ -1,15 +1,12 @@
 """Trees within a grammar: no banned token is proposed, and forced tokens take no call of the
 drafter.
 
-A token is forced if it is the only one that the grammar allows. Only such tokens count as certain.
-Sometimes the grammar fixes the text that comes next, though that text could be split into tokens in
-several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
-text and no others.
+A token is forced if it is the only one that the grammar allows. Where the grammar fixes the text
+that comes next, llguidance's masks allow the canonical tokens of the text and no others.
 
-Methods need to know little about this. The `DraftProbs` they are sent have banned tokens removed,
-and
-forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
-is the grammar. No method counts them when it learns how often its own children are accepted.
+The `DraftProbs` that methods are sent have banned tokens removed, and forced tokens in place of the
+drafter's. Forced tokens become children of probability 1 whose source is the grammar. No method
+counts them when it learns how often its own children are accepted.
 """
 
 from __future__ import annotations

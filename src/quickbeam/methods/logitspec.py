@@ -41,12 +41,10 @@ class LogitSpec(Method):
       that token, as a guess of the one after the root. Then comes what followed the longest match
       ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
-    The paper spends 64 nodes, and the chain goes first. With fewer nodes the chain would leave
-    little to the guesses. So here the chain at first gets only 3 tokens for each matched token,
-    since a longer match is right more often. Then come its shorter companions. After that each
-    branch is followed by as many further tokens of the chain as the branch added. The order does
-    not depend on the budget: a smaller tree is the beginning of a larger one. Nodes that two drafts
-    share are added once, and the nodes saved go to further guesses.
+    The paper spends 64 nodes, and the chain goes first. With fewer it would leave little to the
+    guesses. So here it at first gets only 3 tokens for each matched token. Then come its shorter
+    companions, and after each branch as many further tokens of the chain as the branch added. A
+    smaller tree is the beginning of a larger one. Nodes that two drafts share are added once.
 
     Where a finished text agrees with the end of this one for longer, the chain is how that one went
     on (`drafters/texts.py`).
