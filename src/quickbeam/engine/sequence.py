@@ -75,12 +75,10 @@ class SequenceState:
 
     A sequence waits, then its prompt is read, then it runs, and then it is over.
     `output.finish_reason` then says why, or `error` holds what went wrong. `context` exists only
-    while it is active. If it is preempted, `ids`, `output` and the generators survive, and the rest
-    is computed anew.
+    while it is active. If it is preempted, `ids`, `output` and the generators survive.
 
-    The request's seed makes the noise of its places. If none was given, a seed is drawn. For the
-    residual rule the seed makes two generators: one for what is emitted, and one for what is drawn
-    while drafting.
+    The request's seed, or one that is drawn, makes the noise of its places. For the residual rule
+    it makes two generators: for what is emitted, and for what is drawn while drafting.
     """
 
     def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
@@ -180,10 +178,11 @@ class SequenceState:
             self.params.temperature,
             self.drafting,
             noise=self.noise,
+            filters=self.params if self.params.filters else None,
+            grammar=self.request.sampler.grammar,
+            texts=self.texts,
+            cache=cache,
         )
-        self.context.filters = self.params if self.params.filters else None
-        self.context.grammar = self.request.sampler.grammar
-        self.context.texts, self.context.cache = self.texts, cache
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
@@ -193,7 +192,9 @@ class SequenceState:
     def release(self) -> None:
         """Free keys and values and what sources keep. The text stays."""
         if (state := self.draft_state) is not None:
-            self._count_head(state)
+            if (used := state.used) is not None:
+                head = self.statistics.head
+                self.statistics.head = used if head is None else head.plus(used)
             state.release()
         if self.cache is not None:
             self.cache.release()
@@ -203,12 +204,6 @@ class SequenceState:
             self.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
         self.logits = torch.empty(0) if self.over else self.logits.clone()
-
-    def _count_head(self, state: DrafterState) -> None:
-        if (used := state.used) is not None:
-            self.statistics.head = (
-                used if self.statistics.head is None else self.statistics.head.plus(used)
-            )
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
         """End the sequence. Does nothing if it is over."""

@@ -47,6 +47,8 @@ class Drawn:
       it.
     """
 
+    forced = False
+
     def __init__(self, distributions: DraftProbs, row: int, generator: torch.Generator) -> None:
         self.left = 1.0
         self.probs = distributions.dense(row)
@@ -75,7 +77,8 @@ class Drawn:
 class Ranked:
     """Deterministic proposals: tokens with their probabilities, the likeliest first.
 
-    `left` is the probability of the next one, 0 if there is none.
+    `left` is the probability of the next one, 0 if there is none. `forced`: a grammar allows only
+    this one token, so nothing is learned from it.
     """
 
     probs, peak = None, 1.0
@@ -129,15 +132,10 @@ def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) 
     if child is None:
         return None
     token, probability = child
-    source = GRAMMAR if is_forced(children) else drafter.name
+    source = GRAMMAR if children.forced else drafter.name
     return tree.add(
         node, token, source, tree.value[node] * probability, children.probs, probability
     )
-
-
-def is_forced(children: Children) -> bool:
-    """Whether a grammar allows only this one token, so that nothing is learned from it."""
-    return children.probs is None and children.forced
 
 
 def proposals(

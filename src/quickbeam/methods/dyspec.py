@@ -29,7 +29,7 @@ from quickbeam.methods.acceptance import (
     drawn,
 )
 from quickbeam.methods.base import Grown, Growth, Method, without_calls
-from quickbeam.methods.children import ROUNDING, Children, add_child, ask, is_forced
+from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
 
@@ -84,7 +84,7 @@ def sampled_tree(
         if new is None:
             continue
         d = 1.0
-        if not is_forced(children[node]):
+        if not children[node].forced:
             rank = len(tree.children[node]) - 1
             draws[new] = rank, min(1.0, tree.probability[new] / left)
             d = rate(*draws[new])
