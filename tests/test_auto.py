@@ -19,9 +19,10 @@ from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
-from quickbeam.methods.acceptance import guessed
-from quickbeam.methods.auto import LONGEST, Auto
+from quickbeam.methods.acceptance import GUESSED, elsewhere
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.free import LONGEST
 from quickbeam.models.opening import make_model
 from toy import ToyModel, path_tokens
 
@@ -115,8 +116,8 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
     # the root, of rank 0, is left out
     assert [first.token[child] for child in first.children[0].values()] == [28, 27, 26]
     for _ in range(3000):
-        policy.model.observe(guessed(1), True)
-        policy.model.observe(guessed(2), False)
+        policy.model.observe(elsewhere(GUESSED, 1), True)
+        policy.model.observe(elsewhere(GUESSED, 2), False)
     assert [tree().token[1:], tree().value[1]] == [[28], pytest.approx(0.99)]
     # the drafter is asked here, and finds another token likelier
     assert paths(tree_of(policy, Context(ids, logits), 9, 4))[0] != (28,)

@@ -270,15 +270,3 @@ def test_sequences_of_one_policy_do_not_share_state():
             [1, 0],
             [3, 4],
         ]
-
-
-def test_how_long_the_text_repeats_itself_is_the_situation():
-    policy = make_method("pld")
-    for ids, expected in (
-        ([1, 2, 3], 0),
-        ([5, 2, 6, 2], 1),
-        ([1, 2, 5, 1, 2], 2),
-        ([1, 2, 3, 4, 5, 1, 2, 3, 4], 3),
-        ([*range(9), *range(9)], 4),
-    ):
-        assert policy.situation(started(policy, Context(ids, torch.zeros(1)))) == expected

@@ -369,7 +369,7 @@ def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder):
     assert len(passes) <= 6 and budget.limit == MAX_NODES_SLOW
     # where a pass takes 3 s up to 128 nodes, and each further one 20 ms
     slow = Budget(CostModel({1: 3.0, 64: 3.0, 128: 3.0, 256: 5.6}), MAX_NODES_SLOW)
-    cost = slow.marginal_cost("m", 0.3)
+    cost = slow.marginal_cost(0.3)
     assert cost.node(100) < 1e-9 < cost.node(200) <= cost.node(400) < 1
     llm.close()
 

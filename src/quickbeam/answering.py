@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
+from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
 from quickbeam.bans import bad_word_ids
@@ -18,7 +19,7 @@ from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
-from quickbeam.engine.stream import Ends, Stream, results
+from quickbeam.engine.stream import Stream
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
@@ -204,13 +205,15 @@ class Answering:
                 f"{len(every)} parameters for {len(prompts)} prompts: give one for "
                 "all, or one for each"
             )
-        streams, ends = list[Stream](), Ends()
+        streams = list[Stream]()
         try:
             for prompt, own in zip(prompts, every, strict=True):
                 for number in range((own or SamplingParams()).n):
-                    streams.append(self.stream(prompt, own, choice=number, client=ends, **options))
+                    streams.append(self.stream(prompt, own, choice=number, **options))
             several = len(streams) > 1 and not one and sys.stderr.isatty()
-            answers = results(streams, ends, several if progress is None else progress)
+            shown = several if progress is None else progress
+            bar = tqdm(streams, disable=not shown, unit="answer", leave=False)
+            answers = [stream.result() for stream in bar]
         except BaseException:
             for stream in streams:
                 stream.cancel()

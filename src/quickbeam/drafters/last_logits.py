@@ -8,7 +8,6 @@ import torch
 
 from quickbeam.drafters.base import Context, Source, SourceState
 from quickbeam.drafters.largest import largest
-from quickbeam.noise import Places, Wanted
 
 
 class LastLogits(Source):
@@ -43,7 +42,6 @@ class LastLogits(Source):
             ((tokens, _),) = largest(logits[None], k)
         else:  # the guessed place has its own noise, as the places of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            places = Places([len(context.ids)], [0.0], [0.0])
-            wanted = Wanted(context.temperature, k)
-            ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
+            place = [len(context.ids)], [0.0], [0.0]
+            ((tokens, _),) = context.noise.perturb(rows, None, *place, context.temperature, k)
         return [(rank, token) for rank, token in enumerate(tokens) if token != root]
