@@ -5,7 +5,7 @@
 FOLDER is one that `quickbeam train` left, with its text and shortlist. Routers are trained on four
 conversations of five; places of the fifth are counted. "Places" are clusters of tokens that follow
 in the same places (PIFA), "rows" clusters of alike rows of the head (DynaSpec). The figure is the
-recall with the context's tokens beside; the JSON has it without them, too (`alone`).
+recall with the context's tokens beside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
 from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import collect_places
-from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import RouterRecipe, recall, routed, train_router
 from quickbeam.train.shortlist import DrafterFolder
 
 HELD_OUT = 5  # one in this many conversations is counted
@@ -30,7 +30,7 @@ HELD_OUT = 5  # one in this many conversations is counted
 WAYS = (("pifa", 16, True), ("pifa", 64, True), ("pifa", 8, True), ("kmeans", 16, True))
 WAYS += (("kmeans", 512, False),)  # the paper's
 NAMES = {"pifa": "places", "kmeans": "rows"}
-Found = Iterator[tuple[int, Recall]]
+Found = Iterator[tuple[int, float]]
 
 
 def ways(
@@ -54,7 +54,7 @@ def ways(
     network, head = folder.network, folder.head
     rank = torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
     rank = rank[held.target]
-    yield "frequency", ((rows, recall(held, rank < rows, rank < rows)) for rows in sizes)
+    yield "frequency", ((rows, recall(held, rank < rows)) for rows in sizes)
     rest = ranking[listed:].sort().values
     for name, size, residual in WAYS:
         features = CLUSTERINGS[name](network, head, places)
@@ -65,7 +65,7 @@ def ways(
         for rows in sizes:
             if (count := (rows - listed) // size) > 0:
                 hit = routed(network, router, held, layout.cluster_of, count) | (rank < listed)
-                figures.append((rows, recall(held, hit, rank < rows)))
+                figures.append((rows, recall(held, hit)))
         yield f"{size} a cluster, {NAMES[name]}", iter(figures)
 
 
@@ -85,8 +85,8 @@ def main() -> None:
         row: dict[str, object] = {"chosen by": name}
         row |= {f"{int(one):,}": "-" for one in numbers(given.rows)}
         for size, one in figures:
-            row[f"{size:,}"] = f"{one.recall:.4f}"
-            records.append({"name": name, "rows": size, **one._asdict()})
+            row[f"{size:,}"] = f"{one:.4f}"
+            records.append({"name": name, "rows": size, "recall": one})
         rows.append(row)
     finish(given, rows, text=folder.shards.tokens, ways=records)
 

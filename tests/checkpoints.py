@@ -104,7 +104,7 @@ def write(folder, config, state, how="safetensors"):
         index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=how == "bin")
+        torch.save(state, folder / "pytorch_model.bin")
     return folder
 
 

@@ -12,7 +12,7 @@ import torch
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,10 +19,9 @@ from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, tiny
 from quickbeam import LLM
-from quickbeam.drafters import assistant_passes
-from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
+from quickbeam.drafters import assistant
+from quickbeam.drafters.assistant_loading import OrderedHead, is_assistant, load_assistant
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.ordered import OrderedHead
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
@@ -161,7 +160,7 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert native.tokens.tolist() == plain.tokens.tolist()
-    assert {*plain.tokens.tolist()} == {*layout.tokens(1).tolist(), *layout.tokens(4).tolist()}
+    assert {*plain.tokens.tolist()} == {*layout.scored(torch.tensor([1, 4])).tolist()}
     torch.testing.assert_close(plain.logits, rows @ weight[plain.tokens].T)
     torch.testing.assert_close(native.logits, plain.logits, atol=0.3, rtol=0.05)
 
@@ -309,7 +308,7 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(tmp_pa
                 told[place] = [max(1, one + by) for one in told[place]]
                 super().add(*told)
 
-        monkeypatch.setattr(assistant_passes, "RowList", Off)
+        monkeypatch.setattr(assistant, "RowList", Off)
         return accepted(pair, 2)
 
     moved, shorter = wrong(2, 5), wrong(4, -2)

@@ -16,8 +16,8 @@ from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
+from quickbeam.train.places import unroll
 from quickbeam.train.shards import Conversation, collate
-from quickbeam.train.unroll import unroll
 from quickbeam.tree import TokenTree
 
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam.drafters.shortlist.context import WINDOW, ContextTokens
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import WINDOW, ContextTokens, Shortlist
 from quickbeam.errors import InvalidInput
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -54,7 +53,7 @@ def nodes(n, seed=1):
 def route(shortlist, hidden, embedded, depths, above=None):
     """The clusters of one call, as a drafter asks for them."""
     if not shortlist.routes(depths, above):
-        return shortlist.kept(above)
+        return shortlist.none if above is None else above
     assert shortlist.router is not None
     with torch.inference_mode():
         return shortlist.choose(shortlist.router(hidden, embedded))
@@ -109,7 +108,6 @@ def test_the_context_holds_what_was_seen_last(calls, window, skipped):
             seen = seen[-max(fresh, window - window // 4) :]
         held = context.tokens.tolist()
         assert sorted(held) == sorted(seen) and len(seen) <= window
-        assert [token in context for token in range(20)] == [token in seen for token in range(20)]
         assert held == before[1] or context.version != before[0]
 
 
@@ -206,12 +204,12 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
         hidden, embedded = nodes(3, seed)
         routed = route(shortlist, hidden, embedded, [0, 1, 5])
         found, full = spread(state.score(hidden, routed), VOCAB), hidden @ weight.T
-        held = torch.tensor([state.holds(token, routed) for token in range(VOCAB)])
-        assert torch.equal(found[0] > -torch.inf, held) and int(held.sum()) < VOCAB
+        held, layout = found[0] > -torch.inf, shortlist.layout
+        expected = layout.scored(routed).tolist()
+        expected += [*range(0, VOCAB, 7), 1, 2, 3] if kind in ("context", "all") else []
+        assert set(held.nonzero()[:, 0].tolist()) == set(expected) and int(held.sum()) < VOCAB
         torch.testing.assert_close(found[:, held], full[:, held], rtol=1e-4, atol=1e-4)
         total += int(held.sum())
-        if kind in ("context", "all"):
-            assert all(state.holds(token, routed) for token in (0, 7, 119, 1, 2, 3))
     assert state.scored == total
 
 
@@ -219,17 +217,17 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
 def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     shortlist, (hidden, embedded) = make(kind), nodes(1)
     routed = route(shortlist, hidden, embedded, [0])
-    empty = shortlist.begin([])
-    rare = [token for token in range(VOCAB) if not empty.holds(token, routed)]
+    always = set(shortlist.layout.scored(routed).tolist())
+    rare = [token for token in range(VOCAB) if token not in always]
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
     alone = spread(second.score(hidden, routed), VOCAB)
     first.extend([rare[3]])
-    first.score(hidden, routed)
-    assert [token for token in rare if first.holds(token, routed)] == [rare[0], rare[1], rare[3]]
-    assert [token for token in rare if second.holds(token, routed)] == [rare[2]]
+    found = spread(first.score(hidden, routed), VOCAB)[0] > -torch.inf
+    assert set(found.nonzero()[:, 0].tolist()) == always | {rare[0], rare[1], rare[3]}
     assert torch.equal(spread(second.score(hidden, routed), VOCAB), alone)
-    held = [sum(one.holds(token, routed) for token in range(VOCAB)) for one in (first, second)]
-    assert [first.scored, second.scored] == [held[0], 2 * held[1]]
+    held = (alone[0] > -torch.inf).nonzero()[:, 0].tolist()
+    assert set(held) == always | {rare[2]}
+    assert [first.scored, second.scored] == [int(found.sum()), 2 * len(held)]
     if kind == "context":
         assert set(first.score(hidden, routed).tokens.tolist()) == {rare[1], rare[0], rare[3]}
 

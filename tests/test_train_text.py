@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import openers, stages, text
-from quickbeam.train.recipes import Plan
+from quickbeam.train import stages, text
+from quickbeam.train.recipes import LANGUAGES, OPENERS, Plan, opening_words
 from quickbeam.train.talk import RepetitionDetector
 from quickbeam.train.text import Quote, Recipe, Template, Writer
 
@@ -332,17 +332,15 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
 
 # --- how text begins, by language ---
 
-WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
-
 
 def test_every_language_has_questions_and_documents():
-    assert set(openers.QUESTIONS) == set(openers.DOCUMENTS) == set(openers.LANGUAGES)
+    assert set(OPENERS["questions"]) == set(OPENERS["documents"]) == set(LANGUAGES)
 
 
-@pytest.mark.parametrize(("made", "words"), WORDS)
-def test_languages_have_equal_parts(made, words):
-    of = {opener: language for language in ("ar", "en", "ru") for opener in words[language]}
-    drawn = made(["en", "ru", "ar"])
+@pytest.mark.parametrize("kind", OPENERS)
+def test_languages_have_equal_parts(kind):
+    of = {opener: language for language in ("ar", "en", "ru") for opener in OPENERS[kind][language]}
+    drawn = opening_words(kind, ["en", "ru", "ar"])
     assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
     assert set(drawn) == set(of)
 

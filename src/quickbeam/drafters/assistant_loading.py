@@ -10,32 +10,66 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.assistant import AssistantDrafter, Head, Scored
-from quickbeam.drafters.assistant_passes import (
+from quickbeam.drafters.assistant import (
     JOIN,
     SPLIT,
+    AssistantDrafter,
+    Head,
     NativeAssistant,
     Passes,
+    Scored,
     TorchAssistant,
     borrowing,
 )
 from quickbeam.drafters.folder import check_shape, named_errors, read_tensors
 from quickbeam.drafters.native import DrafterParameters, NativeHead, NativePacker
-from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.drafters.shortlist.ordered import OrderedHead
+from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.native import NativeBlocks, rows_format
+from quickbeam.drafters.shortlist.shortlist import usable_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
 from quickbeam.models.families.gemma4 import gemma4
-from quickbeam.models.families.reading import Config, NotDescribed
-from quickbeam.models.gathered import RowPool
-from quickbeam.models.native.operands import KVShape
+from quickbeam.models.families.reading import Config
 from quickbeam.models.native.quantised import FLOAT32
 from quickbeam.models.pages import PagePool
 from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import names, norms
+from quickbeam.models.stack_tensors import names
+
+
+class OrderedHead:
+    """Scores the tokens of the `top` clusters of each row whose centroids fit it best.
+
+    - `weight`: `[vocab, d]`. bfloat16 on a CPU is scored by the native kernels where they run.
+    - `layout`: the clusters. `centroids`: `[clusters, d]`; a cluster's logit is its product.
+
+    All rows of a call are scored on the clusters of all of them: more than each asks for.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, layout: Layout, centroids: torch.Tensor, top: int
+    ) -> None:
+        self._weight, self._layout, self._top = weight, layout, min(top, layout.clusters)
+        self._rank: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=centroids)
+        self._native = None
+        if (found := usable_kernels(weight)) is not None:
+            self._native = NativeBlocks(weight, layout, found)
+            self._rank = NativeHead(NativePacker(found)(centroids), found)
+
+    def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
+        """Return the scores of each call's rows `[n, d]`."""
+        return [self._score(one) for one in features]
+
+    def _score(self, rows: torch.Tensor) -> Scores:
+        best = self._rank(rows).topk(self._top, -1).indices
+        clusters = torch.tensor(sorted({*best.flatten().tolist()}))
+        if self._native is not None:
+            prepared = self._native.prepare(clusters)
+            return Scores(self._native.score(rows, prepared), prepared.tokens)
+        tokens = self._layout.scored(clusters).to(rows.device)
+        return Scores(F.linear(rows, self._weight[tokens]), tokens)
+
 
 CLASSES = {  # transformers', by the configuration's model_type
     "gemma4_assistant": "Gemma4AssistantForCausalLM",
@@ -55,10 +89,7 @@ ORDER = "masked_embedding.token_ordering"
 
 def is_assistant(folder: Path) -> bool:
     """Whether `folder` holds an assistant of Gemma 4. Reads only its configuration."""
-    try:
-        return read_json(folder / "config.json").get("model_type") in CLASSES
-    except InvalidInput:
-        return False
+    return read_json(folder / "config.json").get("model_type") in CLASSES
 
 
 def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
@@ -70,7 +101,13 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
     Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
-        whole, config, sources, stack, ready = _described(folder, model)
+        whole: Any = ModelConfig(DEFAULTS | read_config(folder).to_dict())
+        fields: dict[str, Any] = dict(whole.text_config)
+        config: Any = ModelConfig(fields | {"num_kv_shared_layers": 0})
+        sources = _sources(whole, config, model)
+        stack = gemma4(Config(config, model.dtype))
+        _check_layers(stack, config.layer_types, sources, model)
+        ready = borrowing(stack, config.layer_types, sources)
         stored = {
             f"model.{name}" if name.startswith(MODULES) else name: tensor
             for name, tensor in read_tensors(folder).items()
@@ -90,33 +127,9 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
     return drafter
 
 
-def _described(folder: Path, model: Model) -> tuple[Any, Any, dict[str, int], Stack, Stack]:
-    """Return the configuration, its `text_config`, the target's layers, and the stack of `gemma4`
-    before and after `borrowing`."""
-    try:
-        whole = ModelConfig(DEFAULTS | read_config(folder).to_dict())
-        fields: dict[str, Any] = dict(whole.text_config)
-        config = ModelConfig(fields | {"num_kv_shared_layers": 0})
-        sources, top = _sources(whole, config, model), whole.centroid_intermediate_top_k
-        if len(config.layer_types) != config.num_hidden_layers:
-            raise InvalidInput(
-                f"its layer_types are {len(config.layer_types)} of {config.num_hidden_layers}"
-            )
-        stack = gemma4(Config(config, model.dtype))
-        _check_layers(stack, config.layer_types, sources, model)
-        ready = borrowing(stack, config.layer_types, sources)
-        if not (top > 0 and all(norm.epsilon >= 0 for norm in norms(ready))):
-            raise InvalidInput(f"its centroid_intermediate_top_k is {top}, or an epsilon negative")
-    except (NotDescribed, TypeError, ValueError, AttributeError, LookupError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"its configuration can't be used: {error}") from error
-    return whole, config, sources, stack, ready
-
-
 def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
     """Return the target's last layer of each kind with keys and values of its own."""
-    target = model.config
+    target, top = model.config, whole.centroid_intermediate_top_k
     if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
     for name, own, needed in (
@@ -127,6 +140,8 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
             raise InvalidInput(
                 f"it was made for {name} of {own}, the target has {needed}: use its own assistant"
             )
+    if len(config.layer_types) != config.num_hidden_layers or top < 1:
+        raise InvalidInput("its layer_types or centroid_intermediate_top_k can't be used")
     count = target.num_hidden_layers - (target.num_kv_shared_layers or 0)
     return {target.layer_types[i]: i for i in range(count)}
 
@@ -134,23 +149,16 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
 def _check_layers(
     stack: Stack, kinds: Sequence[str], sources: Mapping[str, int], model: Model
 ) -> None:
-    """Raise `InvalidInput` where the target keeps nothing that a layer could read."""
+    """Raise `InvalidInput` where the target keeps other keys and values than a layer reads."""
+    pool: Any = model.pool
+    shapes = pool.shapes if isinstance(pool, PagePool) else [one.shape[1:] for one in pool.key]
     for kind, of in zip(kinds, stack.attentions, strict=True):
-        found = None if kind not in sources else _kept(model, sources[kind])
-        if found is None or found[1:] != (of.head_dim, of.head_dim) or of.heads % found[0]:
+        heads, dim = shapes[sources[kind]][:2]
+        if dim != of.head_dim or of.heads % heads:
             raise InvalidInput(
-                f"its {kind} has {of.heads} heads of {of.head_dim}, the target keeps "
-                f"{'none' if found is None else tuple(found)}: use the target's own assistant"
+                f"its {kind} has {of.heads} heads of {of.head_dim}, the target keeps {heads} of "
+                f"{dim}: use the target's own assistant"
             )
-
-
-def _kept(model: Model, layer: int) -> KVShape:
-    """Return the shape of what the target keeps of a layer."""
-    if isinstance(model.pool, PagePool):
-        return model.pool.shapes[layer]
-    assert isinstance(model.pool, RowPool)
-    key, value = model.pool.key[layer], model.pool.value[layer]
-    return KVShape(key.shape[1], key.shape[2], value.shape[2])
 
 
 def _check_shapes(

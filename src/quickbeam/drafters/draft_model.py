@@ -1,4 +1,4 @@
-"""A smaller causal language model with the target's vocabulary as a drafter."""
+"""A smaller causal language model as a drafter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.base import Batch, Chain, Draft, Model, inference
+from quickbeam.drafters.translation import Translation
+from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
@@ -28,13 +29,21 @@ GAP = 32
 class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
-    The shadow is explained at `LMDrafter`. `calls`: how many passes over trees were run.
-    `recurrent`: whether the model has recurrent layers.
+    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `calls`: how many
+    passes over trees were run. `recurrent`: whether the model has recurrent layers.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int], recurrent: bool = False) -> None:
-        self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.recurrent = recurrent
+    def __init__(
+        self,
+        cache: SequenceCache,
+        ids: Sequence[int],
+        recurrent: bool = False,
+        translation: Translation | None = None,
+    ) -> None:
+        self.ids = list(ids) if translation is None else translation.read(ids)
+        self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
+        self.cache, self.calls = cache, 0
+        self.recurrent, self.translation = recurrent, translation
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -53,7 +62,7 @@ class LMState(DrafterState):
         return [node for node in path if node < self.done]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self.ids.extend(tokens)
+        self.ids.extend(tokens if self.translation is None else self.translation.spell(tokens))
 
     def skip(self, tail: int) -> None:
         """Begin anew with the last `tail` tokens, as if the text began there."""
@@ -66,7 +75,8 @@ class LMState(DrafterState):
 
     def share(self, chunk: int, tokens: int) -> Any:
         whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
-        if self.recurrent:  # a text can't go on behind keys and values alone
+        # a text can't go on behind a recurrent model's keys and values alone
+        if self.recurrent or self.translation is not None:
             return None
         return self.cache.share(chunk, tokens) if whole else None
 
@@ -83,7 +93,10 @@ class LMState(DrafterState):
 class LMDrafter(Drafter):
     """A drafter that is a smaller causal language model of transformers.
 
-    Its token ids must mean what the target's do (`first_difference`).
+    Its token ids must mean what the target's do (`first_difference`), or a `translation` says what
+    they mean. With that, a prompt is read as the model's own tokenizer divides it, an answer token
+    by token. Distributions are over the tokens that both have: zeros after nodes without a token of
+    the model's, and beyond its context.
 
     A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
     growing tree the model runs only the nodes that are requested. They form the tree's *shadow*: a
@@ -112,6 +125,7 @@ class LMDrafter(Drafter):
         native: bool = True,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
+        translation: Translation | None = None,
     ) -> None:
         if isinstance(model, Model):
             self.model, own = model, model.vocab_size
@@ -123,17 +137,23 @@ class LMDrafter(Drafter):
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self.weight_bytes = self.model.token_bytes
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
+        self.translation = translation
+        if translation is not None:
+            both = translation.shared, translation.columns
+            self._tokens, self._columns = (one.to(self.model.device) for one in both)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        return LMState(self.pool.new(), ids, self.pool.state_pages > 0)
+        return LMState(self.pool.new(), ids, self.pool.state_pages > 0, self.translation)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         for state in states:
             assert isinstance(state, LMState)
-            last = len(state.ids) - 1
-            if end is not None:
-                last = min(end - state.skipped, last)
+            last, (ours, own) = len(state.ids) - 1, state.prompt
+            if end is not None and (self.translation is None or end < ours):
+                last = min(own * end // ours - state.skipped, last)
+            if not self._fits(state, 0):
+                continue
             if last - state.cache.length >= max(least, GAP):
                 self._read(state, last)
 
@@ -144,37 +164,45 @@ class LMDrafter(Drafter):
         See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
         the root, or where a node's parent was never requested.
         """
-        batch = Batch()
-        for request in requests:
-            state = request.state
-            if request.nodes[0] == 0:
-                state.shadow, state.place = self._catch_up(state)
-                state.tree, state.done = request.tree, 0
-            if state.shadow is None or request.tree is not state.tree:
-                raise ValueError("a new tree: ask for its root first")
-            for node in request.nodes:
-                if node == 0 or node in state.place:  # known where a failed call is made again
-                    continue
-                if (parent := state.place.get(request.tree.parent[node])) is None:
-                    raise ValueError(
-                        f"node {node}: ask for its parent {request.tree.parent[node]} first"
-                    )
-                state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
-            state.calls += 1
-            batch.parts.append(Draft(state.cache, state.shadow, state.done))
-        distributions = []
-        for request, passed in zip(requests, self.model.forward(batch), strict=True):
-            state = request.state
-            assert state.shadow is not None
-            state.done = len(state.shadow)
-            distributions.append(
-                DraftProbs(
-                    self._probs(
-                        passed.logits[-len(request.nodes) :], request.context.draft_temperature
-                    )
-                )
-            )
-        return distributions
+        batch, followed = Batch(), [self._follow(request) for request in requests]
+        for request, rows in zip(requests, followed, strict=True):
+            if rows:
+                state = request.state
+                state.calls += 1
+                batch.parts.append(Draft(state.cache, state.shadow, state.done))
+        passed = iter(self.model.forward(batch) if batch.parts else ())
+        return [
+            self._probs(request, rows, next(passed) if rows else None)
+            for request, rows in zip(requests, followed, strict=True)
+        ]
+
+    def _follow(self, request: DraftRequest) -> list[int]:
+        """Grow the shadow by the requested nodes. Return which of them the model has tokens for."""
+        state, tree, nodes = request.state, request.tree, request.nodes
+        if not self._fits(state, max(tree.depth)):
+            return []
+        if nodes[0] == 0:
+            state.shadow, state.place = self._catch_up(state)
+            state.tree, state.done = tree, 0
+        if state.shadow is None or tree is not state.tree:
+            raise ValueError("a new tree: ask for its root first")
+        for node in nodes:
+            if node == 0 or node in state.place:  # known where a failed call is made again
+                continue
+            parent, token = state.place.get(tree.parent[node]), tree.token[node]
+            if self.translation is not None:
+                token = self.translation.partner.get(token, -1)
+            elif parent is None:
+                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
+            if parent is not None and token >= 0:
+                state.place[node] = state.shadow.add(parent, token, self.name)
+        return [row for row, node in enumerate(nodes) if node in state.place]
+
+    def _fits(self, state: LMState, depth: int) -> bool:
+        """Whether a text that was translated, and so many tokens below it, are within the model's
+        context. Of others the engine knows it before (`check_length`)."""
+        limit = self.context_length if self.translation is not None else None
+        return limit is None or len(state.ids) + state.skipped + depth < limit
 
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
         """Commit the accepted nodes of the last shadow, and start a new one.
@@ -201,10 +229,21 @@ class LMDrafter(Drafter):
             self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=0)]))
             state.cache.commit(range(end - begin))
 
-    def _probs(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        probs = probs_of(logits[:, : self._shared], temperature)
-        missing = self._vocab_size - self._shared
-        return F.pad(probs, (0, missing)) if missing else probs
+    def _probs(self, request: DraftRequest, rows: list[int], passed: Passed | None) -> DraftProbs:
+        """Return the distributions after a request's nodes; `passed` is of those in `rows`."""
+        probs = torch.empty(0)
+        if passed is not None:
+            request.state.done = len(request.state.shadow)
+            logits = passed.logits[-len(rows) :, : self._shared]
+            probs = probs_of(logits, request.context.draft_temperature)
+        if self.translation is None:
+            missing = self._vocab_size - self._shared
+            return DraftProbs(F.pad(probs, (0, missing)) if missing else probs)
+        values = torch.zeros(len(request.nodes), len(self._tokens), device=self._tokens.device)
+        if rows:
+            both = probs[:, self._columns]
+            values[rows] = both / both.sum(-1, keepdim=True).clamp(min=1e-9)
+        return DraftProbs(values, self._tokens, self.translation.vocab_size)
 
 
 def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
+from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
@@ -61,18 +61,7 @@ class EagleState(FeatureState):
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
         if self.scorer is not None:
-            self._count(self.scorer, tokens)
             self.routed.clear()
-
-    def _count(self, scorer: ShortlistState, tokens: Sequence[int]) -> None:
-        """Count how many of these committed tokens had been scored."""
-        counted, node = self.counted, 0 if self.tree is not None else None
-        for token in tokens:
-            if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
-                return
-            counted.wanted += 1
-            counted.held += scorer.holds(token, routed)
-            node = self.tree.child(node, token)
 
     def adopt(
         self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
@@ -86,7 +75,7 @@ class EagleState(FeatureState):
         self.out = self.feature = torch.empty(0)
 
 
-class EagleDrafter(FeatureDrafter[EagleState]):
+class EagleDrafter(FeatureDrafter):
     """A feature drafter: one layer on the target's hidden states, and the head.
 
     The request for a tree's root first reads the tokens that were committed since the last tree,
@@ -104,7 +93,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def __init__(
         self,
-        passes: Passes,
+        passes: Any,
         model: Model,
         layers: Sequence[int],
         head_size: int | None,
@@ -201,12 +190,13 @@ class EagleDrafter(FeatureDrafter[EagleState]):
             and shared.routes([*asked.values()], state.last_routed)
             for state, _, asked in works
         ]
-        router: Any = None if shared is None or not any(routes) else self.passes.router(shared)
-        out, feature, scores = self.passes.run([rows for _, rows, _ in works], router)
+        routed_by = shared if any(routes) else None
+        out, feature, scores = self.passes.run([rows for _, rows, _ in works], routed_by)
         first = 0
         for (state, _, asked), asks in zip(works, routes, strict=True):
             if shared is not None and asked:
-                began, routed = perf_counter(), shared.kept(state.last_routed)
+                began, above = perf_counter(), state.last_routed
+                routed = shared.none if above is None else above
                 if asks and scores is not None:
                     routed = shared.choose(scores[first : first + len(asked)])
                 state.routed.update(dict.fromkeys(asked, routed))
@@ -242,11 +232,9 @@ def eagle_drafter(
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
     found = usable_kernels(model, network)
-    passes: Passes
-    if native and found is not None and config.activation == "silu":
+    passes: Any = TorchEagle(network, model)
+    if native and found is not None:
         passes = NativeEagle(network, found, weights)
-    else:
-        passes = TorchEagle(network, model)
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size
     return EagleDrafter(passes, model, config.layers, head_size, tokens)

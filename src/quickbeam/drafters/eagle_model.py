@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.drafters.folder import rotary_angles, write_folder
-from quickbeam.errors import InvalidInput
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by name in transformers
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,6 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     join: str = "attention"
     eps: float = 1e-5
-    activation: str = "silu"
     rope: dict[str, Any] = field(default_factory=dict)
     feature_norms: bool = False  # norm each hidden state before they are fused
     fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
@@ -111,17 +102,12 @@ class Beside(nn.Module):
         self._shared = {"embedding": embedding, "head": head}
 
     @property
-    def embedding(self) -> nn.Module:
-        return self._module("embedding")
+    def embedding(self) -> Any:
+        return self._shared["embedding"]
 
     @property
-    def head(self) -> nn.Module:
-        return self._module("head")
-
-    def _module(self, name: str) -> nn.Module:
-        module = self._shared[name]
-        assert module is not None, f"built without the target's {name}"
-        return module
+    def head(self) -> Any:
+        return self._shared["head"]
 
     @cached_property
     def angles(self) -> Angles:
@@ -139,7 +125,7 @@ class EagleHead(Beside):
     """The feature drafter's network.
 
     `embedding` and `head` are the target's, unless the configuration says that the drafter has its
-    own. Raises `InvalidInput` for an activation that is not in `ACTIVATIONS`.
+    own.
 
     Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
     sequence.
@@ -180,19 +166,14 @@ class EagleHead(Beside):
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
             # the target's token for each row of the head
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
-        if config.activation not in ACTIVATIONS:
-            raise InvalidInput(
-                f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
-            )
-        self.activation = ACTIVATIONS[config.activation]
 
     @property
-    def embedding(self) -> nn.Module:
-        return self.own_embedding if self.config.own_embedding else self._module("embedding")
+    def embedding(self) -> Any:
+        return self.own_embedding if self.config.own_embedding else self._shared["embedding"]
 
     @property
-    def head(self) -> nn.Module:
-        return self.own_head if self.config.own_head else self._module("head")
+    def head(self) -> Any:
+        return self.own_head if self.config.own_head else self._shared["head"]
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into what the layer reads.
@@ -254,7 +235,7 @@ class EagleHead(Beside):
         residual, query, key, value = self.project(hidden, embedded, positions)
         x = residual + self.out(attend(query, key, value))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        x = x + self.down(self.activation(gate) * up)
+        x = x + self.down(F.silu(gate) * up)
         return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ rows up to itself, a node's row sees all of these and its path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,10 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
 from quickbeam.drafters.native import NativeLayer, NativePasses, add_norm
 from quickbeam.drafters.shortlist.native import NativeRouter
-from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.base import Model
 from quickbeam.models.gathered import Behind, GatheredStep, RowStore
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
@@ -61,33 +60,14 @@ class Passed(NamedTuple):
 NOTHING = Passed(torch.empty(0), torch.empty(0))
 
 
-class Passes(Protocol):
-    """What runs a feature drafter's rows. `pool`: of their keys and values."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-    def router(self, shortlist: Shortlist) -> Any:
-        """Return the router of a shortlist, in the form that `run` takes."""
-
-    @property
-    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
-
-    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
-        """Run the layer once, and the `router` where one is given."""
-
-
 class TorchEagle(TorchPasses):
     """An `EagleHead` on any device: the reference."""
 
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, 1, model)
 
-    def router(self, shortlist: Shortlist) -> Router | None:
-        return shortlist.router
-
-    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
+        """Run the layer once, and the router of `shortlist` where one is given."""
         network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
         hidden = torch.cat([one.hidden for one in rows])
         if rows[0].paths is None:
@@ -104,13 +84,13 @@ class TorchEagle(TorchPasses):
             self.write(step, 0, key, value)
             return NOTHING
         routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
-        if router is not None:
+        if shortlist is not None and shortlist.router is not None:
             wanted = [
                 row
                 for one, end in zip(rows, ends.tolist(), strict=True)
                 for row in range(end - one.wanted, end)
             ]
-            routed = router(hidden[wanted], embedded[wanted])
+            routed = shortlist.router(hidden[wanted], embedded[wanted])
         out = network(hidden, embedded, step.positions, attend)
         return Passed(out, network.feature(out), routed)
 
@@ -159,11 +139,10 @@ class NativeEagle(NativePasses):
         self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, self.shape)
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
 
-    def router(self, shortlist: Shortlist) -> NativeRouter | None:
-        return shortlist.native_router
-
-    def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
+    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
+        """See `TorchEagle.run`."""
         listed, committed = list_rows(rows), rows[0].paths is None
+        router = None if shortlist is None else shortlist.native_router
         wanted = len(listed.wanted)
         key = committed, bool(wanted), router
         if key not in self._programs:

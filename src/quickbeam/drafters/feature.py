@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ CHUNK = 512  # the most rows of committed tokens that one pass runs
 # that follow the root.
 OFFERED = 16
 APART = 2  # the most sequences of a call that each have their context's tokens scored
-
-
-State = TypeVar("State", bound="FeatureState")
 
 
 class Unread:
@@ -146,14 +143,14 @@ class FeatureState(DrafterState):
         self.tree = self.shortlist = self.scorer = None
 
 
-class FeatureDrafter(Drafter, Generic[State]):
+class FeatureDrafter(Drafter):
     """What such drafters share. `kind`: the class of their states."""
 
     needs_hidden = True
     pool: Pool
-    kind: type[State]
+    kind: type[Any]
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> State:
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> Any:
         listed = None if shortlist is None else shortlist.begin(ids)
         return self.kind(self.pool.new(), ids, listed)
 
@@ -164,7 +161,7 @@ class FeatureDrafter(Drafter, Generic[State]):
         self._read([state for state in mine if state.readable() >= max(1, least)])
 
     @abstractmethod
-    def _read(self, states: Sequence[State]) -> None:
+    def _read(self, states: Sequence[Any]) -> None:
         """Compute all rows of the states that can be computed now."""
 
 
@@ -192,14 +189,14 @@ class TorchPasses:
 
 
 def in_parts(
-    states: Sequence[State], readable: Callable[[State], int]
-) -> Iterator[list[tuple[State, int]]]:
+    states: Sequence[Any], readable: Callable[[Any], int]
+) -> Iterator[list[tuple[Any, int]]]:
     """Yield states and how many of their rows a pass reads, together at most `CHUNK`.
 
     `readable`: how many rows a state has left. The caller commits them before the next pass.
     """
     while left := [state for state in states if readable(state) > 0]:
-        part, room = list[tuple[State, int]](), CHUNK
+        part, room = list[tuple[Any, int]](), CHUNK
         for state in left:
             count = min(readable(state), CHUNK)
             if part and count > room:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from quickbeam.drafters.base import Context, Source, SourceState
+from quickbeam.drafters.base import Context, Source
 from quickbeam.drafters.largest import largest
 from quickbeam.noise import Places, Wanted
 
@@ -19,9 +17,6 @@ class LastLogits(Source):
     """
 
     name = "last_logits"
-
-    def begin(self, ids: Sequence[int]) -> SourceState:
-        return SourceState()
 
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
         """Return `(rank, token)` of the `k` largest of `context.logits`, best first.

@@ -20,7 +20,7 @@ from quickbeam.drafters.draft_model import LMDrafter, first_difference
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
-from quickbeam.drafters.translation import TranslatedDrafter, Translation
+from quickbeam.drafters.translation import Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import WANTED, local_folder
@@ -75,7 +75,7 @@ def load_drafter(
     if (difference := first_difference(tokenizer, opened.tokenizer, sizes)) is not None:
         logger.info("%s has another tokenizer: %s", name, difference)
         translation = Translation(tokenizer, opened.tokenizer, sizes)
-        return TranslatedDrafter(LMDrafter(opened.model, sizes[1], weights=weights), translation)
+        return LMDrafter(opened.model, sizes[1], weights=weights, translation=translation)
     if opened.model.vocab_size >= target.vocab_size:
         return LMDrafter(opened.model, target.vocab_size, weights=weights)
     from quickbeam.models.loading import load_model  # which can give it more tokens

@@ -1,11 +1,11 @@
-"""N-grams of the text so far, and what came after them. Knows nothing of trees or models."""
+"""What came after the end of the text before: in this text, and in those that are remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.drafters.base import Source, SourceState
-from quickbeam.drafters.texts import Match
+from quickbeam.drafters.base import Context, Source, SourceState
+from quickbeam.drafters.texts import AGREED, Match
 from quickbeam.errors import InvalidInput
 
 SCAN = 12  # how many occurrences of one n-gram are searched for different continuations
@@ -135,3 +135,15 @@ class Ngram(Source):
         index = NgramIndex(self.min_n, self.max_n)
         index.extend(ids)
         return index
+
+
+class Answers(Source):
+    """The texts of `Context.texts` as a source of candidates."""
+
+    name = "answers"
+
+    def match(self, context: Context, path: Sequence[int] = ()) -> Match | None:
+        """Return the best match of the text so far, continued by `path`; None without one."""
+        if context.texts is None:
+            return None
+        return context.texts.match([*context.ids[-AGREED:], *path][-AGREED:])

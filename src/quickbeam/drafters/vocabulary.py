@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-
 import torch
 from torch import nn
 
-from quickbeam.drafters.base import OWN_HEAD, UNROUTED, Drafter
+from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.artefact import Artefact
-from quickbeam.drafters.shortlist.context import WINDOW
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import WINDOW, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.linear import NativeLinear
@@ -25,7 +22,6 @@ SHARES = {
 }  # by kind: the default size is the size of the vocabulary divided by this
 BOTH = (FREQUENCY + BESIDE, "router")  # kinds that score the context beside the layout's tokens
 ROUTED = ("clusters", "router")  # kinds whose clusters a router picks
-KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
 
 
 def make_shortlist(
@@ -52,9 +48,16 @@ def make_shortlist(
     if vocab == FULL:
         return None
     if drafter.head_size is None:
-        raise InvalidInput(f"--vocab {vocab}: {OWN_HEAD}")
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter has a head of its own, which scores all its tokens: "
+            "take --vocab full, or a drafter that shares the model's head (EAGLE's, or a block "
+            "drafter)"
+        )
     if vocab in ROUTED and not drafter.routes:
-        raise InvalidInput(f"--vocab {vocab}: {UNROUTED}")
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter is called once a tree and takes no router: take "
+            "--vocab frequency+context, context or full"
+        )
     if size is not None and not 1 <= size <= model.vocab_size:
         raise InvalidInput(
             f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
@@ -79,20 +82,6 @@ def make_shortlist(
     )
 
 
-class Shortlists:
-    """The shortlists of one drafter, each made when it is first requested.
-
-    The `KEPT` most recently used ones are kept.
-    """
-
-    def __init__(self, drafter: Drafter, model: Model) -> None:
-        self._make = lru_cache(maxsize=KEPT)(partial(make_shortlist, drafter, model))
-
-    def get(self, vocab: str, size: int | None) -> Shortlist | None:
-        """Return the shortlist for `vocab` and `size` (see `make_shortlist`)."""
-        return self._make(plain_vocab(vocab), size)
-
-
 def is_listed(drafter: Drafter) -> bool:
     """Whether `drafter` comes with a list of the most frequent tokens."""
     folder = drafter.folder
@@ -100,31 +89,25 @@ def is_listed(drafter: Drafter) -> bool:
 
 
 def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
-    folder = drafter.folder
+    folder, size = drafter.folder, drafter.head_size
     if folder is None or not Artefact.there(folder):
         raise InvalidInput(
             f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with "
-            "quickbeam train --only shortlist,"
-            " or take --vocab full or context"
+            "quickbeam train --only shortlist, or take --vocab full or context"
         )
     artefact = Artefact.load(folder)
-    if artefact.layout.vocab != model.vocab_size:
+    router = None if vocab.startswith(FREQUENCY) else artefact.router
+    if artefact.layout.vocab != model.vocab_size or (
+        router is not None and (router.config.hidden_size, router.config.embed_size) != (size, size)
+    ):
         raise InvalidInput(
-            f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model "
-            f"has {model.vocab_size}: train it anew"
+            f"{folder}: a shortlist for {artefact.layout.vocab} tokens, or a router for other "
+            f"states than {size} wide; the model has {model.vocab_size}: train it anew"
         )
-    if vocab.startswith(FREQUENCY):
-        return artefact
-    if artefact.router is None:
+    if router is None and vocab in ROUTED:
         raise InvalidInput(
             f"--vocab {vocab}: {folder} has clusters but no router; make one with "
             "quickbeam train --only shortlist"
-        )
-    config, size = artefact.router.config, drafter.head_size
-    if (config.hidden_size, config.embed_size) != (size, size):
-        raise InvalidInput(
-            f"{folder}: a router for states of {config.hidden_size}, the drafter's "
-            f"are {size}: train it anew"
         )
     return artefact
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.shortlist.router import normed
+from quickbeam.drafters.shortlist.native import normed
 from quickbeam.train.places import Places
 
 ROUNDS = 4  # of 2-means

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.errors import QuickbeamError
 from quickbeam.train.places import Places
 
@@ -97,30 +96,13 @@ def routed(
     return hit
 
 
-class Recall(NamedTuple):
-    """How often a way to choose tokens has the target's likeliest one, on held-out places.
+def recall(places: Places, scored: torch.Tensor) -> float:
+    """Return the share of places at which the target's likeliest token is scored or in the context.
 
-    `recall`: the share of places at which it is scored or in the context. `alone`: the share at
-    which it is scored. `rare`: the share at which it is neither in the list of the same size nor in
-    the context. `rare_recall`: the recall at these.
+    `scored` `[n]` bool: whether a way to choose tokens has it.
     """
-
-    recall: float
-    alone: float
-    rare: float
-    rare_recall: float
-
-
-def recall(places: Places, scored: torch.Tensor, listed: torch.Tensor) -> Recall:
-    """Return the figures of a way to choose tokens.
-
-    `scored` `[n]` bool: whether it has the target's likeliest token. `listed` `[n]` bool: whether
-    that is among as many most frequent ones.
-    """
-    known = places.in_context[:, 0]
-    rare, both = ~(listed | known), scored | known
-    columns = (both, scored, rare, both[rare])
-    return Recall(*(float(x.float().mean()) if len(x) else 0.0 for x in columns))
+    known = scored | places.in_context[:, 0]
+    return float(known.float().mean()) if len(known) else 0.0
 
 
 def _scores(network: EagleHead, router: Router, places: Places) -> torch.Tensor:

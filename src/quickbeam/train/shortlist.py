@@ -21,13 +21,13 @@ from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router
+from quickbeam.drafters.shortlist.native import Router
 from quickbeam.errors import InvalidInput
 from quickbeam.models.formats import pick_device
 from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import RouterRecipe, recall, routed, train_router
 from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 
@@ -39,8 +39,8 @@ SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 DEFAULTS = {"pifa": (48, 1024, 16), "kmeans": (12, 2**31, 512)}
 FIGURES = "router.json"
 
-Figures = dict[int, tuple[Recall, Recall]]
-"""By number of rows of the head: what the list has, and what list and router have."""
+Figures = dict[int, tuple[float, float]]
+"""By number of rows of the head: the recall of the list, and of list and router."""
 
 
 class DrafterFolder:
@@ -143,10 +143,7 @@ class ShortlistTraining(DrafterFolder):
         router = train_router(self.network, places, layout.cluster_of, self.recipe)
         Artefact(layout, self.ranking, router, DEEPEST).save(self.out)
         figures = self.figures(layout, router, counted)
-        held_out = {
-            rows: {"list": listed._asdict(), "router": both._asdict()}
-            for rows, (listed, both) in figures.items()
-        }
+        held_out = {rows: {"list": one, "router": both} for rows, (one, both) in figures.items()}
         record = {
             "clusters": self.plan.clusters,
             "listed": self.listed,
@@ -182,6 +179,6 @@ class ShortlistTraining(DrafterFolder):
             count = (rows - layout.frequent) // layout.size
             if count > 0:
                 hit = routed(self.network, router, places, layout.cluster_of, count)
-                scored, listed = hit | (rank < layout.frequent), rank < rows
-                figures[rows] = recall(places, listed, listed), recall(places, scored, listed)
+                scored = hit | (rank < layout.frequent)
+                figures[rows] = recall(places, rank < rows), recall(places, scored)
         return figures

@@ -18,7 +18,7 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
-from quickbeam.train.openers import documents, questions
+from quickbeam.train.recipes import opening_words
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Talk
 
@@ -79,9 +79,9 @@ class Recipe:
     document: int = 256
     user_temperature: float = 0.9
     document_temperature: float = 0.8  # at a higher one, small models write no sentences
-    openers: Sequence[str] = tuple(questions(["en"]))
+    openers: Sequence[str] = tuple(opening_words("questions", ["en"]))
     quotes: Sequence[Quote] = QUOTES
-    documents: Sequence[str] = tuple(documents(["en"]))
+    documents: Sequence[str] = tuple(opening_words("documents", ["en"]))
     seed: int = 0
 
 
@@ -141,14 +141,13 @@ class Writer:
 
     Iterating over it yields them. It ends when all `prompts` are answered or all `tokens` written.
     `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
-    model's own questions. `answered`: for each prompt, whether to pass over it; None for none.
+    model's own questions.
     `tokens`: how many are wanted. No conversation is begun that is likely not needed for them, so
     that little is written in vain and few long conversations are cut off at the end. None for no
     end. `stepped` is called after every pass with the number of tokens in conversations that are
     not complete yet.
 
-    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
-    `ValueError` if there is neither a template nor prompts.
+    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
     """
 
     def __init__(
@@ -160,19 +159,12 @@ class Writer:
         stops: frozenset[int],
         recipe: Recipe,
         prompts: Sequence[list[int]] | None = None,
-        answered: Sequence[bool] | None = None,
         tokens: int | None = None,
         stepped: Callable[[int], None] = lambda unfinished: None,
     ) -> None:
-        if template is None and prompts is None:
-            raise ValueError("text needs a chat template or prompts")
         if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit))
-        if (
-            prompts is None
-            and template is not None
-            and len(template.begin) + len(template.reply) >= recipe.length
-        ):
+        if template is not None and len(template.begin + template.reply) >= recipe.length:
             raise InvalidInput(
                 f"the chat template alone fills {recipe.length} tokens: raise --length"
             )
@@ -188,12 +180,11 @@ class Writer:
         self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
         self._prompts: list[list[int]] | None = None
         if prompts is not None:
-            fitting = [i for i, ids in enumerate(prompts) if len(ids) < recipe.length - 1]
-            if not fitting:
+            self._prompts = [ids for ids in prompts if len(ids) < recipe.length - 1]
+            if not self._prompts:
                 raise InvalidInput(
                     f"every prompt is longer than {recipe.length} tokens: raise --length"
                 )
-            self._prompts = [prompts[i] for i in fitting if answered is None or not answered[i]]
         self._random = random.Random(recipe.seed)
         self._next = 0
         self._wanted, self._stepped = tokens, stepped
@@ -224,11 +215,9 @@ class Writer:
     def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
         """Start conversations in all free slots, as long as they are needed."""
         recipe = self._recipe
-        while (
-            len(running) < self._slots
-            and not self._enough(running)
-            and (talk := self._fresh()) is not None
-        ):
+        while len(running) < self._slots and not self._enough(running):
+            if (talk := self._fresh()) is None:
+                break
             if len(talk.tokens) < recipe.length:
                 seed = self._random.getrandbits(63)
                 request = talk.request(
@@ -281,11 +270,8 @@ class Writer:
         return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
-        return (
-            self._random.choice(self._openers)
-            if self._openers and self._random.random() < 0.5
-            else []
-        )
+        opens = self._openers and self._random.random() < 0.5
+        return self._random.choice(self._openers) if opens else []
 
     def _turn(self, talk: Talk) -> None:
         """Let the other speaker go on if a turn has ended, or end the conversation."""
@@ -299,11 +285,8 @@ class Writer:
         if talk.document:
             talk.over = ended or repeating or talk.turn_tokens >= recipe.document
             if talk.over and talk.turn_tokens > LEAST:
-                self._written.append(
-                    talk.tokens[
-                        len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended
-                    ]
-                )
+                begin = len(self._template.raw) if self._template else 0
+                self._written.append(talk.tokens[begin : len(talk.tokens) - ended])
         elif talk.answering:
             if repeating or not ended:
                 talk.over = repeating
@@ -311,13 +294,11 @@ class Writer:
             if talk.turn_tokens > LEAST:
                 self._answers.append(talk.tokens[-talk.turn_tokens : -1])
             # Half of the conversations that have room go on.
-            if (
-                self._template is None
-                or len(talk.tokens) > recipe.length * 0.6
-                or self._random.random() < 0.5
-            ):
+            full = self._template is None or len(talk.tokens) > recipe.length * 0.6
+            if full or self._random.random() < 0.5:
                 talk.over = True
                 return
+            assert self._template is not None
             self._hand_over(talk, self._template.again, self._opener())
         elif ended or talk.turn_tokens >= recipe.question:
             assert self._template is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from quickbeam.drafters.folder import write_folder
 from quickbeam.drafters.shortlist.layout import Layout, require_distinct
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.errors import InvalidInput
 
 TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
@@ -48,8 +47,6 @@ class Artefact:
                 f"the ranking holds {len(self.ranking)} tokens: must be all "
                 f"{self.layout.vocab} of the layout's vocabulary"
             )
-        if self.deepest < 0:
-            raise InvalidInput(f"a router with deepest={self.deepest}: must be at least 0")
         if self.router is not None and self.router.config.clusters != self.layout.clusters:
             raise InvalidInput(
                 f"the router scores {self.router.config.clusters} clusters, the "
@@ -79,32 +76,32 @@ class Artefact:
 
         Raises `InvalidInput` naming what is missing or does not fit.
         """
-        for name in (FIELDS, TENSORS):
-            if not (folder / name).is_file():
-                raise InvalidInput(f"{folder} holds no shortlist: {name} is missing")
+        router = None
         try:
             record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
-            frequent, size, vocab = (
-                _integer(record, name) for name in ("frequent", "size", "vocab")
-            )
-            deepest = _integer(record, "deepest") if "deepest" in record else 0
-            config = None if record["router"] is None else RouterConfig(**record["router"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(
-                f"{folder / FIELDS} does not describe a shortlist: {_reason(error)}"
-            ) from error
-        try:
             tensors = load_file(folder / TENSORS)
-            order, ranking = tensors["order"].long(), tensors["ranking"].long()
-        except (OSError, SafetensorError, KeyError) as error:
+            sizes = (int(record[name]) for name in ("frequent", "size", "vocab"))
+            layout = Layout(tensors["order"].long(), *sizes)
+            if record["router"] is not None:
+                with torch.device("meta"):  # makes no random weights that would be thrown away
+                    router = Router(RouterConfig(**record["router"]))
+                state = {k.removeprefix(PREFIX): v.float() for k, v in tensors.items()}
+                state = {name: state[name] for name in router.state_dict()}
+                router.load_state_dict(state, assign=True)
+                router.eval()
+            ranking, deepest = tensors["ranking"].long(), int(record.get("deepest", 0))
+            return Artefact(layout, ranking, router, deepest)
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:
             raise InvalidInput(
-                f"{folder / TENSORS} does not hold a shortlist: {_reason(error)}"
+                f"{folder} holds no whole shortlist ({FIELDS}, {TENSORS}): {error!r}"
             ) from error
-        try:
-            router = None if config is None else _router(config, tensors)
-            return Artefact(Layout(order, frequent, size, vocab), ranking, router, deepest)
-        except InvalidInput as error:
-            raise InvalidInput(f"{folder}: {error}") from error
 
     @staticmethod
     def there(folder: Path) -> bool:
@@ -113,29 +110,3 @@ class Artefact:
         They may still be broken; `load` checks that.
         """
         return all((folder / name).is_file() for name in (FIELDS, TENSORS))
-
-
-def _router(config: RouterConfig, tensors: dict[str, torch.Tensor]) -> Router:
-    with torch.device("meta"):  # makes no random weights that would be thrown away
-        router = Router(config)
-    state = {
-        name.removeprefix(PREFIX): tensor.float()
-        for name, tensor in tensors.items()
-        if name.startswith(PREFIX)
-    }
-    try:
-        router.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise InvalidInput(f"the router's weights don't fit its configuration: {error}") from error
-    return router.eval()
-
-
-def _integer(record: Any, name: str) -> int:
-    value = record[name]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be an integer")
-    return value
-
-
-def _reason(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -6,45 +6,91 @@ This is the frequent block, clusters that a router chose, and tokens of the cont
 from __future__ import annotations
 
 import copy
-import importlib.util
-import logging
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.shortlist.context import ContextTokens
 from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores
 from quickbeam.drafters.shortlist.native import (
     NativeBlocks,
     NativeRouter,
     NativeRows,
     Prepared,
+    Router,
     rows_format,
 )
-from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import inference
 from quickbeam.models.native.library import Kernels, kernels
 
-if TYPE_CHECKING:
-    from quickbeam.drafters.shortlist.fused import FusedHead
+WINDOW = 3072
+# A full window drops one token in `SPARE` at once, so that it is rebuilt only after that many new
+# tokens.
+SPARE = 4
 
-logger = logging.getLogger(__name__)
+
+class ContextTokens:
+    """Tokens that are in the context or that other sources proposed (NanoSpec).
+
+    - `window`: the most distinct tokens that are kept. If more come, the quarter of the window that
+      was seen least recently is dropped.
+    - `skip`: tokens that are never kept.
+    - `rows`: where the native kernels keep these tokens' rows of the head, in the same order.
+    - `tokens`: `[m]` int64, distinct, `m <= window`. `version`: changes whenever they do.
+
+    Raises `InvalidInput` for a window below 1.
+    """
+
+    def __init__(
+        self,
+        window: int = WINDOW,
+        skip: Collection[int] = (),
+        rows: NativeRows | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if window < 1:
+            raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
+        self.window, self.rows, self.version, self._skip = window, rows, 0, skip
+        # by token: its place in `tokens`; the least recently seen token first
+        self._place: dict[int, int] = {}
+        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
+
+    @inference
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read more tokens, the newest last."""
+        recent = [token for token in dict.fromkeys(reversed(tokens)) if token not in self._skip]
+        recent = recent[: self.window][::-1]
+        for token in recent:
+            self._place[token] = self._place.pop(token, -1)
+        if len(self._place) > self.window:
+            self._drop(max(len(recent), self.window - self.window // SPARE))
+        self._append([token for token in recent if self._place[token] < 0])
+
+    def _drop(self, keep: int) -> None:
+        """Drop all but the `keep` most recently seen tokens, and move the others to the front."""
+        for token in list(self._place)[:-keep]:
+            del self._place[token]
+        kept = sorted((place, token) for token, place in self._place.items() if place >= 0)
+        self.tokens = self.tokens[:0]
+        self._append([token for _, token in kept])
+
+    def _append(self, tokens: list[int]) -> None:
+        if not tokens:
+            return
+        first, ids = len(self.tokens), torch.tensor(tokens, device=self.tokens.device)
+        self.tokens, self.version = torch.cat([self.tokens, ids]), self.version + 1
+        self._place.update(zip(tokens, range(first, len(self.tokens)), strict=True))
+        if self.rows is not None:
+            self.rows.write(first, ids)
 
 
 class Shortlist:
-    """What a drafter's head scores.
-
-    It consists of any of the frequent block, clusters chosen by a router, and tokens of the
-    context. All sequences share it; `begin` returns what belongs to one of them.
+    """What a drafter's head scores. All sequences share it; `begin` returns what one of them adds.
 
     - `weight`: `[vocab, d]`, the drafter's head in the order of token ids. bfloat16 on a CPU is
-      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`). On CUDA
-      one Triton kernel scores all blocks where Triton is installed (`fused.py`).
+      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`).
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
     - `router`: chooses the clusters of a call. Without one no cluster is scored.
@@ -54,11 +100,11 @@ class Shortlist:
     - `window`: the most tokens of the context that are scored; None: the context counts for
       nothing.
 
-    The interface is small. A drafter asks `routes` whether a call needs the router, runs `router`
-    or `native_router` and gives its scores to `choose` for the call's clusters, an int64 tensor
-    `[k]`, and then asks `ShortlistState.score` for the logits of what its layer gives. Routing is
-    deterministic and looks at nothing that is drawn later, so the shortlist is known before any
-    token is drawn from it. The caller's distributions are softmaxes over the columns.
+    A drafter asks `routes` whether a call needs the router, runs `router` or `native_router` and
+    gives its scores to `choose` for the call's clusters, an int64 tensor `[k]`, and then asks
+    `ShortlistState.score` for the logits of what its layer gives. Routing is deterministic and
+    looks at nothing that is drawn later, so the shortlist is known before any token is drawn from
+    it. The caller's distributions are softmaxes over the columns.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -84,13 +130,10 @@ class Shortlist:
         self.layout, self.deepest, self._window = layout, deepest, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
-        self._kernels = _kernels_for(weight)
+        self._kernels = usable_kernels(weight)
         if self._kernels is not None:
             self._format = rows_format(weight)
             self.native = NativeBlocks(self.weight, layout, self._kernels, self._format)
-        self.fused = (
-            None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
-        )
         if router is not None:
             self.router = copy.deepcopy(router).to(weight.device, weight.dtype)
             if self._kernels is not None:
@@ -125,10 +168,6 @@ class Shortlist:
         """
         return self.router is not None and (above is None or min(depths) <= self.deepest)
 
-    def kept(self, above: torch.Tensor | None) -> torch.Tensor:
-        """Return the clusters of a call that does not ask the router."""
-        return self.none if above is None else above
-
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
 
@@ -156,15 +195,9 @@ class Shortlist:
         count += len(beside) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
-        if self.fused is not None:
-            bias = beside.new_zeros(len(beside), dtype=self.weight.dtype)
-            bias.masked_fill_(repeated, -torch.inf)
-            return Prepared(np.empty(0, np.int64), beside, bias), count
         if self.native is None:
-            parts = [layout.tokens(cluster) for cluster in clusters.tolist()]
-            tokens = torch.cat([layout.order[: layout.frequent], *parts]).to(beside.device)
-            every = torch.cat([tokens, beside[~repeated]])
-            return Prepared(np.empty(0, np.int64), every, None), count
+            tokens = torch.cat([layout.scored(clusters).to(beside.device), beside[~repeated]])
+            return Prepared(np.empty(0, np.int64), tokens, None), count
         prepared = self.native.prepare(clusters)
         if len(beside):  # rows of repeated tokens lie among the others
             bias = torch.zeros(len(beside)).masked_fill_(repeated, -torch.inf)
@@ -208,39 +241,13 @@ class ShortlistState:
             self._last = (clusters, version, *self.shared.prepare(clusters, beside))
         prepared, count = self._last[2:]
         self.scored += count
-        if self.shared.fused is not None:
-            scores, tokens = self.shared.fused(feature, clusters), prepared.tokens
-            if not len(tokens):
-                return scores
-            beside = F.linear(feature, self.shared.weight[tokens], prepared.bias)
-            both = torch.cat([scores.logits, beside], 1), torch.cat([scores.tokens, tokens])
-            return Scores(*both)
         if self.shared.native is None:
             return Scores(F.linear(feature, self.shared.weight[prepared.tokens]), prepared.tokens)
         rows = None if self.context is None else self.context.rows
         return Scores(self.shared.native.score(feature, prepared, rows), prepared.tokens)
 
-    def holds(self, token: int, clusters: torch.Tensor) -> bool:
-        """Whether `score` scores this token, with the context as it is now."""
-        cluster = int(self.shared.layout.cluster_of[token])
-        if cluster == FREQUENT or bool((clusters == cluster).any()):
-            return True
-        return self.context is not None and token in self.context
 
-
-def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
-    """Return the kernel that copies no rows: on CUDA, or in Triton's interpreter."""
-    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        logger.info("the drafter's head gathers rows: install triton for the fused kernel")
-        return None
-    from quickbeam.drafters.shortlist.fused import FusedHead  # Triton is imported only here
-
-    return FusedHead(weight, layout, most)
-
-
-def _kernels_for(weight: torch.Tensor) -> Kernels | None:
-    """Return the native kernels if they can multiply with this weight."""
+def usable_kernels(weight: torch.Tensor) -> Kernels | None:
+    """Return the native kernels if they can multiply with this head."""
     plain = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     return kernels() if plain and weight.shape[1] % 2 == 0 else None
