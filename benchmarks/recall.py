@@ -23,7 +23,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import collect_places
 from quickbeam.train.router import RouterRecipe, recall, routed, train_router
-from quickbeam.train.shortlist import DrafterFolder
+from quickbeam.train.shortlist import ShortlistTraining
 
 HELD_OUT = 5  # one in this many conversations is counted
 # clusters of what, tokens of a cluster, and whether the router learns only what the context lacks
@@ -34,7 +34,7 @@ Found = Iterator[tuple[int, float]]
 
 
 def ways(
-    given: Namespace, folder: DrafterFolder, ranking: torch.Tensor
+    given: Namespace, folder: ShortlistTraining, ranking: torch.Tensor
 ) -> Iterator[tuple[str, Found]]:
     """Yield all ways by name, with their figures by the number of rows."""
     sizes, listed = [int(one) for one in numbers(given.rows)], given.listed
@@ -80,7 +80,7 @@ def main() -> None:
     if given.drafter is None:
         raise InvalidInput("--drafter: name a folder that `quickbeam train` left")
     out, rows, records = Path(given.drafter), [], []
-    ranking, folder = Artefact.load(out).ranking, DrafterFolder(given.model, out)
+    ranking, folder = Artefact.load(out).ranking, ShortlistTraining(given.model, out)
     for name, figures in ways(given, folder, ranking):
         row: dict[str, object] = {"chosen by": name}
         row |= {f"{int(one):,}": "-" for one in numbers(given.rows)}

@@ -76,13 +76,13 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did():
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
     layout = Layout(torch.arange(115), 15, 10, 120)
-    assert [layout.room(share) for share in (9999, 115, 114, 65, 34, 25)] == [10, 10, 9, 5, 1, 1]
-    with pytest.raises(InvalidInput, match="must be at least 25"):
-        layout.room(24)
-    with pytest.raises(InvalidInput, match="no clusters"):
-        Layout.by_frequency(torch.arange(50), 20, 50).room(24)
+    rooms = [layout.within(share)[1] for share in (9999, 115, 114, 65, 34, 25)]
+    assert rooms == [10, 10, 9, 5, 1, 1]
+    for one in (layout, Layout.by_frequency(torch.arange(50), 20, 50)):
+        with pytest.raises(InvalidInput, match="must be at least"):
+            one.within(9)
     short = Layout(torch.arange(18), 15, 10, 120)  # one cluster of 3
-    assert short.room(18) == 1
+    assert short.within(18) == (short, 1)
 
 
 # Context

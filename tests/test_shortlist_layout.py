@@ -201,15 +201,15 @@ def test_a_save_that_fails_leaves_the_last_one(artefact, tmp_path, monkeypatch):
 
 def test_a_small_shortlist_cuts_the_frequent_block_and_keeps_the_clusters():
     layout = Layout(torch.randperm(40, generator=torch.Generator().manual_seed(0)), 12, 5, 40)
-    assert layout.within(17) is layout and layout.within(400) is layout
-    small = layout.within(9)
+    assert layout.within(17)[0] is layout and layout.within(400)[0] is layout
+    small, chosen = layout.within(9)
+    assert chosen == 1
     assert (small.frequent, small.size, small.clusters) == (4, 5, layout.clusters)
     assert torch.equal(small.order[:4], layout.order[:4])
     assert all(
         torch.equal(cluster_of(small, i), cluster_of(layout, i)) for i in range(layout.clusters)
     )
     assert small.cluster_of[layout.order[4:12]].eq(ABSENT).all()
-    assert layout.within(5).frequent == 0
+    assert layout.within(5)[0].frequent == 0
     with pytest.raises(InvalidInput, match="at least 5, a cluster's"):
         layout.within(4)
-    assert Layout.by_frequency(torch.arange(9), 8, 9).within(3).frequent == 8

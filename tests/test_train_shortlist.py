@@ -257,7 +257,7 @@ def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
     assert "give the --model that it was trained for" in refused()
     own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
     EagleHead(own).save(folder)
-    assert "a fixed shortlist" in refused()
+    assert "without a head of its own" in refused()
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused()
     monkeypatch.setattr(shortlist, "load_target", None)  # what follows is refused without the model

@@ -31,6 +31,7 @@ KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
     "eagle and eagle3, quickbeam's own"
 )
+DROPPED = "model_type", "activation", "input_norm", "mlp_bias"  # of older configurations
 ROWS = 64  # how many rows of the embedding are compared with the target's
 # tensors that the network doesn't need, that are read by name, or that it makes itself
 IGNORED = {
@@ -97,7 +98,7 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
 
 def _own_config(record: dict[str, Any]) -> EagleConfig:
     """Return the configuration that `EagleHead.save` wrote."""
-    known = {k: v for k, v in record.items() if k not in ("model_type", "activation")}
+    known = {k: v for k, v in record.items() if k not in DROPPED}
     return EagleConfig(**known | {"layers": tuple(record["layers"])})
 
 
@@ -158,13 +159,11 @@ def _config(
         feature_norms=wide and bool(flags.get("fc_norm") or "fc_norm.0.weight" in state),
         fused_norm=wide and bool(flags.get("norm_before_fc") or "input_norm.weight" in state),
         norm_before_residual=wide and bool(flags.get("norm_before_residual")),
-        input_norm=not wide and f"{prefix}.input_layernorm.weight" in state,
         final_norm=wide,
         norm_output=wide and bool(flags.get("norm_output")),
         own_embedding=own,
         fc_bias="fc.bias" in state or "fusion_fc.bias" in state,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in state,
-        mlp_bias=f"{prefix}.mlp.gate_proj.bias" in state,
     )
 
 

@@ -62,14 +62,12 @@ class EagleConfig:
     # add the embedding to the residual, after a linear layer of its own (`attention` only;
     # quickbeam's own addition)
     lift: bool = False
-    input_norm: bool = False  # the layer norms its input (`input` only; the published ones don't)
     final_norm: bool = True  # a norm before the head
     # the final norm also applies to the output that stands in for the next hidden state
     norm_output: bool = False
     own_embedding: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
-    mlp_bias: bool = False
 
     @property
     def own_head(self) -> bool:
@@ -151,13 +149,13 @@ class EagleHead(Beside):
             self.feature_norms = nn.ModuleList(
                 Norm(config.target_size, config.eps) for _ in config.layers
             )
-        if wide or config.input_norm:
+        if wide:
             self.input_norm = Norm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
         self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
         self.mlp_norm = Norm(d, config.eps)
-        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, d, bias=config.mlp_bias)
+        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, d, bias=False)
         if config.final_norm:
             self.norm = Norm(d, config.eps)
         if config.own_embedding:
@@ -206,8 +204,6 @@ class EagleHead(Beside):
                 residual = residual + self.lift(token)
         else:
             x = residual = self.fc(torch.cat([embedded, hidden], -1))
-            if config.input_norm:
-                x = self.input_norm(x)
         qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
         turned = config.heads + config.kv_heads
         qk = self.rotated(qkv[..., :turned, :], positions)

@@ -201,10 +201,7 @@ class NativeEagle(NativePasses):
             program.copy(token, joined)
             program.copy(state, joined, column=d)
             program.linear(self._fc, joined, residual)
-            if config.input_norm:
-                add_norm(program, residual, normed, network.input_norm)
-            else:
-                program.copy(residual, normed)
+            program.copy(residual, normed)
             return residual, normed
         add_norm(program, token, joined, network.input_norm)
         add_norm(program, state, joined, network.hidden_norm, column=d)

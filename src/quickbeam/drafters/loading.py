@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quickbeam import hub
-from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
+from quickbeam.drafters.assistant import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block

@@ -62,7 +62,7 @@ def make_shortlist(
         raise InvalidInput(
             f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
         )
-    weight = rows_of(model.head, drafter.head_size, model)
+    weight = rows_of(model.head, model)
     if vocab == "context":
         return Shortlist(weight, Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
@@ -71,12 +71,12 @@ def make_shortlist(
     if vocab.startswith(FREQUENCY):
         layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
         return Shortlist(weight, layout, window=window)
-    layout = artefact.layout.within(size)
+    layout, chosen = artefact.layout.within(size)
     return Shortlist(
         weight,
         layout,
         router=artefact.router,
-        chosen=layout.room(size),
+        chosen=chosen,
         deepest=artefact.deepest,
         window=window,
     )
@@ -113,18 +113,7 @@ def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
 
 
 @inference
-def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
-    """Return the rows of a head, `[vocab, size]`, in whatever form the head keeps them.
-
-    Where they can't be read off, they are the head's product with the identity matrix, which causes
-    no rounding.
-    """
-    if isinstance(head, NativeLinear):
-        return head.packed.rows()[: model.vocab_size]
-    weight = getattr(head, "weight", None)
-    if type(head) is nn.Linear and weight is not None:
-        linear: torch.Tensor = weight.detach()[: model.vocab_size]
-        return linear
-    identity = torch.eye(size, dtype=model.dtype, device=model.device)
-    rows: torch.Tensor = head(identity).T[: model.vocab_size]
-    return rows.contiguous()
+def rows_of(head: nn.Module, model: Model) -> torch.Tensor:
+    """Return the rows of a head, `[vocab, size]`."""
+    rows = head.packed.rows() if isinstance(head, NativeLinear) else head.get_parameter("weight")
+    return rows[: model.vocab_size].detach()

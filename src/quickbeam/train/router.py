@@ -25,15 +25,16 @@ class RouterRecipe:
     """How a router is trained: AdamW, with a rate that falls from `lr` to zero as a cosine.
 
     `residual`: it learns to find only what is neither in the list nor in the context, otherwise all
-    that is not in the list. `width`: of the router's hidden layer. `batch`: places of a step.
+    that is not in the list (the paper's, without the context beside it). `width`: of the router's
+    hidden layer. `batch`: places of a step.
     """
 
     residual: bool = True
     width: int = 256
     epochs: int = 4
+    seed: int = 0
     lr: float = 1e-3
     batch: int = 512
-    seed: int = 0
 
 
 def train_router(

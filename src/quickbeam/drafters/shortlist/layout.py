@@ -68,39 +68,25 @@ class Layout:
         inside = places[places < len(self.order)]  # the last cluster may have fewer
         return self.order[torch.cat([torch.arange(self.frequent), inside])]
 
-    def within(self, size: int) -> Layout:
-        """Return a layout whose frequent block and one cluster are together at most `size` tokens.
+    def within(self, size: int) -> tuple[Layout, int]:
+        """Return a layout of which `size` tokens are scored, and how many clusters these hold.
 
-        This is the layout itself where it fits. Otherwise it has the same clusters and only the
-        first of the frequent tokens. Raises `InvalidInput` where a cluster alone is larger than
-        `size`.
+        This is the layout itself where its frequent block and a cluster fit. Otherwise it has the
+        same clusters and only the first of the frequent tokens. Raises `InvalidInput` where there
+        are no clusters, or one alone is larger than `size`.
         """
-        if self.frequent + self.size <= size or not self.clusters:
-            return self
-        if size < self.size:
+        if not self.clusters or size < self.size:
             raise InvalidInput(
-                f"a shortlist of {size} tokens: must be at least {self.size}, a cluster's"
+                f"a shortlist of {size} tokens: must be at least {self.size}, a cluster's, of "
+                f"{self.clusters}"
             )
+        if size >= len(self.order):
+            return self, self.clusters
+        if self.frequent + self.size <= size:
+            return self, (size - self.frequent) // self.size
         kept = size - self.size
-        return Layout(
-            torch.cat([self.order[:kept], self.order[self.frequent :]]), kept, self.size, self.vocab
-        )
-
-    def room(self, share: int) -> int:
-        """Return how many clusters a shortlist of `share` tokens has room for.
-
-        The frequent tokens count, those of the context don't. Raises `InvalidInput` where the
-        layout has no clusters or `share` leaves no room for one.
-        """
-        if not self.clusters:
-            raise InvalidInput("this layout has no clusters to choose from")
-        whole, smallest = len(self.order), self.frequent + self.size
-        if share < min(smallest, whole):
-            raise InvalidInput(
-                f"a shortlist of {share} tokens: must be at least {smallest} "
-                f"({self.frequent} frequent ones and a cluster of {self.size})"
-            )
-        return self.clusters if share >= whole else (share - self.frequent) // self.size
+        order = torch.cat([self.order[:kept], self.order[self.frequent :]])
+        return Layout(order, kept, self.size, self.vocab), 1
 
     @staticmethod
     def by_frequency(ranking: torch.Tensor, size: int, vocab: int) -> Layout:
