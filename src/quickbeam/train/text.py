@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.sequence import SequenceState
+from quickbeam.engine.output import NullTokenizer, Output
+from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import opening_words
 from quickbeam.train.shards import Conversation
-from quickbeam.train.talk import Talk
 
 
 class Quote(NamedTuple):
@@ -136,6 +141,57 @@ class Template:
         )
 
 
+class RepetitionDetector:
+    """Tells when a text repeats itself, as small models' answers do.
+
+    A repetition is soon drafted right, and there is no more to learn from it.
+    """
+
+    def __init__(self) -> None:
+        self.run = 0  # tokens in a row, up to the last, that each ended a known trigram
+        self._seen: set[tuple[int, ...]] = set()
+        self._last: tuple[int, ...] = ()
+
+    def read(self, token: int) -> None:
+        """Take the next token of the text."""
+        self._last = (*self._last[-2:], token)
+        self.run = self.run + 1 if self._last in self._seen else 0
+        self._seen.add(self._last)
+
+
+class Talk:
+    """One conversation in the making.
+
+    It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
+    the model's answers. `document`: the conversation is one document, which counts as an answer
+    after its first words. `turn`: tokens of the current turn.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        temperature: float,
+        *,
+        answering: bool = False,
+        document: bool = False,
+    ) -> None:
+        self.tokens, self.answer = list(tokens), [False] * len(tokens)
+        self.temperature, self.answering, self.document = temperature, answering, document
+        self.turn, self.over, self.repetition = 0, False, RepetitionDetector()
+
+    def append(self, token: int) -> None:
+        """Append the next token of the one who speaks."""
+        self.tokens.append(token)
+        self.answer.append(self.answering)
+        self.turn += 1
+        self.repetition.read(token)
+
+    def conversation(self) -> Conversation:
+        """Return the conversation, once it is `over`."""
+        tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
+        return Conversation(tokens, answer, self.temperature)
+
+
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
@@ -191,39 +247,51 @@ class Writer:
         self._complete = 0  # tokens of complete conversations
 
     def __iter__(self) -> Iterator[Conversation]:
-        # no prefix cache: conversations have little more in common than the template
-        engine = Engine(self._model, most=self._slots, share=False)
-        running = dict[Talk, SequenceState]()
+        # each turn is a request; the cache holds what stands before it
+        engine = Engine(self._model, most=self._slots)
+        running, done = dict[SequenceState, Talk](), 0
         try:
             self._fill(engine, running)
             while running:
                 engine.step()
-                for talk, sequence in list(running.items()):
+                for sequence, talk in list(running.items()):
                     if sequence.error is not None:
                         raise sequence.error
-                    if talk.over:
-                        engine.cancel(sequence)
-                        del running[talk]
-                        if any(talk.answer):
-                            self._complete += len(talk.tokens)
-                            yield talk.conversation()
+                    if len(sequence.output.token_ids) == talk.turn:  # it is being read
+                        continue
+                    talk.append(sequence.output.token_ids[-1])
+                    if not self._turn_ends(talk):
+                        continue
+                    engine.cancel(sequence)
+                    del running[sequence]
+                    if not talk.over:
+                        running[engine.add(self._request(talk))] = talk
+                        continue
+                    if (done := done + 1) % self._slots == 0:
+                        engine.forget()  # what is kept of all conversations would fill the memory
+                    if any(talk.answer):
+                        self._complete += len(talk.tokens)
+                        yield talk.conversation()
                 self._fill(engine, running)
-                self._stepped(sum(len(talk.tokens) for talk in running))
+                self._stepped(sum(len(talk.tokens) for talk in running.values()))
         finally:
             engine.close()
 
-    def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
+    def _request(self, talk: Talk) -> Request:
+        """Return the request for the rest of a conversation, of which one turn is taken."""
+        heat = talk.temperature if talk.answering else self._recipe.user_temperature
+        room, seed = self._recipe.length - len(talk.tokens), self._random.getrandbits(63)
+        params = SamplingParams(max_tokens=room, temperature=heat, seed=seed, ignore_eos=True)
+        sampler = Sampler(params, (), self._model.vocab_size)
+        return Request(talk.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
+
+    def _fill(self, engine: Engine, running: dict[SequenceState, Talk]) -> None:
         """Start conversations in all free slots, as long as they are needed."""
-        recipe = self._recipe
-        while len(running) < self._slots and not self._enough(running):
+        while len(running) < self._slots and not self._enough(running.values()):
             if (talk := self._fresh()) is None:
                 break
-            if len(talk.tokens) < recipe.length:
-                seed = self._random.getrandbits(63)
-                request = talk.request(
-                    self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size
-                )
-                running[talk] = engine.add(request)
+            if len(talk.tokens) < self._recipe.length:
+                running[engine.add(self._request(talk))] = talk
 
     def _enough(self, running: Iterable[Talk]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.
@@ -273,36 +341,35 @@ class Writer:
         opens = self._openers and self._random.random() < 0.5
         return self._random.choice(self._openers) if opens else []
 
-    def _turn(self, talk: Talk) -> None:
-        """Let the other speaker go on if a turn has ended, or end the conversation."""
-        recipe, last = self._recipe, talk.tokens[-1]
-        if len(talk.tokens) >= recipe.length:
-            talk.over = True
-        if talk.over or talk.known:
-            return
-        ended = talk.turn_tokens > 0 and last in self._stops
+    def _turn_ends(self, talk: Talk) -> bool:
+        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
+        recipe, template = self._recipe, self._template
+        ended, talk.over = talk.tokens[-1] in self._stops, len(talk.tokens) >= recipe.length
         repeating = talk.repetition.run >= recipe.repetition
+        if talk.over:
+            return True
         if talk.document:
-            talk.over = ended or repeating or talk.turn_tokens >= recipe.document
-            if talk.over and talk.turn_tokens > LEAST:
-                begin = len(self._template.raw) if self._template else 0
+            talk.over = ended or repeating or talk.turn >= recipe.document
+            if talk.over and talk.turn > LEAST:
+                begin = len(template.raw) if template else 0
                 self._written.append(talk.tokens[begin : len(talk.tokens) - ended])
         elif talk.answering:
             if repeating or not ended:
                 talk.over = repeating
-                return
-            if talk.turn_tokens > LEAST:
-                self._answers.append(talk.tokens[-talk.turn_tokens : -1])
+                return repeating
+            if talk.turn > LEAST:
+                self._answers.append(talk.tokens[-talk.turn : -1])
             # Half of the conversations that have room go on.
-            full = self._template is None or len(talk.tokens) > recipe.length * 0.6
-            if full or self._random.random() < 0.5:
-                talk.over = True
-                return
-            assert self._template is not None
-            self._hand_over(talk, self._template.again, self._opener())
-        elif ended or talk.turn_tokens >= recipe.question:
-            assert self._template is not None
-            self._hand_over(talk, self._template.reply)
+            full = template is None or len(talk.tokens) > recipe.length * 0.6
+            talk.over = full or self._random.random() < 0.5
+            if template is not None and not talk.over:
+                self._hand_over(talk, template.again, self._opener())
+            return True
+        elif ended or talk.turn >= recipe.question:
+            assert template is not None
+            self._hand_over(talk, template.reply)
+            return True
+        return talk.over
 
     def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
         """Give the turn to the other speaker, who begins with `words`.
@@ -310,5 +377,8 @@ class Writer:
         The template says `between` before them, whose first token may be there already.
         """
         known = between[:1] == talk.tokens[-1:]
-        talk.known = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
-        talk.answering, talk.turn_tokens = not talk.answering, 0
+        said = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
+        talk.tokens += said
+        talk.answer += [False] * len(said)
+        talk.answering, talk.turn = not talk.answering, 0
+        talk.over = len(talk.tokens) >= self._recipe.length
