@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 
 from common import arguments, finish, numbers, script
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import collect_places
-from quickbeam.train.router import RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import CLUSTERINGS, RouterRecipe, halve, recall, routed, train_router
 from quickbeam.train.shortlist import ShortlistTraining
 
 HELD_OUT = 5  # one in this many conversations is counted

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Artefact
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

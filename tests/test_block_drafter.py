@@ -22,9 +22,8 @@ from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.drafters.folder import TargetParts
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.shortlist import Artefact, Shortlist
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft

@@ -140,8 +140,8 @@ def test_training_unrolls_what_drafting_computes(kind):
     )
     batch = collate([conversation])._replace(hidden=heard[None])
     trained = [
-        pair.network.head(pair.network.feature(step.out)).softmax(-1)
-        for step in unroll(pair.network, batch, depths)
+        pair.network.head(pair.network.feature(out)).softmax(-1)
+        for _, _, out in unroll(pair.network, batch, depths)
     ]
     assert [len(distributions) for distributions in trained] == [10, 9, 8, 7]
     text = pair.begin(ids[:1], ids[1])

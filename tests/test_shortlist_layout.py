@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cases import examples
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import ABSENT, FREQUENT, Layout
 from quickbeam.drafters.shortlist.native import EPS, Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 
 VOCAB = 40

@@ -15,15 +15,14 @@ from features import causal
 from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
-from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import RouterRecipe, routed, train_router
+from quickbeam.train.router import CLUSTERINGS, RouterRecipe, halve, routed, train_router
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
 from scripts import script

@@ -15,8 +15,7 @@ from features import context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
-from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.translation import Translation
+from quickbeam.drafters.draft_model import LMDrafter, Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model

@@ -22,9 +22,9 @@ from quickbeam.drafters.base import HeadUse
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.drafters.vocabulary import is_listed, make_shortlist, rows_of
 from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import Engine

@@ -187,29 +187,6 @@ class EagleHead(Beside):
             hidden = self.fused_norm(hidden)
         return self.fc(hidden) if self.config.join == "attention" else hidden
 
-    def project(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the residual `[..., n, d]` and the queries, keys and values of `forward`.
-
-        A row's key and value depend on its own inputs alone, so they are all that is kept of
-        committed rows. The arguments are those of `forward`.
-        """
-        config = self.config
-        if config.join == "attention":
-            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
-            x = torch.cat([token, normed], -1)
-            residual = normed if config.norm_before_residual else hidden
-            if config.lift:
-                residual = residual + self.lift(token)
-        else:
-            x = residual = self.fc(torch.cat([embedded, hidden], -1))
-        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
-        turned = config.heads + config.kv_heads
-        qk = self.rotated(qkv[..., :turned, :], positions)
-        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
-        return residual, query, key, qkv[..., turned:, :]
-
     def forward(
         self,
         hidden: torch.Tensor,
@@ -228,11 +205,23 @@ class EagleHead(Beside):
           and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
           Returns `[..., n, heads * head_dim]`.
         """
-        residual, query, key, value = self.project(hidden, embedded, positions)
-        x = residual + self.out(attend(query, key, value))
+        config = self.config
+        if config.join == "attention":
+            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
+            x = torch.cat([token, normed], -1)
+            residual = normed if config.norm_before_residual else hidden
+            if config.lift:
+                residual = residual + self.lift(token)
+        else:
+            x = residual = self.fc(torch.cat([embedded, hidden], -1))
+        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
+        turned = config.heads + config.kv_heads
+        qk = self.rotated(qkv[..., :turned, :], positions)
+        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
+        x = residual + self.out(attend(query, key, qkv[..., turned:, :]))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         x = x + self.down(F.silu(gate) * up)
-        return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
+        return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of an output: the output, normed where there is a norm.

@@ -79,10 +79,6 @@ class TorchEagle(TorchPasses):
             self.write(step, 0, key, value)
             return self.attend(step, 0, query)
 
-        if not any(one.wanted for one in rows):
-            _, _, key, value = network.project(hidden, embedded, step.positions)
-            self.write(step, 0, key, value)
-            return NOTHING
         routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
         if shortlist is not None and shortlist.router is not None:
             wanted = [

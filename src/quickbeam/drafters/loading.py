@@ -16,11 +16,10 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
-from quickbeam.drafters.draft_model import LMDrafter, first_difference
+from quickbeam.drafters.draft_model import LMDrafter, Translation, first_difference
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
-from quickbeam.drafters.translation import Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import WANTED, local_folder
@@ -49,7 +48,7 @@ def load_drafter(
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
-    A smaller model may have another tokenizer (`translation.py`). Raises `InvalidInput` for what is
+    A smaller model may have another tokenizer (`Translation`). Raises `InvalidInput` for what is
     no drafter of this target: a vocabulary with few tokens of the target's, another width, other
     tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
     """

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from quickbeam.drafters.base import Drafter
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.shortlist import WINDOW, Shortlist
+from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.linear import NativeLinear

@@ -4,7 +4,7 @@ for.
 In the paper's order, with the places where each step is:
 
 1. *Clusters*, offline. Spherical k-means on the rows of the drafter's head divides the vocabulary
-   (`train/clusters.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
+   (`train/router.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
    most frequent tokens are a block of their own that is always scored.
 2. *Router*. A two-layer MLP reads the hidden state and the embedding of the token, which are known
    before the drafter's layer has run, and scores the clusters (`drafters/shortlist/native.py`).

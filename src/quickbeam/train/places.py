@@ -65,23 +65,14 @@ def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
     return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
 
 
-class Pass(NamedTuple):
-    """One depth of the unrolling.
-
-    `hidden` `[b, n, d]`: what the layer read beside the embeddings of the tokens at i + depth + 1.
-    `counts` `[b, n]` bool: the m rows that count. `out` `[m, d]`: the network's outputs there.
-    """
-
-    hidden: torch.Tensor
-    counts: torch.Tensor
-    out: torch.Tensor
-
-
-def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
-    """Run `depths` passes, and yield each of them.
+def unroll(
+    network: EagleHead, batch: Batch, depths: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Run `depths` passes, and yield of each what it reads, which rows count, and its outputs.
 
     In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
-    token belongs to an answer.
+    token belongs to an answer. The first are `[b, n, d]` (the rest are embeddings of the tokens at
+    i + k + 1), then `[b, n]` bool, m of them set, and `[m, d]`.
     """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -93,7 +84,7 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
         following = ahead(embedded, depth + 1)
         out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
         counts = ahead(batch.answer, depth + 2)
-        yield Pass(hidden, counts, out[counts])
+        yield hidden, counts, out[counts]
         hidden = out
 
 
@@ -171,8 +162,8 @@ def _by_depth(
     conversation, position = (
         index.expand(b, n) for index in (torch.arange(b)[:, None], torch.arange(n))
     )
-    for depth, step in enumerate(unroll(network, batch, depths)):
-        counts = step.counts.cpu()
+    for depth, (hidden, drafted, _) in enumerate(unroll(network, batch, depths)):
+        counts = drafted.cpu()
         # hidden states are known up to `at`, so the root is the token after it
         one, at = conversation[counts], position[counts]
         candidates = likely[one, at + 1 + depth]
@@ -180,8 +171,8 @@ def _by_depth(
         in_context |= first_offered[one[:, None], candidates.long()] <= at[:, None]
         in_context |= (candidates[:, :, None] == likely[one, at][:, None, :OFFERED]).any(2)
         yield Places(
-            step.hidden[step.counts].to("cpu", torch.bfloat16),
-            ahead(batch.tokens, depth + 1)[step.counts].int().cpu(),
+            hidden[drafted].to("cpu", torch.bfloat16),
+            ahead(batch.tokens, depth + 1)[drafted].int().cpu(),
             torch.full((len(at),), depth, dtype=torch.uint8),
             candidates,
             mass[one, at + 1 + depth],

@@ -19,15 +19,22 @@ from quickbeam import hub
 from quickbeam.drafters.block_model import is_block
 from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.folder import TargetParts
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.formats import pick_device
-from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import (
+    CLUSTERINGS,
+    RouterRecipe,
+    halve,
+    ranking,
+    recall,
+    routed,
+    train_router,
+)
 from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from transformers import PreTrainedModel
 from quickbeam import hub
 from quickbeam.drafters.block_model import BlockConfig, load_block
 from quickbeam.drafters.folder import TargetParts
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
@@ -29,9 +28,9 @@ from quickbeam.models.loading import load_model
 from quickbeam.models.opening import make_model
 from quickbeam.train import text
 from quickbeam.train.block import Held, new_network
-from quickbeam.train.clusters import ranking
 from quickbeam.train.recipes import Plan, Recipe, opening_words
-from quickbeam.train.shards import HELD_OUT, Shards, ShardWriter, read_prompts
+from quickbeam.train.router import ranking
+from quickbeam.train.shards import Shards, ShardWriter, read_prompts
 from quickbeam.train.target import FrozenTarget, load_target
 from quickbeam.train.trainer import Report, Trainer
 
@@ -150,21 +149,6 @@ def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> Bloc
     )
 
 
-def command(plan: Plan) -> str:
-    """Return the command line of a training."""
-    plain = Recipe()
-    parts = ["quickbeam train"]
-    parts += [f"--model {plan.model}"] if plan.model else []
-    parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
-    parts += [f"--tokens {plan.tokens} --length {plan.length} --quote {plan.quote:g}"]
-    parts += [f"--languages {','.join(plan.languages)}"]
-    parts += [f"--start {plan.start.name}"] if plan.start else []
-    for name, value in asdict(plan.recipe).items():
-        if value != getattr(plain, name):
-            parts.append(f"--{name.replace('_', '-')} {value:g}")
-    return " ".join(parts)
-
-
 class BlockStage:
     """Trains a block drafter on the text of a `plan`.
 
@@ -191,47 +175,15 @@ class BlockStage:
         self.trainer = Trainer(network, self.target, plan.text, plan.recipe, total, plan.out)
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train, write the drafter's card and figures, and return these.
+        """Train, write what was asked for and the figures, and return these.
 
         The tokens by how often the text has them lie beside the drafter from the start.
         """
-        plan, order = self.plan, ranking(self.trainer.shards.counts(len(self.target.head)))
+        plan, shards = self.plan, self.trainer.shards
+        order = ranking(shards.counts(len(self.target.head)))
         Artefact(Layout(order, len(order), 1, len(order)), order, None).save(plan.out)
         held = self.trainer.run(report)
-        (plan.out / "README.md").write_text(self.card(held))
-        record = {
-            "command": command(plan),
-            "seen": self.trainer.seen,
-            "held_out": held._asdict(),
-            "recipe": asdict(plan.recipe),
-        }
-        (plan.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        record = asdict(plan) | {"seen": self.trainer.seen, "seconds": self.trainer.seconds}
+        record |= {"text": self.trainer.shards.tokens, "held_out": held._asdict()}
+        (plan.out / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
         return held
-
-    def card(self, held: Held) -> str:
-        """Return the model card in Markdown: what it is, how it was made, how good it is."""
-        trainer, config = self.trainer, self.trainer.network.config
-        name, shards = self.plan.model or hub.DEFAULT, trainer.shards
-        figures = enumerate(zip(held.agreement, held.overlap, strict=True), 1)
-        rows = "\n".join(f"| {i} | {a:.3f} | {o:.3f} |" for i, (a, o) in figures)
-        return f"""# A block drafter for {name}
-
-{config.depth} layers in DSpark's layout (2607.05147), with a Markov head of rank
-{config.markov_rank}, that read hidden states of {name} (after layers
-{", ".join(map(str, config.taps))}) and draft {config.drafted} tokens in one pass. Made with
-
-    {command(self.plan)}
-
-- **Data:** written by the model itself, {shards.tokens:,} tokens in {len(shards):,} conversations
-  ({shards.answers:,} tokens of answers). One conversation in {HELD_OUT} was held out.
-- **Training:** {trainer.seen:,} tokens in {trainer.step:,} steps,
-  {timedelta(seconds=round(trainer.seconds))} with {torch.get_num_threads()} threads on
-  {trainer.target.device.type}.
-- **Held-out**, by position: how often its likeliest token is the model's, and how often a drawn
-  token is accepted at temperature 1. As a chain, that is {held.mat:.2f} tokens a step at
-  temperature 0, and {held.mat_drawn:.2f} at 1.
-
-| position | agreement | overlap |
-| --- | --- | --- |
-{rows}
-"""
