@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,17 +19,33 @@ from quickbeam.drafters.feature import (
     in_parts,
     score,
 )
+from quickbeam.drafters.folder import rope_of
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.native import NativeLayer, NativePasses, add_norm, usable_kernels
+from quickbeam.drafters.native import (
+    CompiledDrafter,
+    DrafterParameters,
+    NativeHead,
+    NativePacker,
+    usable_kernels,
+)
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import Behind, GatheredStep, RowStore
+from quickbeam.models.checkpoint import ModelConfig
+from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.families import FAMILIES
+from quickbeam.models.families.reading import Config
+from quickbeam.models.gathered import Behind, GatheredStep
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
-from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.pages import PagedStore
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Linear, Tensor
 from quickbeam.tree import TokenTree
+
+CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
+WITHIN = 10.0  # by how much their logits may be below the likeliest token's
 
 
 class TorchBlocks(TorchPasses):
@@ -39,29 +57,24 @@ class TorchBlocks(TorchPasses):
         visible = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
         self._visible = (visible.tril() if config.causal else visible).numpy()
 
-    def read(self, caches: Sequence[SequenceCache], hidden: Sequence[torch.Tensor]) -> None:
+    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
         """Write keys and values of the next tokens of each sequence, which are not committed yet.
 
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of each sequence.
         """
-        parts = list[Behind]()
-        for cache, rows in zip(caches, hidden, strict=True):
-            assert isinstance(cache, RowStore)
-            parts.append(Behind(cache, range(len(rows))))
+        pairs = zip(caches, hidden, strict=True)
+        parts = [Behind(cache, range(len(rows))) for cache, rows in pairs]
         step, fused = GatheredStep(parts, self.pool), self.network.fuse(torch.cat(list(hidden)))
         for i in range(self.network.config.depth):
             self.write(step, i, *self.network.key_value(i, fused, step.positions))
 
-    def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
-        """Run a block behind each sequence's committed tokens, and return the rows that draft.
+    def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
+        """Run a block behind each sequence's committed tokens.
 
-        They are `[b, drafted, d]`.
+        Returns the rows that draft, `[b, drafted, d]`.
         """
-        blocks = list[Behind]()
-        for cache in caches:
-            assert isinstance(cache, RowStore)
-            blocks.append(Behind(cache, range(len(self._visible)), visible=self._visible))
-        step = GatheredStep(blocks, self.pool)
+        depths, visible = range(len(self._visible)), self._visible
+        step = GatheredStep([Behind(one, depths, visible=visible) for one in caches], self.pool)
 
         def attend(i: int, query: torch.Tensor, *key_value: torch.Tensor) -> torch.Tensor:
             self.write(step, i, *key_value)
@@ -71,83 +84,71 @@ class TorchBlocks(TorchPasses):
         return self.network.drafting(rows)  # type: ignore[no-any-return]
 
 
-class NativeBlocks(NativePasses):
-    """A `BlockNetwork` in the native kernels. It packs the network's weights.
+class NativeBlocks:
+    """A `BlockNetwork` in the native kernels, whose layers are Qwen3's. It packs their weights.
 
-    One program reads committed tokens, another one runs blocks.
+    `name`: as of `NativePacker`.
     """
 
     def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None = None) -> None:
-        super().__init__(network, network.config.depth, kernels, name)
-        pack, self._layers, self._keys = self.pack, list[NativeLayer](), list[Any]()
-        layers: Any = network.layers
-        for layer, offset in zip(layers, self.pool.offsets, strict=True):
-            of, mlp = layer.self_attn, layer.mlp
-            q, k, v, out = (of[f"{name}_proj"].weight for name in "qkvo")
-            up = pack(mlp["gate_proj"].weight, mlp["up_proj"].weight, gated=True)
-            weights = pack(q, k, v), pack(out), up, pack(mlp["down_proj"].weight)
-            norms = of["q_norm"], of["k_norm"]
-            norm = layer.post_attention_layernorm
-            self._layers.append(NativeLayer(*weights, norm, self.shape, offset, norms))
-            self._keys.append(pack(k, v))
-        self._reading, self._running = self._make_reading(), self._make_running()
+        self.config, self._head = network.config, network.head
+        self._pack = NativePacker(kernels, name)
+        fields = {"rope_parameters": rope_of(self.config.rope), "attention_bias": False}
+        config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
+        described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
+        stack = replace(described, head=Linear((Tensor("model.fc.weight"),)))
+        own = {f"model.{name}": one for name, one in network.state_dict().items()}
+        finite = all(bool(one.isfinite().all()) for one in own.values())
+        given = own | {stack.embedding: network.embedding.weight.detach()}
+        parameters = DrafterParameters(config, torch.bfloat16, given)
+        self.pool = PagePool(kv_shapes(stack), kernels)
+        weights = name or (INT8 if finite else BFLOAT16)
+        self._compiled = CompiledDrafter(parameters, stack, self.pool, weights)
+        self._compiled.watch([self.config.depth + 1])
+        self._reading = self._make_reading(network, self._compiled.packed(stack.head))
 
-    def read(self, caches: Sequence[SequenceCache], hidden: Sequence[torch.Tensor]) -> None:
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self._pack.head(self._head), self._pack.kernels)
+
+    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
         """See `TorchBlocks.read`."""
         listed = RowList()
         for cache, rows in zip(caches, hidden, strict=True):
-            assert isinstance(cache, PagedStore)
             cache.add_chain(listed, [0] * len(rows), ())
-        states = torch.cat(list(hidden)).contiguous()
-        self.run_program(self._reading, listed, {"states": states})
+        given = {"states": torch.cat(list(hidden)).contiguous()}
+        self._reading.run(listed.rows(), given, self._compiled.angles(max(listed.positions)))
 
-    def run(self, caches: Sequence[SequenceCache], anchors: Sequence[int]) -> torch.Tensor:
+    def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""
-        config, listed = self.network.config, RowList()
-        size, drafted = config.block_size, config.drafted
+        config, size, listed = self.config, self.config.block_size, RowList()
         for cache, anchor in zip(caches, anchors, strict=True):
-            assert isinstance(cache, PagedStore)
             first = cache.length
             cache.reserve(first + size)
             places = range(first, first + size)
             # what a row sees ends with itself, or with the block
             seen = [place + 1 for place in places] if config.causal else [first + size] * size
             tokens = [anchor, *[config.mask_token] * (size - 1)]
-            wanted = range(size - drafted, size)
-            listed.add(cache.table, tokens, places, places, seen, [()] * size, wanted)
-        rows = torch.empty(len(caches) * drafted, config.hidden_size, dtype=torch.bfloat16)
-        self.run_program(self._running, listed, {"rows": rows})
-        return rows.view(len(caches), drafted, -1)
+            listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
+        self._compiled(listed.rows(), max(listed.positions))
+        return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
 
-    def _make_reading(self) -> Program:
-        network, program = self.network, Program(self.kernels)
-        fc = self.pack(network.fc.weight)
+    def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:
+        """Return the program that reads committed tokens: keys and values of each layer."""
+        program, epsilon = Program(self._pack.kernels), self.config.eps
         fused, normed = program.buffer(fc.outputs, True), program.buffer(fc.outputs)
         program.linear(fc, program.given("states", fc.inputs), fused)
-        add_norm(program, fused, normed, network.hidden_norm)
-        for layer, keys in zip(self._layers, self._keys, strict=True):
-            both = program.buffer(keys.outputs, True)
-            program.linear(keys, normed, both)
-            layer.take_apart(program, both, 0)
+        program.norm(fused, normed, network.hidden_norm.weight, epsilon)
+        layers: Any = zip(network.layers, self.pool.shapes, self.pool.offsets, strict=True)
+        for layer, shape, offset in layers:
+            of = layer.self_attn
+            packed = self._pack(of["k_proj"].weight, of["v_proj"].weight)
+            both, none = program.buffer(packed.outputs, True), program.buffer(packed.outputs)
+            norms = [of[name].weight for name in ("q_norm", "k_norm")]
+            program.linear(packed, normed, both)
+            program.heads(both, none, 0, shape, offset, norms, epsilon)
         return program
-
-    def _make_running(self) -> Program:
-        network, program = self.network, Program(self.kernels)
-        width, embedding = network.config.hidden_size, network.embedding
-        x, normed = program.buffer(width, True), program.buffer(width)
-        weight: Any = embedding.weight
-        program.embed(weight.detach(), x)
-        layers: Any = network.layers
-        for layer, of in zip(self._layers, layers, strict=True):
-            add_norm(program, x, normed, of.input_layernorm)
-            layer.finish(program, layer.project(program, normed), x)
-        rows: Buffer = program.given("rows", width)
-        add_norm(program, x, rows, network.norm, gather=True)
-        return program
-
-
-CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
-WITHIN = 10.0  # by how much their logits may be below the likeliest token's
 
 
 class BlockState(FeatureState):
@@ -180,16 +181,15 @@ class BlockDrafter(FeatureDrafter):
     """A block drafter: a `BlockNetwork` on the target's hidden states.
 
     The request for a tree's root reads the tokens that were committed since the last tree, whose
-    keys and values stay, and runs the block of the anchor, which is the root. The blocks of all
-    sequences of a call are one pass. A block's own keys and values are overwritten by what comes
-    next. All other requests of the tree are answered without a pass: the distribution after a node
-    depends on its depth and its token. It is over the tokens that are among the `candidates`
-    likeliest of some depth without the Markov head, and `within` so much of the likeliest one's
-    logit. Nodes as deep as the block is long get zeros: nothing is proposed there.
+    keys and values stay, and runs the block of the anchor, which is the root. All other requests of
+    the tree are answered without a pass: the distribution after a node depends on its depth and its
+    token. It is over the tokens that are among the `candidates` likeliest of some depth without the
+    Markov head, and `within` so much of the likeliest one's logit. Nodes as deep as the block is
+    long get zeros: nothing is proposed there.
 
-    The drafter takes the network over. It makes `model` return the hidden states that the network
-    reads (`Model.watch`). `native`: let the native kernels run the network where they can.
-    `weights`: the format that they keep its weights in; None: 8 bits.
+    The drafter takes the network over, and makes `model` return the hidden states that it reads
+    (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
+    format that they keep its weights in; None: 8 bits.
     """
 
     kind = BlockState
@@ -209,11 +209,9 @@ class BlockDrafter(FeatureDrafter):
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
-        found = usable_kernels(model, network)
+        found = usable_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
-            NativeBlocks(self.network, found, weights)
-            if native and found is not None
-            else TorchBlocks(self.network, model)
+            TorchBlocks(network, model) if found is None else NativeBlocks(network, found, weights)
         )
         self.pool = self.passes.pool
 

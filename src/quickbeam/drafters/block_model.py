@@ -10,9 +10,7 @@ those of a mask token, at the positions from the anchor on. They see all vectors
 
 A distribution depends on its depth and on the token before it alone: it is the softmax of U_k +
 W2 · W1[previous token], U_k being the head's logits of the row for depth k. So the search of a tree
-needs no further pass.
-
-Modules are named as the published checkpoints name their tensors.
+needs no further pass. Modules are named as the published checkpoints name their tensors.
 """
 
 from __future__ import annotations
@@ -55,13 +53,11 @@ NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """The shape of a block drafter.
+    """The shape of a block drafter, of `depth` layers.
 
-    - `depth`: how many layers the drafter has.
     - `taps`: which hidden states of the target it reads (`models.hf_attention.Features`), each
       `target_size` wide.
-    - `block_size`: how many rows a pass has, the anchor's among them.
-    - `mask_token`: the token whose embedding is the input of the other rows.
+    - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
     - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).
     - `causal`: whether rows see only the rows before them (JetSpec).
@@ -146,23 +142,15 @@ class Layer(nn.Module):
         self._size = size
         self.input_layernorm = Norm(d, config.eps)
         self.post_attention_layernorm = Norm(d, config.eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(d, config.heads * size, bias=False),
-                "k_proj": nn.Linear(d, config.kv_heads * size, bias=False),
-                "v_proj": nn.Linear(d, config.kv_heads * size, bias=False),
-                "o_proj": nn.Linear(config.heads * size, d, bias=False),
-                "q_norm": Norm(size, config.eps),
-                "k_norm": Norm(size, config.eps),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(d, inner, bias=False),
-                "up_proj": nn.Linear(d, inner, bias=False),
-                "down_proj": nn.Linear(inner, d, bias=False),
-            }
-        )
+        rows = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+        heads: dict[str, nn.Module] = {
+            k: nn.Linear(d, n * size, bias=False) for k, n in rows.items()
+        }
+        heads["o_proj"] = nn.Linear(config.heads * size, d, bias=False)
+        norms = {name: Norm(size, config.eps) for name in ("q_norm", "k_norm")}
+        self.self_attn = nn.ModuleDict(heads | norms)
+        up = {name: nn.Linear(d, inner, bias=False) for name in ("gate_proj", "up_proj")}
+        self.mlp = nn.ModuleDict(up | {"down_proj": nn.Linear(inner, d, bias=False)})
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[n, heads, head_dim]` of rows `[n, d]`, before the rotary angles."""

@@ -24,6 +24,7 @@ from quickbeam.drafters.folder import (
     read_config,
     read_tensors,
 )
+from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 
@@ -60,11 +61,10 @@ def is_eagle(folder: Path) -> bool:
 def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     """Load the drafter in `folder` for a target.
 
-    The drafter keeps an embedding of its own only if the stored one differs from the target's
-    module: in width, or in the values of a sample of rows by more than bfloat16's rounding. It
-    differs if it was trained, or if the target scales its own. A drafter without a stored head uses
-    the target's. Weights keep the dtype they are stored in. They stay memory-mapped until they are
-    cast or moved.
+    It keeps an embedding of its own only if the stored one differs from the target's module: in
+    width, or in the values of a sample of rows by more than bfloat16's rounding. Without a stored
+    head it uses the target's. Weights keep the dtype they are stored in, and stay memory-mapped
+    until they are cast or moved.
 
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
     target, or holds a variant that `EagleHead` can't represent.
@@ -75,7 +75,8 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     with named_errors(folder):
         state = read_tensors(folder)
         if record.get("model_type") == MODEL_TYPE:
-            config = _own_config(record)
+            known = {k: v for k, v in record.items() if k not in DROPPED}
+            config = EagleConfig(**known | {"layers": tuple(record["layers"])})
         else:
             prefix, fc = _layout(record, state)
             fields = {**record, **(record.get("transformer_layer_config") or {})}
@@ -96,12 +97,6 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     return network.requires_grad_(False)
 
 
-def _own_config(record: dict[str, Any]) -> EagleConfig:
-    """Return the configuration that `EagleHead.save` wrote."""
-    known = {k: v for k, v in record.items() if k not in DROPPED}
-    return EagleConfig(**known | {"layers": tuple(record["layers"])})
-
-
 def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str, str]:
     """Return the prefix of the layer's tensor names, and the name of the fusing linear layer.
 
@@ -112,9 +107,7 @@ def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str
     prefixes = [name for name in layers if f"{name}.self_attn.q_proj.weight" in state]
     fc = [name for name in ("fc", "fusion_fc") if f"{name}.weight" in state]
     if kind not in (None, "eagle", "eagle3") or not prefixes or not fc:
-        given = f"tensors {', '.join(sorted(state)[:3])}, ..."
-        if kind:
-            given = f"speculators_model_type {kind!r}"
+        given = f"speculators_model_type {kind!r}, tensors {', '.join(sorted(state)[:3])}, ..."
         raise InvalidInput(f"this is no known feature drafter ({given}); known: {KNOWN}")
     return prefixes[0], fc[0]
 
@@ -133,16 +126,6 @@ def _config(
     draft_vocab = fields.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
     if activation != "silu":
         raise InvalidInput(f"its config says hidden_act: {activation!r}; known: silu")
-    if wide and not shared and stored is None:
-        raise InvalidInput(
-            f"it is {size} wide, the target {target.size}, and it lacks its own embedding, "
-            "embed_tokens.weight"
-        )
-    if vocab > target.vocab:
-        raise InvalidInput(
-            f"its vocab_size is {vocab}, the target has {target.vocab} tokens: it was made for "
-            "another model"
-        )
     if wide and lm_head is None and (draft_vocab != vocab or not shared):
         raise InvalidInput(
             "it lacks lm_head.weight, and the target's head can't stand in: the "
@@ -247,12 +230,5 @@ def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: Targ
             f"its embedding has {config.vocab_size} tokens, the target has "
             f"{target.vocab}: it was made for another model"
         )
-    if tokens is not None and not (
-        int(tokens.min()) >= 0
-        and int(tokens.max()) < target.vocab
-        and len(set(tokens.tolist())) == len(tokens)
-    ):
-        raise InvalidInput(
-            f"its head's tokens leave the target's {target.vocab} tokens or name one twice: it was "
-            "made for another model"
-        )
+    if tokens is not None:
+        require_distinct(tokens, target.vocab, "its head (d2t), which was made for another model,")

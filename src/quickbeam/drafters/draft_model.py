@@ -165,20 +165,15 @@ class LMDrafter(Drafter):
     by token. Distributions are over the tokens that both have: zeros after nodes without a token of
     the model's, and beyond its context.
 
-    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
-    growing tree the model runs only the nodes that are requested. They form the tree's *shadow*: a
-    tree of the drafter's own, which grows by one pass a call. The accepted nodes of the last shadow
-    stay computed. Other committed tokens are not computed yet, such as accepted leaves, which were
-    never requested. They begin the next shadow as a chain that ends in the root, so catching up
-    takes no extra pass.
+    Of a growing tree the model runs only the nodes that are requested. They form the tree's
+    *shadow*: a tree of the drafter's own, which grows by one pass a call. The accepted nodes of the
+    last shadow stay computed. Other committed tokens, such as accepted leaves, begin the next
+    shadow as a chain that ends in the root, so catching up takes no extra pass.
 
-    `vocab_size`: width of the target's logits, and of the distributions returned. Tokens beyond
-    this model's own have probability 0. Of a request's sampling parameters only the temperature
-    shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
-    the model's own distribution is its best estimate.
-
-    `model`: a `Model` with at least as many tokens. One of transformers is taken over, as
-    `make_model` does; `native`, `weights` and `kept` are the same as there, and it raises the same.
+    `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
+    sampling parameters only the temperature shapes these: answers are exact without the others, and
+    the model's own distribution is its best estimate. `model`: one of transformers is taken over,
+    as `make_model` does; `native`, `weights` and `kept` are the same as there.
     """
 
     skips = True

@@ -16,7 +16,7 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.native import usable_kernels
-from quickbeam.drafters.shortlist.shortlist import ShortlistState
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import SequenceCache
 
@@ -33,7 +33,7 @@ class EagleState(FeatureState):
     - `out`, `feature`: `[k, d]`, of the root's row, then of the rows of the requested nodes.
     - `place`: by node, its row in `out`. `paths`: for each row below the root, the rows that it
       sees, counted from the first below the root, itself last.
-    - `routed`: by node, the clusters scored for its distribution.
+    - `routed`, `root_routed`: the clusters that the last call scored, and that of the root.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class EagleState(FeatureState):
         self.out = self.feature = torch.empty(0)
         self.place: dict[int, int] = {}
         self.paths: list[list[int]] = []
-        self.routed: dict[int, torch.Tensor] = {}
+        self.routed: torch.Tensor | None = None
+        self.root_routed: torch.Tensor | None = None
 
     def readable(self, early: bool = True) -> int:
         return min(self.waiting - early, self.unread_rows)
@@ -53,15 +54,9 @@ class EagleState(FeatureState):
         """How many committed tokens before the root have no row yet."""
         return len(self.ids) - 1 - self.cache.length
 
-    @property
-    def last_routed(self) -> torch.Tensor | None:
-        """The clusters of the tree's last call."""
-        return next(reversed(self.routed.values()), None)
-
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
-        if self.scorer is not None:
-            self.routed.clear()
+        self.routed = self.root_routed = None
 
     def adopt(
         self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
@@ -79,10 +74,8 @@ class EagleDrafter(FeatureDrafter):
     """A feature drafter: one layer on the target's hidden states, and the head.
 
     The request for a tree's root first reads the tokens that were committed since the last tree,
-    with the target's own hidden states. Their rows overwrite those of the last tree, which were
-    computed from the drafter's own outputs. Each later request adds one row for each node. A row
-    attends to the rows of the node's ancestors. The rows of all sequences that share a router go in
-    one pass.
+    with the target's own hidden states. Their rows overwrite those of the last tree. Each later
+    request adds one row for each node, which attends to the rows of the node's ancestors.
 
     The drafter makes `model` return the hidden states after `layers` (`Model.watch`), which its
     `passes` read. `head_size`: how wide what the target's head reads is; None for a head of its
@@ -116,7 +109,7 @@ class EagleDrafter(FeatureDrafter):
         choose_scorers(firsts)
         for request in firsts:
             state = request.state
-            state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
+            state.routed = None if state.waiting else state.root_routed
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
@@ -173,21 +166,21 @@ class EagleDrafter(FeatureDrafter):
     def _run(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run the works, and return for each its outputs and the features that the head reads."""
         passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        groups: dict[int, list[int]] = {}  # works with the same router go in one pass
+        groups: dict[Shortlist | None, list[int]] = {}  # works with the same router: one pass
         for i, (state, _, _) in enumerate(works):
             state.calls += 1
-            groups.setdefault(id(state.shortlist and state.shortlist.shared), []).append(i)
-        for group in groups.values():
-            parts = self._run_group([works[i] for i in group])
+            shared = None if state.shortlist is None else state.shortlist.shared
+            groups.setdefault(shared, []).append(i)
+        for shared, group in groups.items():
+            parts = self._run_group([works[i] for i in group], shared)
             passed.update(zip(group, parts, strict=True))
         return iter([passed[i] for i in range(len(works))])
 
-    def _run_group(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        shared = None if works[0][0].shortlist is None else works[0][0].shortlist.shared
+    def _run_group(
+        self, works: Works, shared: Shortlist | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         routes = [
-            shared is not None
-            and bool(asked)
-            and shared.routes([*asked.values()], state.last_routed)
+            shared is not None and bool(asked) and shared.routes([*asked.values()], state.routed)
             for state, _, asked in works
         ]
         routed_by = shared if any(routes) else None
@@ -195,11 +188,12 @@ class EagleDrafter(FeatureDrafter):
         first = 0
         for (state, _, asked), asks in zip(works, routes, strict=True):
             if shared is not None and asked:
-                began, above = perf_counter(), state.last_routed
-                routed = shared.none if above is None else above
+                began = perf_counter()
                 if asks and scores is not None:
-                    routed = shared.choose(scores[first : first + len(asked)])
-                state.routed.update(dict.fromkeys(asked, routed))
+                    state.routed = shared.choose(scores[first : first + len(asked)])
+                elif state.routed is None:
+                    state.routed = shared.none
+                state.root_routed = state.routed if 0 in asked else state.root_routed
                 state.counted.seconds += perf_counter() - began
             first += len(asked)
         sizes = [len(rows.tokens) if len(out) else 0 for _, rows, _ in works]
@@ -209,8 +203,7 @@ class EagleDrafter(FeatureDrafter):
         """Return the distributions after the nodes that were run last."""
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()
         features = [one.state.feature[-len(one.nodes) :] for one in requests]
-        routed = [one.state.routed.get(one.nodes[-1]) for one in requests]
-        for scored in score(states, features, routed, self.passes):
+        for scored in score(states, features, [one.routed for one in states], self.passes):
             heats = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
             same = len(set(heats)) == 1
             heat = heats[0] if same else torch.tensor(heats, device=scored.logits.device)[:, None]
@@ -231,10 +224,10 @@ def eagle_drafter(
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    found = usable_kernels(model, network)
-    passes: Any = TorchEagle(network, model)
-    if native and found is not None:
-        passes = NativeEagle(network, found, weights)
+    found = usable_kernels(model, network) if native else None
+    passes: Any = (
+        TorchEagle(network, model) if found is None else NativeEagle(network, found, weights)
+    )
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size
     return EagleDrafter(passes, model, config.layers, head_size, tokens)

@@ -1,13 +1,10 @@
 """The feature drafter's network: one decoder layer that reads the target's hidden states.
 
-It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840).
-
-Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1.
-The layer's output for that row predicts token j+2. Nodes of a draft tree have not been read by the
-target yet: there the layer's own output stands in for the hidden state.
-
-The network knows nothing of trees and of how keys and values are kept: it is given attention as a
-function.
+It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840). Row j of a sequence holds the
+target's hidden state after token j and the embedding of token j+1; the layer's output predicts
+token j+2. Nodes of a draft tree have not been read by the target yet: there the layer's own output
+stands in for the hidden state. The network knows nothing of trees and of how keys and values are
+kept: it is given attention as a function.
 """
 
 from __future__ import annotations
@@ -33,15 +30,13 @@ MODEL_TYPE = "quickbeam-eagle"
 class EagleConfig:
     """The shape of a feature drafter, general enough for the published ones.
 
-    - `layers`: which hidden states of the target the drafter reads (`hf_attention.Features`), each
+    - `layers`: which hidden states of the target it reads (`hf_attention.Features`), each
       `target_size` wide.
     - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
       input, each after a norm of its own, once one linear layer has fused the hidden states.
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
     - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
     - `rope`: further fields of a Llama configuration that shape the rotary angles.
-
-    The comments beside the other fields explain them.
     """
 
     hidden_size: int
@@ -120,10 +115,7 @@ class Beside(nn.Module):
 
 
 class EagleHead(Beside):
-    """The feature drafter's network.
-
-    `embedding` and `head` are the target's, unless the configuration says that the drafter has its
-    own.
+    """The feature drafter's network, with the target's `embedding` and `head` or its own.
 
     Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
     sequence.

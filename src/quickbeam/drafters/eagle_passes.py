@@ -7,6 +7,7 @@ rows up to itself, a node's row sees all of these and its path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,17 +15,17 @@ import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
-from quickbeam.drafters.native import NativeLayer, NativePasses, add_norm
+from quickbeam.drafters.native import NativeHead, NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
-from quickbeam.models.gathered import Behind, GatheredStep, RowStore
-from quickbeam.models.kv import SequenceCache
+from quickbeam.models.gathered import Behind, GatheredStep
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.pages import PagedStore
+from quickbeam.models.pages import PagePool
 
 
 class Rows(NamedTuple):
@@ -38,7 +39,7 @@ class Rows(NamedTuple):
       tree's rows, itself last. None for committed rows.
     """
 
-    cache: SequenceCache
+    cache: Any
     hidden: torch.Tensor
     tokens: Sequence[int]
     wanted: int
@@ -81,11 +82,8 @@ class TorchEagle(TorchPasses):
 
         routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
         if shortlist is not None and shortlist.router is not None:
-            wanted = [
-                row
-                for one, end in zip(rows, ends.tolist(), strict=True)
-                for row in range(end - one.wanted, end)
-            ]
+            pairs = zip(rows, ends.tolist(), strict=True)
+            wanted = [row for one, end in pairs for row in range(end - one.wanted, end)]
             routed = shortlist.router(hidden[wanted], embedded[wanted])
         out = network(hidden, embedded, step.positions, attend)
         return Passed(out, network.feature(out), routed)
@@ -94,7 +92,6 @@ class TorchEagle(TorchPasses):
 def _behind(rows: Rows) -> Behind:
     """Return the rows as PyTorch's attention takes them."""
     cache, paths, n = rows.cache, rows.paths, len(rows.tokens)
-    assert isinstance(cache, RowStore)
     if paths is None:
         return Behind(cache, range(n))
     visible = np.zeros((n, len(paths)), np.bool_)
@@ -107,7 +104,6 @@ def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
     """Return the rows as the kernels take them. `wanted`: whether some go through a head."""
     listed = RowList()
     for one in rows:
-        assert isinstance(one.cache, PagedStore)
         n, length = len(one.tokens), one.cache.length
         asked = range(n - one.wanted if wanted else n, n)
         if one.paths is None:
@@ -120,20 +116,32 @@ def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
     return listed
 
 
-class NativeEagle(NativePasses):
-    """An `EagleHead` in the native kernels. It packs the network's weights."""
+class NativeEagle:
+    """An `EagleHead` in the native kernels. It packs the network's weights.
+
+    `name`: as of `NativePacker`.
+    """
 
     def __init__(self, network: EagleHead, kernels: Kernels, name: str | None = None) -> None:
-        super().__init__(network, 1, kernels, name)
+        config, self.network, self.kernels = network.config, network, kernels
+        self.pack = NativePacker(kernels, name)
+        self._shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.pool = PagePool([self._shape], kernels)
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))  # cosines and sines, by position
 
         def pack(linear: torch.nn.Linear, gated: bool = False) -> Any:
             parts = linear.weight.chunk(2) if gated else [linear.weight]
             return self.pack(*parts, bias=linear.bias, gated=gated)
 
-        self._fc, self._lift = pack(network.fc), pack(network.lift) if network.config.lift else None
-        weights = pack(network.qkv), pack(network.out), pack(network.gate_up, True)
-        self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, self.shape)
+        self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
+        self._qkv, self._out = pack(network.qkv), pack(network.out)
+        self._up, self._down = pack(network.gate_up, True), pack(network.down)
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
+
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self.pack.head(self.network.head), self.kernels)
 
     def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
         """See `TorchEagle.run`."""
@@ -150,17 +158,27 @@ class NativeEagle(NativePasses):
         routed = None
         if router is not None:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
-        self.run_program(self._programs[key], listed, given)
+        if (last := max(listed.positions)) >= len(self._angles[0]):
+            self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
+        self._programs[key].run(listed.rows(), given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:
         network, config, program = self.network, self.network.config, Program(self.kernels)
         d = config.hidden_size
         residual, normed = self._join(program, committed, router)
-        query = self._layer.project(program, normed)
-        if not wanted:
+        qkv, query = program.buffer(self._qkv.outputs, True), program.buffer(self._out.inputs)
+        program.linear(self._qkv, normed, qkv)
+        program.heads(qkv, query, config.heads, self._shape, 0)
+        if not wanted:  # keys and values are written, which is all
             return program
-        self._layer.finish(program, query, residual)
+        attended, inner = program.buffer(self._out.inputs), program.buffer(self._down.inputs)
+        before = program.buffer(d)
+        program.attend(query, attended, config.heads, self._shape, 0, config.head_dim**-0.5)
+        program.linear(self._out, attended, residual, library.ADD)
+        add_norm(program, residual, before, network.mlp_norm)
+        program.linear(self._up, before, inner, library.GATED)
+        program.linear(self._down, inner, residual, library.ADD)
         outputs = {"feature": config.final_norm, "out": config.norm_output}
         for name, norm in outputs.items():
             if norm:
@@ -222,3 +240,8 @@ class NativeEagle(NativePasses):
             source, states = states, program.buffer(states.width)
             add_norm(program, source, states, network.fused_norm)
         return states
+
+
+def add_norm(program: Program, source: Buffer, target: Buffer, norm: Any, **more: Any) -> None:
+    """Add a module's RMS norm to a program. `more`: as of `Program.norm`."""
+    program.norm(source, target, norm.weight, norm.eps, **more)

@@ -73,16 +73,20 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
     """Return the angles of a drafter's own layers, whose halves turn together.
 
-    `fields`: what its configuration says of them: `rope_parameters`, or older names of the same.
     Raises `InvalidInput` as `Angles` does.
     """
+    return Angles(rope_of(fields), dim)
+
+
+def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`, of which `fields` may have older names."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
     border = rope.get("original_max_position_embeddings")
     length = fields.get("max_position_embeddings")
     if rope.get("factor") is None and border and length:
         rope["factor"] = length / border
-    return Angles(rope, dim)
+    return rope
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -16,12 +16,10 @@ class NgramIndex(SourceState):
 
     The work per token and per lookup is constant. Each n-gram of `min_n` to `max_n` tokens is
     mapped to the position right after its newest occurrence, and each occurrence to the one before
-    it. So memory is at most `2 * (max_n - min_n + 1)` entries a token. Continuations are read from
-    the text itself and never copied.
+    it. Continuations are read from the text itself and never copied.
 
     An n-gram is entered only when the token after it arrives. So the n-gram at the very end of the
-    text, which nothing follows yet, can't hide an earlier occurrence, and a suffix never finds
-    itself.
+    text can't hide an earlier occurrence, and a suffix never finds itself.
 
     Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
@@ -105,12 +103,11 @@ class NgramIndex(SourceState):
     def continuation(self, match: Match, length: int, guessed: Sequence[int] = ()) -> list[int]:
         """Return the `length` tokens that follow a match.
 
-        `guessed`: the tokens that the matched suffix had beyond the text.
-
-        Near the end of the text the tokens after the match may run out. Then the continuation goes
-        on with what it has predicted itself, as LZ77 copies past its own end: text that has begun
-        to repeat itself with some period is continued with that period, however short. (LogitSpec's
-        pool instead takes an older occurrence there, whose continuation is longer.)
+        `guessed`: the tokens that the matched suffix had beyond the text. Where the tokens after
+        the match run out, the continuation goes on with what it has predicted itself, as LZ77
+        copies past its own end: text that has begun to repeat itself with some period is continued
+        with it. (LogitSpec's pool instead takes an older occurrence there, whose continuation is
+        longer.)
         """
         tokens = self.ids[match.position : match.position + length]
         if len(tokens) < length:

@@ -152,8 +152,7 @@ class AnswerMemory:
     an eighth each, and the one that has asked for nothing the longest is forgotten.
 
     `keep`: a file that holds the texts from one process to the next. It is read here, and `close`
-    writes it. `model` is noted in it. Raises `InvalidInput` for a file that is no such one, or that
-    is another model's.
+    writes it, with the `model`. Raises `InvalidInput` for another file, or another model's.
     """
 
     def __init__(self, size: int, keep: Path | None = None, model: str = "") -> None:

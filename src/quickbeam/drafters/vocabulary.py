@@ -28,19 +28,16 @@ def make_shortlist(
 ) -> Shortlist | None:
     """Return a shortlist of about `size` tokens, or `None` for `full`.
 
-    - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec,
-      2502.14856).
+    - `frequency`: the most frequent tokens of the drafter's training text (FR-Spec, 2502.14856).
     - `frequency+context`: `frequency` and the tokens of `context`.
     - `context`: the tokens of prompt and output, and those that the target's last logits make
       likely (NanoSpec); `size` is the most it keeps, `WINDOW` where it isn't given.
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
     - `router`: `clusters` and the tokens of `context`.
 
-    Without a `size`, all but `context` take a share of the vocabulary (`SHARES`).
-
-    Raises `InvalidInput` for an unknown `vocab`, a `size` that is not 1 to the vocabulary's, a
-    drafter that has a head of its own, and a drafter without the files that `quickbeam train`
-    writes.
+    Without a `size`, all but `context` take a share of the vocabulary (`SHARES`). Raises
+    `InvalidInput` for what is unknown, and a drafter that has a head of its own or lacks the files
+    that `quickbeam train` writes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)

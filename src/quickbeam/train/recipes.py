@@ -21,9 +21,10 @@ FIXED = {"option": False}  # fields that no option sets
 # of the questions begin with one of these words, so that the text covers what users ask for and not
 # only what the model likes to ask. `code` is about programs, in English. Add none that begins as
 # the questions of a benchmark do that we measure with.
-OPENERS: Mapping[str, Mapping[str, Sequence[str]]] = json.loads(
-    resources.files(__package__).joinpath("openers.json").read_text(encoding="utf-8")
-)
+WORDS = json.loads(resources.files(__package__).joinpath("openers.json").read_text("utf-8"))
+OPENERS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    kind: WORDS[kind] for kind in ("questions", "documents")
+}
 LANGUAGES = tuple(OPENERS["questions"])
 
 

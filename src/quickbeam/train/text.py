@@ -24,7 +24,7 @@ from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.train.recipes import opening_words
+from quickbeam.train.recipes import WORDS, opening_words
 from quickbeam.train.shards import Conversation
 
 
@@ -39,26 +39,8 @@ class Quote(NamedTuple):
     open: bool = False
 
 
-# What users ask about a longer text. The answer repeats much of what stands far before it, which no
-# short question shows. They are ours.
-QUOTES = (
-    Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "),
-    Quote("", "\n\nTL;DR"),
-    Quote("", "\n\nWrite a summary of the text above."),
-    Quote("List the main points of this text.\n\n"), Quote("Shorten this:\n\n"),
-    Quote("Rewrite the following text in simpler words.\n\n"),
-    Quote("Correct the mistakes in this text:\n\n"),
-    Quote("Make this more formal:\n\n"), Quote("Translate to French:\n\n"),
-    Quote("Translate the following text to German.\n\n"),
-    Quote("Continue this text:\n\n"), Quote("Extract all names and numbers from this text:\n\n"),
-    Quote("Give this text a title:\n\n"),
-    Quote("Read the text and answer the question.\n\n", "\n\nQuestion:", True),
-    Quote("Context:\n", "\n\nQuestion:", True),
-    Quote("Answer by the documents below.\n\n", "\n\nQ:", True),
-    Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
-    Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True),
-    Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
-)  # fmt: skip
+# what users ask about a longer text; the answer repeats much of what stands far before it
+QUOTES = tuple(Quote(*one) for one in WORDS["quotes"])
 # how many answers, and how many documents, are kept for quotes; shorter ones are not kept
 REMEMBERED, LEAST = 256, 32
 
@@ -68,9 +50,8 @@ class Recipe:
     """How text is written.
 
     A conversation holds at most `length` tokens, a user turn at most `question` beside what it
-    quotes. Half of the answers are greedy. The others are sampled at a temperature between 0 and 1.
-    An answer that repeats itself for `repetition` tokens (`RepetitionDetector`) ends the
-    conversation.
+    quotes. Half of the answers are greedy, the others sampled at a temperature between 0 and 1. One
+    that repeats itself for `repetition` tokens ends the conversation.
 
     `quote`: the share of conversations that begin with a text, which is made of earlier answers or
     documents and fills up to two thirds of `length`. Half as many conversations are documents of at
@@ -195,13 +176,11 @@ class Talk:
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
-    Iterating over it yields them. It ends when all `prompts` are answered or all `tokens` written.
-    `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
-    model's own questions.
-    `tokens`: how many are wanted. No conversation is begun that is likely not needed for them, so
-    that little is written in vain and few long conversations are cut off at the end. None for no
-    end. `stepped` is called after every pass with the number of tokens in conversations that are
-    not complete yet.
+    Iterating over it yields them, until all `prompts` are answered or all `tokens` written.
+    `prompts`: conversations in token ids whose last turn is the user's, in place of the model's own
+    questions. `tokens`: how many are wanted; no conversation is begun that is likely not needed.
+    `stepped` is called after every pass with the number of tokens in conversations that are not
+    complete yet.
 
     Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
     """

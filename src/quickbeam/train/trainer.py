@@ -71,13 +71,9 @@ def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
 class Trainer:
     """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
-    `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line a report),
-    and the drafter itself at every checkpoint. So a training that ended early leaves a drafter that
-    can be used. Until the end it also has hidden states of the text (`KeptStates`). `every`:
-    seconds between checkpoints, which is the most that is lost when the process is killed.
-    `report_every`: seconds between reports.
-
-    The text may grow meanwhile: each round over it takes what is there when it begins.
+    `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
+    seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text
+    (`KeptStates`). The text may grow meanwhile: each round takes what is there when it begins.
 
     Raises `InvalidInput` for a checkpoint of another training.
     """

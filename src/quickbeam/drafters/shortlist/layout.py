@@ -19,13 +19,11 @@ ABSENT = -2  # in `Layout.cluster_of`: not in the layout
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The vocabulary in the order in which a drafter's head stores its rows.
+    """The vocabulary, of `vocab` tokens, in the order in which a drafter's head stores its rows.
 
-    - `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`. The frequent tokens come
-      first, then one cluster after another.
-    - `frequent`: how many frequent tokens there are.
+    - `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`. The `frequent` tokens
+      come first, then one cluster after another.
     - `size`: how many tokens a cluster has; only the last cluster may have fewer.
-    - `vocab`: how many tokens the vocabulary has.
 
     Raises `InvalidInput` for anything else.
     """

@@ -44,8 +44,7 @@ class ContextTokens:
     """Tokens that are in the context or that other sources proposed (NanoSpec).
 
     - `window`: the most distinct tokens that are kept. If more come, the quarter of the window that
-      was seen least recently is dropped.
-    - `skip`: tokens that are never kept.
+      was seen least recently is dropped. Tokens to `skip` are never kept.
     - `rows`: where the native kernels keep these tokens' rows of the head, in the same order.
     - `tokens`: `[m]` int64, distinct, `m <= window`. `version`: changes whenever they do.
 
@@ -102,18 +101,14 @@ class Shortlist:
       scored by the native kernels where they run, from a copy in 8 bits (`rows_format`).
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
-    - `router`: chooses the clusters of a call. Without one no cluster is scored.
-    - `chosen`: how many clusters a call scores.
+    - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
     - `deepest`: if all nodes of a call are deeper in the tree than this, the router is not asked,
       and the call scores what the call before it did. With 0, it is asked for the root alone.
-    - `window`: the most tokens of the context that are scored; None: the context counts for
-      nothing.
+    - `window`: the most tokens of the context that are scored; None: none are.
 
-    A drafter asks `routes` whether a call needs the router, runs `router` or `native_router` and
-    gives its scores to `choose` for the call's clusters, an int64 tensor `[k]`, and then asks
-    `ShortlistState.score` for the logits of what its layer gives. Routing is deterministic and
-    looks at nothing that is drawn later, so the shortlist is known before any token is drawn from
-    it. The caller's distributions are softmaxes over the columns.
+    A drafter asks `routes` whether a call needs the router, runs `router` or `native_router`, gives
+    its scores to `choose`, and has `ShortlistState.score` compute logits. Nothing here looks at
+    what is drawn later, so the shortlist is known before any token is drawn from it.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -182,10 +177,9 @@ class Shortlist:
 
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
         of the call: that many of them are expected to need it. The best `chosen` are scored; a
-        score that is NaN has probability 0. So a node that needs one
-        cluster for certain leaves room to one that needs many, and a call with few nodes has more
-        room for each. DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead;
-        its formula is not published in what we could read.
+        score that is NaN has probability 0. So a call with few nodes has more room for each.
+        DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead; its formula is
+        not published.
         """
         probs = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
         worth = probs.nan_to_num(0.0).sum(0)
@@ -266,11 +260,9 @@ def usable_kernels(weight: torch.Tensor) -> Kernels | None:
 class Artefact:
     """A trained shortlist, as it is stored in a folder.
 
-    - `layout`: the frequent tokens and the clusters.
+    - `layout`: the frequent tokens and the clusters. `router`: over these, or None.
     - `ranking`: `[vocab]` int64, all tokens by falling frequency in the training text.
-    - `router`: a router over the layout's clusters, or None.
-    - `deepest`: the largest depth of a tree at which the router is asked. Nodes below score what
-      the nodes above them do.
+    - `deepest`: as of `Shortlist`.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
