@@ -29,6 +29,7 @@ from checkpoints import (
     eagle3,
     noise,
     read,
+    save,
     shared,
     write,
 )
@@ -258,7 +259,7 @@ def test_our_own(tmp_path):
     network = EagleHead(
         EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT), embedding, head
     )
-    network.save(tmp_path / "drafter", torch.float32)
+    save(network, tmp_path / "drafter", torch.float32)
     assert is_eagle(tmp_path / "drafter")
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config

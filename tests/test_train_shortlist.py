@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from checkpoints import LLAMA, configure, eagle1, write
+from checkpoints import LLAMA, configure, eagle1, save, write
 from features import causal
 from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
@@ -193,7 +193,7 @@ def made(toy_folder, tmp_path_factory):
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
-    EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)).save(folder)
+    save(EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)), folder)
     return folder
 
 
@@ -255,7 +255,7 @@ def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
     configure(folder, vocab_size=300)
     assert "give the --model that it was trained for" in refused()
     own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
-    EagleHead(own).save(folder)
+    save(EagleHead(own), folder)
     assert "without a head of its own" in refused()
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused()

@@ -12,7 +12,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from quickbeam.train import stages, text
 from quickbeam.train.recipes import LANGUAGES, OPENERS, Plan, opening_words
-from quickbeam.train.text import Quote, Recipe, RepetitionDetector, Template, Writer
+from quickbeam.train.text import Quote, Recipe, Talk, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -253,18 +253,18 @@ def test_a_seed_repeats_the_text(chat, written):
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
-        repetition, ids, runs = RepetitionDetector(), tokens.tolist(), list[int]()
+        talk, ids, runs = Talk([], 0.0), tokens.tolist(), list[int]()
         for begin, end, answering in turns(chat, ids):
             for token in ids[begin:end]:
-                repetition.read(token)
-                runs += [repetition.run] * answering
+                talk.append(token)
+                runs += [talk.repeated] * answering
         assert all(run < 5 for run in runs[:-1])
         cut += runs[-1] >= 5
     assert 0 < cut < 40
-    repetition, runs = RepetitionDetector(), []
+    talk, runs = Talk([], 0.0), []
     for token in [1, 2, 3, 1, 2, 3, 1, 9, 1, 2, 3, 4]:
-        repetition.read(token)
-        runs.append(repetition.run)
+        talk.append(token)
+        runs.append(talk.repeated)
     assert runs == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
 
 

@@ -317,7 +317,6 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
 def _check_shapes(
     stored: Mapping[str, torch.Tensor], whole: Any, config: Any, stack: Stack, ready: Stack
 ) -> None:
-    """Raise `InvalidInput` for a parameter that is missing or has another shape."""
     width, d = whole.backbone_hidden_size, config.hidden_size
     shapes = expected(stack, config) | {JOIN: [d, 2 * width], SPLIT: [width, d]}
     for of in ready.attentions:

@@ -228,7 +228,6 @@ class BlockDrafter(FeatureDrafter):
         return [self._probs(request) for request in requests]
 
     def _read(self, states: Sequence[BlockState]) -> None:
-        """Write keys and values of all tokens whose hidden states are unread."""
         for part in in_parts(states, BlockState.readable):
             hidden = [state.unread.first(count) for state, count in part]
             self.passes.read([state.cache for state, _ in part], hidden)
@@ -236,7 +235,6 @@ class BlockDrafter(FeatureDrafter):
                 state.commit(count)
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
-        """Run the blocks of the trees' roots in one pass."""
         self._read(states)
         for state in states:
             anchor = len(state.ids) - 1
@@ -266,7 +264,6 @@ class BlockDrafter(FeatureDrafter):
                 state.scores = logits[:, columns]
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
-        """Return the distributions after the requested nodes."""
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")

@@ -115,7 +115,6 @@ def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str
 def _config(
     fields: dict[str, Any], state: dict[str, torch.Tensor], prefix: str, target: TargetParts
 ) -> EagleConfig:
-    """Return what the configuration and the stored tensors say of the network."""
     layer, flags = layer_fields(fields), {**(fields.get("eagle_config") or {}), **fields}
     size, activation = layer["hidden_size"], fields.get("hidden_act") or "silu"
     vocab = int(fields.get("vocab_size") or target.vocab)
@@ -217,7 +216,6 @@ def _tokens(state: dict[str, torch.Tensor], count: int, whole: bool) -> torch.Te
 
 
 def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetParts) -> None:
-    """Raise `InvalidInput` for a drafter that was made for another target."""
     widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
     if other := [width for width in widths if width != target.size]:
         raise InvalidInput(

@@ -23,7 +23,6 @@ from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import TokenTexts
-from quickbeam.models.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -97,17 +96,20 @@ class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
     The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `calls`: how many
-    passes over trees were run. `recurrent`: whether the model has recurrent layers.
+    passes over trees were run. `most`: its largest token, which stands for larger ones of the
+    target's. `recurrent`: whether it has recurrent layers.
     """
 
     def __init__(
         self,
         cache: SequenceCache,
         ids: Sequence[int],
-        recurrent: bool = False,
-        translation: Translation | None = None,
+        most: int,
+        recurrent: bool,
+        translation: Translation | None,
     ) -> None:
-        self.ids = list(ids) if translation is None else translation.read(ids)
+        self._most = most
+        self.ids = self._own(ids) if translation is None else translation.read(ids)
         self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
         self.cache, self.calls = cache, 0
         self.recurrent, self.translation = recurrent, translation
@@ -129,7 +131,11 @@ class LMState(DrafterState):
         return [node for node in path if node < self.done]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self.ids.extend(tokens if self.translation is None else self.translation.spell(tokens))
+        of = self.translation
+        self.ids.extend(self._own(tokens) if of is None else of.spell(tokens))
+
+    def _own(self, tokens: Sequence[int]) -> list[int]:
+        return [min(token, self._most) for token in tokens]
 
     def skip(self, tail: int) -> None:
         """Begin anew with the last `tail` tokens, as if the text began there."""
@@ -160,7 +166,7 @@ class LMState(DrafterState):
 class LMDrafter(Drafter):
     """A drafter that is a smaller causal language model of transformers.
 
-    Its token ids must mean what the target's do (`first_difference`), or a `translation` says what
+    Its token ids must mean what the target's do (`same_tokens`), or a `translation` says what
     they mean. With that, a prompt is read as the model's own tokenizer divides it, an answer token
     by token. Distributions are over the tokens that both have: zeros after nodes without a token of
     the model's, and beyond its context.
@@ -173,7 +179,7 @@ class LMDrafter(Drafter):
     `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
     sampling parameters only the temperature shapes these: answers are exact without the others, and
     the model's own distribution is its best estimate. `model`: one of transformers is taken over,
-    as `make_model` does; `native`, `weights` and `kept` are the same as there.
+    as `make_model` does; `native` and `weights` are the same as there.
     """
 
     skips = True
@@ -186,26 +192,23 @@ class LMDrafter(Drafter):
         *,
         native: bool = True,
         weights: str = BFLOAT16,
-        kept: WeightFile | None = None,
         translation: Translation | None = None,
     ) -> None:
         if isinstance(model, Model):
-            self.model, own = model, model.vocab_size
+            self.model = model
         else:
-            own = int(model.get_output_embeddings().weight.shape[0])
-            if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
-                model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            self.model = make_model(model, native=native, weights=weights, kept=kept)
+            self.model = make_model(model, native=native, weights=weights)
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self.weight_bytes = self.model.token_bytes
-        self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
+        self._vocab_size, self._shared = vocab_size, min(self.model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:
             both = translation.shared, translation.columns
             self._tokens, self._columns = (one.to(self.model.device) for one in both)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        return LMState(self.pool.new(), ids, self.pool.state_pages > 0, self.translation)
+        most, recurrent = self.model.vocab_size - 1, self.pool.state_pages > 0
+        return LMState(self.pool.new(), ids, most, recurrent, self.translation)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -251,9 +254,10 @@ class LMDrafter(Drafter):
         for node in nodes:
             if node == 0 or node in state.place:  # known where a failed call is made again
                 continue
-            parent, token = state.place.get(tree.parent[node]), tree.token[node]
+            parent = state.place.get(tree.parent[node])
+            token = min(tree.token[node], self.model.vocab_size - 1)
             if self.translation is not None:
-                token = self.translation.partner.get(token, -1)
+                token = self.translation.partner.get(tree.token[node], -1)
             elif parent is None:
                 raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
             if parent is not None and token >= 0:
@@ -292,7 +296,6 @@ class LMDrafter(Drafter):
             state.cache.commit(range(end - begin))
 
     def _probs(self, request: DraftRequest, rows: list[int], passed: Passed | None) -> DraftProbs:
-        """Return the distributions after a request's nodes; `passed` is of those in `rows`."""
         probs = torch.empty(0)
         if passed is not None:
             request.state.done = len(request.state.shadow)
@@ -320,26 +323,21 @@ def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-def first_difference(
-    target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]
-) -> str | None:
-    """Say which token id first means another token to a drafter than to the target; None if none.
+def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:
+    """Whether all token ids mean the same to a drafter as to the target.
 
     `sizes`: widths of the target's and the drafter's logits, which may differ. A token that only
     one tokenizer knows is allowed in the other model's padding: after the last token of its
     tokenizer, yet within its logits.
     """
-    target, drafter = (
+    ours, theirs = (
         {i: token for token, i in tokenizer.get_vocab().items()}
         for tokenizer in (target_tokenizer, drafter_tokenizer)
     )
-    tail = max(target, default=-1), max(drafter, default=-1)
-    for i in sorted(target.keys() | drafter.keys()):
-        ours, theirs = target.get(i), drafter.get(i)
-        padding = (theirs is None and tail[1] < i < sizes[1]) or (
-            ours is None and tail[0] < i < sizes[0]
-        )
-        if ours != theirs and not padding:
-            spelt = [f"{token!r}" if token is not None else "no token" for token in (ours, theirs)]
-            return f"token {i} is {spelt[0]} to the target and {spelt[1]} to the drafter"
-    return None
+    ends = max(ours, default=-1), max(theirs, default=-1)
+    return all(
+        ours.get(i) == theirs.get(i)
+        or (i not in theirs and ends[1] < i < sizes[1])
+        or (i not in ours and ends[0] < i < sizes[0])
+        for i in ours.keys() | theirs.keys()
+    )

@@ -148,7 +148,6 @@ class EagleDrafter(FeatureDrafter):
                     state.out, state.feature = out[-1:], feature[-1:]
 
     def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
-        """Return the work for one row for each requested node."""
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
@@ -200,7 +199,6 @@ class EagleDrafter(FeatureDrafter):
         return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return the distributions after the nodes that were run last."""
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()
         features = [one.state.feature[-len(one.nodes) :] for one in requests]
         for scored in score(states, features, [one.routed for one in states], self.passes):

@@ -10,16 +10,15 @@ kept: it is given attention as a function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rotary_angles, write_folder
+from quickbeam.drafters.folder import rotary_angles
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -221,11 +220,3 @@ class EagleHead(Beside):
         If the drafter has its own head, `tokens` holds the token of each of its outputs.
         """
         return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
-
-    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write `config.json` and `model.safetensors`, each complete or not at all.
-
-        Floating-point tensors are stored as `dtype`.
-        """
-        record = {"model_type": MODEL_TYPE, **asdict(self.config)}
-        write_folder(folder, record, self.state_dict(), dtype)

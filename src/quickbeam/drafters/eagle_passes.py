@@ -90,7 +90,6 @@ class TorchEagle(TorchPasses):
 
 
 def _behind(rows: Rows) -> Behind:
-    """Return the rows as PyTorch's attention takes them."""
     cache, paths, n = rows.cache, rows.paths, len(rows.tokens)
     if paths is None:
         return Behind(cache, range(n))

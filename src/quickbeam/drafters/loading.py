@@ -16,7 +16,7 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
-from quickbeam.drafters.draft_model import LMDrafter, Translation, first_difference
+from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
@@ -77,18 +77,10 @@ def load_drafter(
     told: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
     opened = open_model(str(place), target.dtype, target.device, weights=weights, **told)
     sizes = target.vocab_size, opened.model.vocab_size
-    if (difference := first_difference(tokenizer, opened.tokenizer, sizes)) is not None:
-        logger.info("%s has another tokenizer: %s", name, difference)
+    if not same_tokens(tokenizer, opened.tokenizer, sizes):
         translation = Translation(tokenizer, opened.tokenizer, sizes)
-        return LMDrafter(opened.model, sizes[1], weights=weights, translation=translation)
-    if opened.model.vocab_size >= target.vocab_size:
-        return LMDrafter(opened.model, target.vocab_size, weights=weights)
-    from quickbeam.models.loading import load_model  # which can give it more tokens
-
-    model, _ = load_model(
-        str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
-    )
-    return LMDrafter(model, target.vocab_size, weights=weights)
+        return LMDrafter(opened.model, sizes[1], translation=translation)
+    return LMDrafter(opened.model, target.vocab_size)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:

@@ -224,7 +224,6 @@ def load_mtp(
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
-    """Return a head's parameters, architecture and names."""
     config = model.config
     files = TensorFiles(folder)
     stack, one = mtp_stack(config, model.dtype)

@@ -42,7 +42,6 @@ class NgramIndex(SourceState):
         self.ids.extend(tokens)
 
     def _enter(self) -> None:
-        """Enter the n-grams before the tokens that were appended."""
         ids, after = self.ids, self._after
         for end in range(self._entered, len(ids)):
             for n in range(self.min_n, min(self.max_n, end) + 1):

@@ -150,7 +150,6 @@ def collect_places(
 def _by_depth(
     network: EagleHead, head: torch.Tensor, batch: Batch, depths: int
 ) -> Iterator[Places]:
-    """Yield the places of one batch, one depth after another."""
     b, n = batch.tokens.shape
     last = batch.hidden[..., -head.shape[1] :]
     present = torch.arange(n, device=batch.tokens.device) < batch.lengths[:, None]

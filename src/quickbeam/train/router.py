@@ -92,14 +92,9 @@ def pifa(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor
     return features
 
 
-def head_rows(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
-    """Return the rows of the head, `[vocab, d]` float32: DynaSpec's features of tokens."""
-    return head.float()
-
-
 CLUSTERINGS: dict[str, Callable[[EagleHead, torch.Tensor, Places], torch.Tensor]] = {
     "pifa": pifa,
-    "kmeans": head_rows,
+    "kmeans": lambda network, head, places: head.float(),  # DynaSpec's: the rows of the head
 }
 """By the name on the command line: the features that make tokens alike."""
 

@@ -138,34 +138,23 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     An object is `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns, of which the first is taken)
     or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
     """
-    prompts = []
+    prompts = list[list[dict[str, str]]]()  # one a line
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--prompts {path}: can't be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if "messages" in record:
-                messages = [
-                    {"role": str(m["role"]), "content": str(m["content"])}
-                    for m in record["messages"]
-                ]
-            else:
+        for line in path.read_text(encoding="utf-8-sig").splitlines():
+            record = json.loads(line) if line.strip() else {"messages": []}
+            turns = record.get("messages")
+            if turns is None:
                 first = record["prompt"] if "prompt" in record else record["turns"][0]
-                messages = [{"role": "user", "content": str(first)}]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise InvalidInput(
-                f'--prompts {path}, line {number}: want {{"prompt": …}}, {{"turns": '
-                f'[…]}} or {{"messages": […]}}'
-            ) from error
-        if messages:
-            prompts.append(messages)
-    if not prompts:
+                turns = [{"role": "user", "content": first}]
+            prompts.append([{name: str(m[name]) for name in ("role", "content")} for m in turns])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"--prompts {path}, line {len(prompts) + 1}: can't be read ({error!r}); want "
+            '{"prompt": …}, {"turns": […]} or {"messages": […]}'
+        ) from error
+    if not any(prompts):
         raise InvalidInput(f"--prompts {path}: holds no prompts")
-    return prompts
+    return [one for one in prompts if one]
 
 
 def spread_lengths(

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class TextStage:
             documents=opening_words("documents", plan.languages),
             seed=plan.recipe.seed + 1_000_003 * (shards.files + 1),
         )
-        of, wanted = (self._model, plan.slots, self._ids), plan.tokens - there
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        of, wanted = (self._model, plan.slots, encode), plan.tokens - there
         writer = text.Writer(*of, template, stops, recipe, prompts, wanted, stepped)
         try:
             for conversation in writer:
@@ -97,10 +99,6 @@ class TextStage:
             stepped(0)
         finally:
             shards.flush()
-
-    def _ids(self, words: str) -> list[int]:
-        found = self._tokenizer(words, add_special_tokens=False)["input_ids"]
-        return [int(token) for token in found]
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):

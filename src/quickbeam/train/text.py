@@ -107,37 +107,17 @@ class Template:
         for mark in marks:
             before, mark_there, text = text.partition(mark)
             if not mark_there:
-                raise InvalidInput(
-                    "the model's chat template changes what users say: give --prompts FILE.jsonl"
-                )
+                break
             pieces.append(tokenizer(before, add_special_tokens=False)["input_ids"])
-        begin, reply, again = pieces
-        if not begin or not reply:
+        if len(pieces) < 3 or not pieces[0] or not pieces[1]:
             raise InvalidInput(
-                "the model's chat template says nothing before or after what users "
-                "say: give --prompts FILE.jsonl"
+                "the model's chat template changes what users say, or says nothing before or after "
+                "it: give --prompts FILE.jsonl"
             )
+        begin, reply, again = pieces
         return Template(
             begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"])
         )
-
-
-class RepetitionDetector:
-    """Tells when a text repeats itself, as small models' answers do.
-
-    A repetition is soon drafted right, and there is no more to learn from it.
-    """
-
-    def __init__(self) -> None:
-        self.run = 0  # tokens in a row, up to the last, that each ended a known trigram
-        self._seen: set[tuple[int, ...]] = set()
-        self._last: tuple[int, ...] = ()
-
-    def read(self, token: int) -> None:
-        """Take the next token of the text."""
-        self._last = (*self._last[-2:], token)
-        self.run = self.run + 1 if self._last in self._seen else 0
-        self._seen.add(self._last)
 
 
 class Talk:
@@ -145,7 +125,9 @@ class Talk:
 
     It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
     the model's answers. `document`: the conversation is one document, which counts as an answer
-    after its first words. `turn`: tokens of the current turn.
+    after its first words. `turn`: tokens of the current turn. `repeated`: tokens in a row, up to
+    the last, that each ended a known trigram: small models' answers repeat themselves, and that is
+    soon drafted right.
     """
 
     def __init__(
@@ -158,14 +140,17 @@ class Talk:
     ) -> None:
         self.tokens, self.answer = list(tokens), [False] * len(tokens)
         self.temperature, self.answering, self.document = temperature, answering, document
-        self.turn, self.over, self.repetition = 0, False, RepetitionDetector()
+        self.turn, self.over, self.repeated = 0, False, 0
+        self._seen, self._last = set[tuple[int, ...]](), tuple[int, ...]()
 
     def append(self, token: int) -> None:
         """Append the next token of the one who speaks."""
         self.tokens.append(token)
         self.answer.append(self.answering)
         self.turn += 1
-        self.repetition.read(token)
+        self._last = (*self._last[-2:], token)
+        self.repeated = self.repeated + 1 if self._last in self._seen else 0
+        self._seen.add(self._last)
 
     def conversation(self) -> Conversation:
         """Return the conversation, once it is `over`."""
@@ -257,7 +242,6 @@ class Writer:
             engine.close()
 
     def _request(self, talk: Talk) -> Request:
-        """Return the request for the rest of a conversation, of which one turn is taken."""
         heat = talk.temperature if talk.answering else self._recipe.user_temperature
         room, seed = self._recipe.length - len(talk.tokens), self._random.getrandbits(63)
         params = SamplingParams(max_tokens=room, temperature=heat, seed=seed, ignore_eos=True)
@@ -265,7 +249,6 @@ class Writer:
         return Request(talk.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
 
     def _fill(self, engine: Engine, running: dict[SequenceState, Talk]) -> None:
-        """Start conversations in all free slots, as long as they are needed."""
         while len(running) < self._slots and not self._enough(running.values()):
             if (talk := self._fresh()) is None:
                 break
@@ -324,7 +307,7 @@ class Writer:
         """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
         recipe, template = self._recipe, self._template
         ended, talk.over = talk.tokens[-1] in self._stops, len(talk.tokens) >= recipe.length
-        repeating = talk.repetition.run >= recipe.repetition
+        repeating = talk.repeated >= recipe.repetition
         if talk.over:
             return True
         if talk.document:
