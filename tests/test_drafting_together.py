@@ -63,7 +63,7 @@ def shortlists(pair, window=40):
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
-    routed = Shortlist(weight, layout, router=router, chosen=2, deepest=1, window=window)
+    routed = Shortlist(weight, layout, router=router, chosen=2, window=window)
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 

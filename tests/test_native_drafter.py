@@ -346,11 +346,7 @@ def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(isa, kind, na
     tree = grown(rng, ids[-1], 12)
     distributions: dict[bool, list[torch.Tensor]] = {}
     for short in (False, True):
-        shortlist = (
-            Shortlist(weight, layout, router=router, chosen=2, deepest=5, window=40)
-            if short
-            else None
-        )
+        shortlist = Shortlist(weight, layout, router=router, chosen=2, window=40) if short else None
         assert shortlist is None or (shortlist.native_router and shortlist.native)
         text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), copy_of(tree)
         distributions[short] = [

@@ -50,28 +50,15 @@ def nodes(n, seed=1):
     return torch.randn(n, D), torch.randn(n, EMBED)
 
 
-def route(shortlist, hidden, embedded, depths, above=None):
+def route(shortlist, hidden, embedded):
     """The clusters of one call, as a drafter asks for them."""
-    if not shortlist.routes(depths, above):
-        return shortlist.none if above is None else above
-    assert shortlist.router is not None
+    if shortlist.router is None:
+        return shortlist.none
     with torch.inference_mode():
         return shortlist.choose(shortlist.router(hidden, embedded))
 
 
 # Room
-
-
-def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did():
-    shortlist = make(deepest=1)
-    hidden, embedded = nodes(2)
-    root = route(shortlist, hidden[:1], embedded[:1], [0])
-    first = route(shortlist, hidden, embedded, [1, 2], root)
-    assert first is not root
-    assert first.tolist() == route(shortlist, hidden, embedded, [1, 2]).tolist()
-    assert route(shortlist, hidden, embedded, [2, 3], first) is first
-    # nothing above: routed
-    assert len(route(shortlist, hidden, embedded, [2, 2])) == 4
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
@@ -119,7 +106,7 @@ def test_inference_mode_may_come_and_go(first):
     with nullcontext() if first else torch.inference_mode():
         state.extend(range(60))
         hidden, embedded = nodes(2)
-        state.score(hidden, route(shortlist, hidden, embedded, [0, 1]))
+        state.score(hidden, route(shortlist, hidden, embedded))
     state.extend(range(VOCAB))
 
 
@@ -187,7 +174,7 @@ def test_making_a_shortlist_leaves_chance_alone():
 
 def test_without_a_router_nothing_is_routed():
     for kind in ("frequency", "context"):
-        assert route(make(kind), *nodes(2), [0, 1]).tolist() == []
+        assert route(make(kind), *nodes(2)).tolist() == []
 
 
 # Scoring
@@ -202,7 +189,7 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
     total = 0
     for seed in range(4):
         hidden, embedded = nodes(3, seed)
-        routed = route(shortlist, hidden, embedded, [0, 1, 5])
+        routed = route(shortlist, hidden, embedded)
         found, full = spread(state.score(hidden, routed), VOCAB), hidden @ weight.T
         held, layout = found[0] > -torch.inf, shortlist.layout
         expected = layout.scored(routed).tolist()
@@ -216,7 +203,7 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
 @pytest.mark.parametrize("kind", ["context", "all"])
 def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     shortlist, (hidden, embedded) = make(kind), nodes(1)
-    routed = route(shortlist, hidden, embedded, [0])
+    routed = route(shortlist, hidden, embedded)
     always = set(shortlist.layout.scored(routed).tolist())
     rare = [token for token in range(VOCAB) if token not in always]
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
@@ -235,7 +222,7 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
 def test_a_context_alone_must_hold_a_token():
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
-        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden, [0]))
+        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
 
 
 def test_parts_that_do_not_fit_are_refused():

@@ -29,7 +29,7 @@ def some_router(clusters):
 @pytest.fixture
 def artefact():
     layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
-    return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters), 4)
+    return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters))
 
 
 def cluster_of(layout, cluster):
@@ -110,7 +110,6 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     assert torch.equal(after.ranking, before.ranking)
     for field in ("frequent", "size", "vocab", "clusters"):
         assert getattr(after.layout, field) == getattr(before.layout, field)
-    assert after.deepest == before.deepest == 4 * routed
     if not routed:
         assert after.router is None
         return
@@ -156,9 +155,6 @@ def test_fields_that_do_not_fit_are_refused(artefact, tmp_path, change, says):
     path.write_text(json.dumps(record | change))
     with pytest.raises(InvalidInput, match=says):
         Artefact.load(tmp_path)
-    record.pop("deepest")  # as earlier ones were written
-    path.write_text(json.dumps(record))
-    assert Artefact.load(tmp_path).deepest == 0
     path.write_text("[1]")
     with pytest.raises(InvalidInput, match="holds no whole shortlist"):
         Artefact.load(tmp_path)

@@ -219,7 +219,7 @@ def test_the_command_makes_a_shortlist(toy_folder, folder, kind):
     assert "held-out recall of 64 rows" in said
     artefact = Artefact.load(folder)
     layout, router = artefact.layout, artefact.router
-    assert (layout.frequent, layout.size, len(layout.order), artefact.deepest) == (6, 12, 257, 5)
+    assert (layout.frequent, layout.size, len(layout.order)) == (6, 12, 257)
     assert torch.equal(layout.order[:6], artefact.ranking[:6])
     assert router is not None and router.config == RouterConfig(32, 32, 32, 21)
     record = json.loads((folder / "router.json").read_text())

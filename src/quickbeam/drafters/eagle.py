@@ -20,8 +20,8 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import SequenceCache
 
-Works = list[tuple["EagleState", Rows, dict[int, int]]]
-"""Sequences' rows of a pass, with the nodes whose distributions are computed, and their depths."""
+Works = list[tuple["EagleState", Rows]]
+"""Sequences and their rows of a pass."""
 
 
 class EagleState(FeatureState):
@@ -120,11 +120,12 @@ class EagleDrafter(FeatureDrafter):
             state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        for (state, _, asked), (out, feature) in zip(works, self._run(works), strict=True):
-            done = len(state.place)
+        for (state, _), (out, feature) in zip(works, self._run(works), strict=True):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
-            state.place.update({node: done + i for i, node in enumerate(asked)})
+        for request in requests:
+            place = request.state.place
+            place.update({n: len(place) + i for i, n in enumerate(request.nodes) if n})
         return self._distributions(requests)
 
     def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
@@ -138,16 +139,16 @@ class EagleDrafter(FeatureDrafter):
             works: Works = []
             for state, count in part:
                 at = state.cache.length
-                asked = {0: 0} if not early and state.waiting == count else {}
+                wanted = int(not early and state.waiting == count)
                 tokens = state.ids[at + 1 : at + 1 + count]
                 hidden = state.unread.first(count)
-                works.append((state, Rows(state.cache, hidden, tokens, len(asked)), asked))
-            for (state, rows, asked), (out, feature) in zip(works, self._run(works), strict=True):
+                works.append((state, Rows(state.cache, hidden, tokens, wanted)))
+            for (state, rows), (out, feature) in zip(works, self._run(works), strict=True):
                 state.commit(len(rows.tokens))
-                if asked:
+                if rows.wanted:
                     state.out, state.feature = out[-1:], feature[-1:]
 
-    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
+    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows]:
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
@@ -158,45 +159,34 @@ class EagleDrafter(FeatureDrafter):
                 raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
             state.paths.append([*(state.paths[place - 1] if place else ()), len(state.paths)])
             above.append(place)
-        tokens, asked = [tree.token[node] for node in nodes], {n: tree.depth[n] for n in nodes}
-        rows = Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
-        return state, rows, asked
+        tokens = [tree.token[node] for node in nodes]
+        return state, Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
 
     def _run(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run the works, and return for each its outputs and the features that the head reads."""
         passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         groups: dict[Shortlist | None, list[int]] = {}  # works with the same router: one pass
-        for i, (state, _, _) in enumerate(works):
+        for i, (state, _) in enumerate(works):
             state.calls += 1
             shared = None if state.shortlist is None else state.shortlist.shared
             groups.setdefault(shared, []).append(i)
         for shared, group in groups.items():
-            parts = self._run_group([works[i] for i in group], shared)
-            passed.update(zip(group, parts, strict=True))
+            rows, first = [works[i][1] for i in group], 0
+            asked = any(one.wanted for one in rows)
+            out, feature, scores = self.passes.run(rows, shared if asked else None)
+            for i in group:
+                state, one = works[i]
+                if shared is not None and one.wanted:
+                    began, mine = perf_counter(), slice(first, first + one.wanted)
+                    state.routed = shared.none if scores is None else shared.choose(scores[mine])
+                    if one.paths is None:
+                        state.root_routed = state.routed
+                    state.counted.seconds += perf_counter() - began
+                first += one.wanted
+            sizes = [len(one.tokens) if len(out) else 0 for one in rows]
+            parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)
+            passed.update(zip(group, zip(*parts, strict=True), strict=True))
         return iter([passed[i] for i in range(len(works))])
-
-    def _run_group(
-        self, works: Works, shared: Shortlist | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        routes = [
-            shared is not None and bool(asked) and shared.routes([*asked.values()], state.routed)
-            for state, _, asked in works
-        ]
-        routed_by = shared if any(routes) else None
-        out, feature, scores = self.passes.run([rows for _, rows, _ in works], routed_by)
-        first = 0
-        for (state, _, asked), asks in zip(works, routes, strict=True):
-            if shared is not None and asked:
-                began = perf_counter()
-                if asks and scores is not None:
-                    state.routed = shared.choose(scores[first : first + len(asked)])
-                elif state.routed is None:
-                    state.routed = shared.none
-                state.root_routed = state.routed if 0 in asked else state.root_routed
-                state.counted.seconds += perf_counter() - began
-            first += len(asked)
-        sizes = [len(rows.tokens) if len(out) else 0 for _, rows, _ in works]
-        return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()

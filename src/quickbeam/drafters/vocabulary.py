@@ -73,7 +73,6 @@ def make_shortlist(
         layout,
         router=artefact.router,
         chosen=chosen,
-        deepest=artefact.deepest,
         window=window,
     )
 

@@ -39,7 +39,6 @@ from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
-DEEPEST = 5  # the largest depth at which the router is asked
 SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 # By kind of clusters: one token in so many is always scored, but at most so many; tokens of a
 # cluster, but at most a 64th of the vocabulary.
@@ -132,7 +131,7 @@ class ShortlistTraining:
         plan = self.plan
         recipe = RouterRecipe(plan.clusters == "pifa", plan.width, plan.router_epochs, self.seed)
         router = train_router(self.network, places, layout.cluster_of, recipe)
-        Artefact(layout, self.ranking, router, DEEPEST).save(self.out)
+        Artefact(layout, self.ranking, router).save(self.out)
         figures = self.figures(layout, router, counted)
         held_out = {rows: {"list": one, "router": both} for rows, (one, both) in figures.items()}
         record = {

@@ -102,13 +102,11 @@ class Shortlist:
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
     - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
-    - `deepest`: if all nodes of a call are deeper in the tree than this, the router is not asked,
-      and the call scores what the call before it did. With 0, it is asked for the root alone.
     - `window`: the most tokens of the context that are scored; None: none are.
 
-    A drafter asks `routes` whether a call needs the router, runs `router` or `native_router`, gives
-    its scores to `choose`, and has `ShortlistState.score` compute logits. Nothing here looks at
-    what is drawn later, so the shortlist is known before any token is drawn from it.
+    A drafter runs `router` or `native_router` in each call, gives its scores to `choose`, and has
+    `ShortlistState.score` compute logits. Nothing here looks at what is drawn later, so the
+    shortlist is known before any token is drawn from it.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -120,7 +118,6 @@ class Shortlist:
         *,
         router: Router | None = None,
         chosen: int = 0,
-        deepest: int = 0,
         window: int | None = None,
     ) -> None:
         if weight.dim() != 2 or len(weight) != layout.vocab:
@@ -131,7 +128,7 @@ class Shortlist:
             raise InvalidInput(
                 "this shortlist is empty: it needs frequent tokens, a router or the context"
             )
-        self.layout, self.deepest, self._window = layout, deepest, window
+        self.layout, self._window = layout, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
         self._kernels = usable_kernels(weight)
@@ -163,14 +160,6 @@ class Shortlist:
             context = ContextTokens(self._window, self._frequent, rows, self.weight.device)
             context.extend(ids)
         return ShortlistState(self, context)
-
-    def routes(self, depths: Sequence[int], above: torch.Tensor | None = None) -> bool:
-        """Whether a call on nodes of these depths asks the router.
-
-        `above`: the clusters of the tree's last call. If all nodes of this call are below
-        `deepest`, it keeps them.
-        """
-        return self.router is not None and (above is None or min(depths) <= self.deepest)
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
@@ -262,7 +251,6 @@ class Artefact:
 
     - `layout`: the frequent tokens and the clusters. `router`: over these, or None.
     - `ranking`: `[vocab]` int64, all tokens by falling frequency in the training text.
-    - `deepest`: as of `Shortlist`.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -270,7 +258,6 @@ class Artefact:
     layout: Layout
     ranking: torch.Tensor
     router: Router | None = None
-    deepest: int = 0
 
     def __post_init__(self) -> None:
         require_distinct(self.ranking, self.layout.vocab, "the ranking")
@@ -297,7 +284,6 @@ class Artefact:
             "frequent": self.layout.frequent,
             "size": self.layout.size,
             "vocab": self.layout.vocab,
-            "deepest": self.deepest,
             "router": None if self.router is None else asdict(self.router.config),
         }
         write_folder(folder, record, tensors, torch.bfloat16, (FIELDS, TENSORS))
@@ -321,8 +307,7 @@ class Artefact:
                 state = {name: state[name] for name in router.state_dict()}
                 router.load_state_dict(state, assign=True)
                 router.eval()
-            ranking, deepest = tensors["ranking"].long(), int(record.get("deepest", 0))
-            return Artefact(layout, ranking, router, deepest)
+            return Artefact(layout, tensors["ranking"].long(), router)
         except (
             OSError,
             SafetensorError,
