@@ -154,7 +154,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     distributions_of(drafter, context, tree, [0])
     distributions_of(drafter, context, tree, nodes[:2])
     distributions_of(drafter, context, tree, nodes[2:3])
-    assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
+    assert passes == [("draft", 4), ("draft", 2), ("draft", 1)]
     # the last node accepted was a leaf: it is run together with the new root
     context.extend([20, 22, 23, 50])
     assert state_of(context).waiting == 1
@@ -198,7 +198,6 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
         drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
     )
     assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
-    assert state_of(context).calls == 1
     check(probs, context, tree)
 
 

@@ -167,14 +167,13 @@ class AssistantState(DrafterState):
     """What the drafter keeps of one sequence.
 
     `hidden`: `[1, width]`, the target's hidden state after the last token that it has read. `out`:
-    by node of the `tree` that is being grown, `[1, width]`. `calls`: how many passes were run.
+    by node of the `tree` that is being grown, `[1, width]`.
     """
 
     def __init__(self) -> None:
         self.hidden: torch.Tensor | None = None
         self.tree: TokenTree | None = None
         self.out = dict[int, torch.Tensor]()
-        self.calls = 0
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden[-1:].clone()  # a slice would keep the hidden states of all rows
@@ -218,7 +217,6 @@ class AssistantDrafter(Drafter):
             if request.nodes[0] == 0:
                 state.tree, state.out = request.tree, {}
             state.out.update(zip(request.nodes, rows[:, None], strict=True))
-            state.calls += 1
         return [
             DraftProbs(probs_of(logits, request.context.draft_temperature), tokens, self.vocab_size)
             for request, (logits, tokens) in zip(requests, self.head(features), strict=True)

@@ -219,10 +219,7 @@ class DrafterState(SourceState):
         and where it takes hidden states, that these were given of (`append_hidden`)."""
         return 0
 
-    @property
-    def used(self) -> HeadUse | None:
-        """The counters of its head, or None where they are not kept."""
-        return None
+    used: HeadUse | None = None  # the counters of its head, where they are kept
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
         """Take the hidden states `[k, layers * d]` of the next k committed tokens.

@@ -245,7 +245,7 @@ class BlockDrafter(FeatureDrafter):
         anchors = [tree.token[0] for tree in trees]
         rows = self.passes.run([state.cache for state in states], anchors)
         for state, tree, part in zip(states, trees, rows, strict=True):
-            state.tree, state.rows, state.calls = tree, part, state.calls + 1
+            state.tree, state.rows = tree, part
         self._score(states)
 
     def _score(self, states: Sequence[BlockState]) -> None:

@@ -95,9 +95,9 @@ GAP = 32
 class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
-    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `calls`: how many
-    passes over trees were run. `most`: its largest token, which stands for larger ones of the
-    target's. `recurrent`: whether it has recurrent layers.
+    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `most`: its largest
+    token, which stands for larger ones of the target's. `recurrent`: whether it has recurrent
+    layers.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class LMState(DrafterState):
         self._most = most
         self.ids = self._own(ids) if translation is None else translation.read(ids)
         self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
-        self.cache, self.calls = cache, 0
-        self.recurrent, self.translation = recurrent, translation
+        self.cache, self.recurrent, self.translation = cache, recurrent, translation
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -233,7 +232,6 @@ class LMDrafter(Drafter):
         for request, rows in zip(requests, followed, strict=True):
             if rows:
                 state = request.state
-                state.calls += 1
                 batch.parts.append(Draft(state.cache, state.shadow, state.done))
         passed = iter(self.model.forward(batch) if batch.parts else ())
         return [

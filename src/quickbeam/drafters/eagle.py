@@ -167,7 +167,6 @@ class EagleDrafter(FeatureDrafter):
         passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         groups: dict[Shortlist | None, list[int]] = {}  # works with the same router: one pass
         for i, (state, _) in enumerate(works):
-            state.calls += 1
             shared = None if state.shortlist is None else state.shortlist.shared
             groups.setdefault(shared, []).append(i)
         for shared, group in groups.items():
@@ -181,7 +180,7 @@ class EagleDrafter(FeatureDrafter):
                     state.routed = shared.none if scores is None else shared.choose(scores[mine])
                     if one.paths is None:
                         state.root_routed = state.routed
-                    state.counted.seconds += perf_counter() - began
+                    state.used.seconds += perf_counter() - began
                 first += one.wanted
             sizes = [len(one.tokens) if len(out) else 0 for one in rows]
             parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)

@@ -74,22 +74,20 @@ class FeatureState(DrafterState):
     - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
       have none yet.
     - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
-      same or its frequent tokens alone. `counted`: how the head was used.
-    - `tree`: the tree that is being grown. `calls`: how many passes were run.
+      same or its frequent tokens alone. `used`: how the head was used.
+    - `tree`: the tree that is being grown.
     """
+
+    used: HeadUse
 
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.unread, self.shortlist, self.counted = Unread(), shortlist, HeadUse()
+        self.cache, self.ids, self.unread = cache, list(ids), Unread()
+        self.shortlist, self.used = shortlist, HeadUse()
         self.scorer = shortlist
         self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.tree: TokenTree | None = None
-
-    @property
-    def used(self) -> HeadUse:
-        return self.counted
 
     @property
     def waiting(self) -> int:
@@ -108,7 +106,7 @@ class FeatureState(DrafterState):
         if self.shortlist is not None:
             began = perf_counter()
             self.shortlist.extend([*self._unseen, *largest(logits[None], OFFERED)[0][0]])
-            self.counted.seconds += perf_counter() - began
+            self.used.seconds += perf_counter() - began
         self._unseen.clear()
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
@@ -250,7 +248,7 @@ def score(
             count = scorer.scored - before
         seconds = (perf_counter() - began) / len(group)
         for i in group:
-            counted = states[i].counted
+            counted = states[i].used
             counted.calls, counted.tokens = counted.calls + 1, counted.tokens + count
             counted.seconds += seconds
         yield Scored([(i, len(features[i])) for i in group], logits, tokens)
