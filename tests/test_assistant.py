@@ -19,10 +19,9 @@ from drafters import DRAFTED
 from features import Pair, grown, rounds
 from models import SIZES, tiny
 from quickbeam import LLM
-from quickbeam.drafters import assistant_passes
-from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
+from quickbeam.drafters import assistant
+from quickbeam.drafters.assistant import OrderedHead, is_assistant, load_assistant
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.ordered import OrderedHead
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
@@ -82,13 +81,13 @@ class Assisted(Pair):
         if own.use_ordered_embeddings:
             self.network.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
 
-    def open(self, folder, dtype=torch.float32, native=True, **options):
+    def open(self, folder, dtype=torch.float32, **options):
         """Have a target and its drafter read what is written to `folder`."""
         for one in (self.model, self.network):
             one.to(dtype).float()
         copy.deepcopy(self.network).to(dtype).save_pretrained(folder)
         model = copy.deepcopy(self.model).to(dtype)
-        self.target = make_model(model, native=native, chunk=6)
+        self.target = make_model(model, chunk=6)
         self.drafter = load_assistant(folder, self.target, **options)
         return self
 
@@ -125,15 +124,10 @@ def opened(folder, **options):
     return Assisted(**kind).open(folder, **options)
 
 
-@pytest.mark.parametrize(
-    ("target", "head", "native"),
-    [
-        pytest.param(*case.values, marks=[*case.marks, *([native_alone] if case.values[2] else [])])
-        for case in spread(list(TARGETS), list(HEAD), [True, False])
-    ],
-)
-def test_distributions_are_those_of_transformers_class(target, head, native, tmp_path):
-    pair = opened(tmp_path, target=target, head=head, native=native)
+@native_alone
+@pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
+def test_distributions_are_those_of_transformers_class(target, head, tmp_path):
+    pair = opened(tmp_path, target=target, head=head)
     rng = random.Random(target)
     text = pair.begin([rng.randrange(VOCABULARY) for _ in range(9)], 5)
     for _ in range(3):
@@ -161,7 +155,7 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert native.tokens.tolist() == plain.tokens.tolist()
-    assert {*plain.tokens.tolist()} == {*layout.tokens(1).tolist(), *layout.tokens(4).tolist()}
+    assert {*plain.tokens.tolist()} == {*layout.scored(torch.tensor([1, 4])).tolist()}
     torch.testing.assert_close(plain.logits, rows @ weight[plain.tokens].T)
     torch.testing.assert_close(native.logits, plain.logits, atol=0.3, rtol=0.05)
 
@@ -195,11 +189,6 @@ def test_answers_are_plain_decodings_alone_and_six_at_a_time(target, head, pairs
 def test_every_method_that_a_drafter_decides_grows_trees_over_it(name, pairs):
     pair = pairs("shared", "ordered")
     method_as_plain(pair.target, DRAFTED[name](pair.drafter), [3, 1, 4])
-
-
-def test_it_drafts_by_pytorchs_operators_too(tmp_path):
-    pair = opened(tmp_path, head="ordered", native=False)
-    method_as_plain(pair.target, DRAFTED["dyspec"](pair.drafter), PROMPTS[0])
 
 
 @native_alone
@@ -309,7 +298,7 @@ def test_another_position_and_keys_left_out_lose_acceptance_and_no_answer(tmp_pa
                 told[place] = [max(1, one + by) for one in told[place]]
                 super().add(*told)
 
-        monkeypatch.setattr(assistant_passes, "RowList", Off)
+        monkeypatch.setattr(assistant, "RowList", Off)
         return accepted(pair, 2)
 
     moved, shorter = wrong(2, 5), wrong(4, -2)
@@ -338,6 +327,7 @@ def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
         LLM(folder, drafter=drafter, draft_weights="int8")
 
 
+@native_alone
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     pair = opened(tmp_path / "a", target="shared")
     path = tmp_path / "a"
@@ -348,8 +338,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         **FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
     )
     other = make_model(tiny("", config=narrow))
-    with pytest.raises(InvalidInput, match=r"its full_attention has 4 heads of 16, the target"):
+    with pytest.raises(InvalidInput, match=r"it has 4 heads of 16, the target"):
         load_assistant(path, other)
+    eager = make_model(copy.deepcopy(pair.model), native=False)
+    with pytest.raises(InvalidInput, match="an assistant needs the native kernels"):
+        load_assistant(path, eager)
     configure(path, backbone_hidden_size=48)
     with pytest.raises(InvalidInput, match="hidden states of 48, the target has 32"):
         load_assistant(path, pair.target)
@@ -359,6 +352,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         load_assistant(path, pair.target)
 
 
+@native_alone
 @pytest.mark.parametrize(
     ("part", "field", "value"),
     [

@@ -14,7 +14,7 @@ from answers import answer
 from cases import examples
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
-from quickbeam.drafters.draft_model import GAP, LMDrafter, first_difference
+from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import make_method
@@ -154,7 +154,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     distributions_of(drafter, context, tree, [0])
     distributions_of(drafter, context, tree, nodes[:2])
     distributions_of(drafter, context, tree, nodes[2:3])
-    assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
+    assert passes == [("draft", 4), ("draft", 2), ("draft", 1)]
     # the last node accepted was a leaf: it is run together with the new root
     context.extend([20, 22, 23, 50])
     assert state_of(context).waiting == 1
@@ -198,7 +198,6 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
         drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
     )
     assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
-    assert state_of(context).calls == 1
     check(probs, context, tree)
 
 
@@ -268,49 +267,19 @@ def tokenizer(*tokens):
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "sizes", "words"),
+    ("drafter", "sizes", "same"),
     [
-        (
-            ("a", "b", "c"),
-            ("a", "x", "y"),
-            (3, 3),
-            "token 1 is 'b' to the target and 'x' to the drafter",
-        ),
-        (("a", "b"), ("b", "a"), (2, 2), "token 0 is 'a' to the target and 'b' to the drafter"),
-        (
-            ("a", "b", "c"),
-            ("a", "b"),
-            (3, 2),
-            "token 2 is 'c' to the target and no token to the drafter",
-        ),
-        (
-            ("a", "b"),
-            ("a", "b", "c"),
-            (2, 4),
-            "token 2 is no token to the target and 'c' to the drafter",
-        ),
-        (
-            ("a", None, "c"),
-            ("a", "b", "c"),
-            (3, 3),
-            "token 1 is no token to the target and 'b' to the drafter",
-        ),
-        (
-            ("a", "b", "c"),
-            ("a", None, "c"),
-            (3, 3),
-            "token 1 is 'b' to the target and no token to the drafter",
-        ),
+        (("a", "b", "c"), (3, 3), True),
+        (("a", "c", "b"), (3, 3), False),
+        (("a", None, "c"), (3, 3), False),
+        (("a", "b"), (3, 2), False),
+        (("a", "b", "c", "d"), (3, 4), False),
+        (("a", "b"), (5, 4), True),
+        (("a", "b", "c", "<tool>"), (4, 4), True),
     ],
 )
-def test_other_vocabularies_are_told_apart(target, drafter, sizes, words):
-    assert first_difference(tokenizer(*target), tokenizer(*drafter), sizes) == words
-
-
-def test_padded_tails_may_differ():
-    assert first_difference(tokenizer("a", "b"), tokenizer("a", "b"), (5, 2)) is None
-    assert first_difference(tokenizer("a", "b", "<tool>"), tokenizer("a", "b"), (5, 4)) is None
-    assert first_difference(tokenizer("a", "b"), tokenizer("a", "b", "<tool>"), (3, 5)) is None
+def test_other_vocabularies_are_told_apart_but_for_padded_tails(drafter, sizes, same):
+    assert same_tokens(tokenizer("a", "b", "c"), tokenizer(*drafter), sizes) is same
 
 
 # Through the engine

@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import openers, stages, text
-from quickbeam.train.recipes import Plan
-from quickbeam.train.talk import RepetitionDetector
-from quickbeam.train.text import Quote, Recipe, Template, Writer
+from quickbeam.train import stages, text
+from quickbeam.train.recipes import LANGUAGES, OPENERS, Plan, opening_words
+from quickbeam.train.text import Quote, Recipe, Talk, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -130,19 +129,6 @@ def test_users_speak_at_a_temperature_of_their_own(chat):
     assert spoken > 60
 
 
-def test_what_the_template_says_takes_no_passes_of_its_own(chat):
-    for seed in range(4):
-        passes, ours = list[int](), {"openers": ("Why", "Tell me"), "documents": ()}
-        recipe = Recipe(LENGTH, QUESTION, quote=0.0, repetition=LENGTH, seed=seed, **ours)
-        model, stops = make_model(copy.deepcopy(chat.model)), chat.template.stops
-        writer = Writer(
-            model, 1, chat.encode, chat.template, stops, recipe, tokens=1, stepped=passes.append
-        )
-        (conversation,) = writer
-        spoken = list(turns(chat, conversation.tokens.tolist()))
-        assert len(passes) <= sum(end - begin for begin, end, _ in spoken) + len(spoken)
-
-
 QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 
 
@@ -150,7 +136,7 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat)
     t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
     words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
     for tokens, answer, _ in itertools.islice(
-        chat.writer(quote=0.7, quotes=QUOTES, documents=()), 60
+        chat.writer(quote=0.7, quotes=QUOTES, documents=(), seed=1), 60
     ):
         ids, said = tokens.tolist(), int(answer.nonzero()[0])
         assert ids[: len(t.begin)] == t.begin
@@ -267,18 +253,18 @@ def test_a_seed_repeats_the_text(chat, written):
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
-        repetition, ids, runs = RepetitionDetector(), tokens.tolist(), list[int]()
+        talk, ids, runs = Talk([], 0.0), tokens.tolist(), list[int]()
         for begin, end, answering in turns(chat, ids):
             for token in ids[begin:end]:
-                repetition.read(token)
-                runs += [repetition.run] * answering
+                talk.append(token)
+                runs += [talk.repeated] * answering
         assert all(run < 5 for run in runs[:-1])
         cut += runs[-1] >= 5
     assert 0 < cut < 40
-    repetition, runs = RepetitionDetector(), []
+    talk, runs = Talk([], 0.0), []
     for token in [1, 2, 3, 1, 2, 3, 1, 9, 1, 2, 3, 4]:
-        repetition.read(token)
-        runs.append(repetition.run)
+        talk.append(token)
+        runs.append(talk.repeated)
     assert runs == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
 
 
@@ -332,17 +318,15 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
 
 # --- how text begins, by language ---
 
-WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
-
 
 def test_every_language_has_questions_and_documents():
-    assert set(openers.QUESTIONS) == set(openers.DOCUMENTS) == set(openers.LANGUAGES)
+    assert set(OPENERS["questions"]) == set(OPENERS["documents"]) == set(LANGUAGES)
 
 
-@pytest.mark.parametrize(("made", "words"), WORDS)
-def test_languages_have_equal_parts(made, words):
-    of = {opener: language for language in ("ar", "en", "ru") for opener in words[language]}
-    drawn = made(["en", "ru", "ar"])
+@pytest.mark.parametrize("kind", OPENERS)
+def test_languages_have_equal_parts(kind):
+    of = {opener: language for language in ("ar", "en", "ru") for opener in OPENERS[kind][language]}
+    drawn = opening_words(kind, ["en", "ru", "ar"])
     assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
     assert set(drawn) == set(of)
 

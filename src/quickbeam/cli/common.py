@@ -205,7 +205,7 @@ def statistics_line(completion: Completion, kernels: str, verbose: bool = False)
         parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
         if completion.seed is not None:
             parts.append(f"seed {completion.seed}")
-        if s.head is not None and s.head.wanted:
+        if s.head is not None and s.head.calls:
             parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
         for name, count in s.sources.items():
             parts.append(f"{name} {count.accepted} of {count.drafted} drafted accepted")

@@ -132,8 +132,8 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
         figures = training.run(report)
     for count, (listed, both) in figures.items():
         stderr().print(
-            f"held-out recall of {count:,} rows and the context: {both.recall:.4f}, of a "
-            f"list of as many {listed.recall:.4f}"
+            f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "
+            f"list of as many {listed:.4f}"
         )
     stderr().print(f"written to {plan.out}")
 

@@ -99,7 +99,6 @@ class Engine:
             )
         sequence = SequenceState(request, self._noise)
         if (drafter := sequence.drafter) is not None:
-            drafter.check_shortlist(request.shortlist)
             drafter.check_length(prompt, most)
         self.scheduler.check(sequence)
         return sequence

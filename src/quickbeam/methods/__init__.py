@@ -96,9 +96,8 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
 
     Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
     """
-    from quickbeam.drafters.answers import Answers
     from quickbeam.drafters.last_logits import LastLogits
-    from quickbeam.drafters.ngram import Ngram
+    from quickbeam.drafters.ngram import Answers, Ngram
     from quickbeam.drafters.recycling import TokenRecycling
 
     chosen = preset(name)

@@ -7,10 +7,9 @@ drafter is not asked at all.
 
 from __future__ import annotations
 
-from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.ngram import Answers, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel, Calibration
 from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.methods.free import FreeCandidates

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
 from quickbeam.methods.acceptance import (
     GUESSED,
     REMEMBERED,

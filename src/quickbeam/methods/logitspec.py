@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method, without_calls
