@@ -15,10 +15,9 @@ from typer.core import TyperGroup
 from quickbeam import __version__
 from quickbeam.cli import bench, fields
 from quickbeam.cli.batch import batch
-from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.doctor import doctor
-from quickbeam.cli.generate import generate
+from quickbeam.cli.generate import chat, generate
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.pull import pull
 from quickbeam.cli.serve import serve

@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import metadata
 from typing import Annotated, NamedTuple
 
@@ -115,25 +114,22 @@ def lacking(extra: str = "") -> dict[str, str]:
     for one in map(Requirement, metadata.requires("quickbeam") or ()):
         due = one.marker is None or one.marker.evaluate({"extra": extra})
         if due and ("extra" in str(one.marker)) == bool(extra):
-            version = installed(one.name)
-            if not version or not one.specifier.contains(version, prereleases=True):
-                missing[one.name] = f"{version} is not {one.specifier}" if version else ""
+            try:
+                version = metadata.version(one.name)
+            except metadata.PackageNotFoundError:
+                missing[one.name] = ""
+                continue
+            if not one.specifier.contains(version, prereleases=True):
+                missing[one.name] = f"{version} is not {one.specifier}"
     return missing
 
 
-def installed(name: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return ""
-
-
 def packages() -> Finding:
-    versions = {name: installed(name) for name in ("torch", "transformers")}
-    missing = lacking() if all(versions.values()) else versions
+    missing = lacking()
     text = f"quickbeam {__version__}, Python {platform.python_version()}"
     if gone := " ".join(name for name, version in missing.items() if not version):
         return Finding(PROBLEM, f"missing: {gone}", f"pip install {gone}")
-    text += "".join(f", {name} {version}" for name, version in versions.items())
+    text += "".join(f", {name} {metadata.version(name)}" for name in ("torch", "transformers"))
     if not missing:
         return Finding(OK, text)
     text += "".join(f"; {name} {why}, the tested range" for name, why in missing.items())
@@ -189,10 +185,3 @@ def doctor(
         typer.secho(f"{status:8}", fg=COLOURS[status], nl=False)
         print(f"{name:10}{text}" + (f"\n{'':18}→ {todo}" if todo else ""))
     raise typer.Exit(not can_run)
-
-
-def alone(arguments: list[str]) -> None:
-    """Run this command without the others, for when packages that they import are missing."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(doctor)
-    app(arguments, prog_name="quickbeam doctor")
