@@ -6,8 +6,6 @@ Two servers with the same fingerprint answer alike, bit for bit if the machine a
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from quickbeam.llm import LLM
 # suffixes of files that answers depend on
 DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
 BLOCK = 2**20  # bytes read at once
-KNOWN = "digests.json"  # in the cache folder: digests of files by path, size and modification time
 
 
 def fingerprint_of(llm: LLM) -> str:
@@ -39,30 +36,23 @@ def digest_of(model: str) -> str:
             path = Path(snapshot_download(model, local_files_only=True))
         except Exception:  # only the model's loader knows where it is
             return model
-    files = [path]
-    if not path.is_file():
-        files = sorted(one for one in path.iterdir() if one.suffix in DECIDES)
-    cache, named, known = cache_folder() / KNOWN, list[str](), dict[str, str]()
-    with suppress(OSError, ValueError, TypeError):
-        known = dict(json.loads(cache.read_text(encoding="utf-8")))
-    digests = dict(known)
-    for file in files:
-        state = file.stat()
-        key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-        digests[key] = str(digests.get(key) or _digest(file))
-        named += [file.name, digests[key]]
-    if digests != known:
-        work = cache.with_suffix(f".{os.getpid()}.tmp")
-        with suppress(OSError):  # or the files are read again next time
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            work.write_text(json.dumps(digests), encoding="utf-8")
-            work.replace(cache)
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    named = (f"{one.name}\0{_digest(one)}" for one in files if one.suffix in DECIDES)
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:
+    """Return the hash of a file, which is kept in the cache folder by path, size and time."""
+    state = file.stat()
+    key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+    kept = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+    if kept.exists() and (known := kept.read_text()):
+        return known
     digest = hashlib.sha256()
     with open(file, "rb") as handle:
         while block := handle.read(BLOCK):
             digest.update(block)
+    with suppress(OSError):  # or the file is read again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(digest.hexdigest())
     return digest.hexdigest()

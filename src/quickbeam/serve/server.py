@@ -14,7 +14,6 @@ from typing import Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
@@ -28,57 +27,11 @@ BACKLOG = 1024  # connections that the operating system may queue
 WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
-class Punctual(H11Protocol):
-    """Closes connections whose client takes too long to send the head of a request.
-
-    The body's time is `Guard`'s matter. Between requests uvicorn has a limit of its own.
-    """
-
-    seconds = 20.0
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unwatch()
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unwatch()
-        elif self._late is None and self.timeout_keep_alive_task is None:
-            self._late = self.loop.call_later(self.seconds, self._close)
-
-    def _unwatch(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _close(self) -> None:
-        self._late = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-
-
 def config(runner: Runner) -> uvicorn.Config:
     """Return how uvicorn serves a runner's application."""
-    protocol = type("Protocol", (Punctual,), {"seconds": runner.settings.read_timeout})
-    return uvicorn.Config(
-        create_app(runner),
-        http=protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=GRACE,
-    )
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    ends: dict[str, Any] = {"lifespan": "on", "timeout_graceful_shutdown": GRACE}
+    return uvicorn.Config(create_app(runner), ws="none", **quiet, **ends)
 
 
 class Server(uvicorn.Server):
