@@ -12,9 +12,8 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from quickbeam import __version__
-from quickbeam.errors import InvalidInput
 from quickbeam.serve import errors
-from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
+from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
@@ -113,30 +112,23 @@ async def tokenize(http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     runner: Runner = http.app.state.runner
     request = await read(http, TokenizeText | TokenizeChat)
-    check_model(runner, request.model)
-    try:
-        ids = await asyncio.to_thread(_tokens, runner, request)
-    except Refused:
-        raise
-    except InvalidInput as error:
-        raise Refused(str(error), field_of(str(error), request)) from error
-    texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    tokenizer = runner.llm.tokenizer
+    with named(request):
+        check_model(runner, request.model)
+        if isinstance(request, TokenizeText):
+            special = request.add_special_tokens is not False
+            found = await asyncio.to_thread(tokenizer, request.prompt, add_special_tokens=special)
+            ids = list(found["input_ids"])
+        else:
+            if request.tools:
+                tool_format(tokenizer)  # raises if the chat template doesn't take tools
+            tools = request.tools
+            ids = await asyncio.to_thread(encode_conversation, runner.llm, request, tools)
+    texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
     return JSONResponse(
         {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
     )
-
-
-def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
-    tokenizer = runner.llm.tokenizer
-    if isinstance(request, TokenizeText):
-        check_size(runner.llm, len(request.prompt), "prompt")
-        special = request.add_special_tokens is not False
-        return list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
-    if request.tools:
-        tool_format(tokenizer)  # raises if the chat template doesn't take tools
-    check_size(runner.llm, size_of(request.messages), "messages")
-    return encode_conversation(runner.llm, request, request.tools)
 
 
 async def detokenize(http: Request) -> Response:

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.serve import chat, completions, errors, responses
+from quickbeam.serve import completions, errors, responses
 from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.answers import Reply, done_events
 from quickbeam.serve.errors import Refused
@@ -44,8 +44,8 @@ class Endpoint(NamedTuple):
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, chat.begin, done_events),
-    "/v1/completions": Endpoint(CompletionRequest, completions.begin, done_events),
+    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat, done_events),
+    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text, done_events),
     "/v1/responses": Endpoint(ResponsesRequest, responses.begin, responses.named_events),
 }
 

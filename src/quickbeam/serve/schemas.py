@@ -266,6 +266,11 @@ class Request(Root):
         return found or (self.length_fields[0], self.length)
 
     @property
+    def count(self) -> int:
+        """The number of prompts."""
+        return 1
+
+    @property
     def scores(self) -> int | None:
         """`SamplingParams.logprobs`."""
         raise NotImplementedError
@@ -349,6 +354,10 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts)
 
     @property
     def scores(self) -> int | None:
