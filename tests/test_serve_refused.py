@@ -12,7 +12,7 @@ from cases import examples
 from quickbeam.serve import endpoints
 from quickbeam.serve.endpoints import ENDPOINTS
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.schemas import CompletionRequest
+from quickbeam.serve.messages import CompletionRequest
 from serving import ask, ask_raw, junk, refused
 
 CHAT, COMPLETIONS, RESPONSES = ENDPOINTS

@@ -8,9 +8,8 @@ event loop.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable
 from contextvars import ContextVar
 from enum import Enum
@@ -21,10 +20,9 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
-LONGEST_WAIT = 60  # seconds, the longest wait that a client is told
+SOON, LATER = 5, 60  # seconds after which a client is told to ask again
 # whose the request is that is answered; tenants take turns in the engine
 TENANT: ContextVar[Hashable] = ContextVar("tenant", default=None)
-SEEN = 64  # recent starts that the waiting time is estimated from
 
 
 class TurnedAway(QuickbeamError):
@@ -75,7 +73,6 @@ class Ticket:
 
     def begin(self) -> None:
         """Record that the engine has started an answer, or that it is over before that."""
-        self.gate.starts.append(time.perf_counter())
         self.gate.waiting -= 1
         self.weigh(0)
 
@@ -102,14 +99,12 @@ class Gate:
 
     `places` is the number of answers that the engine computes at the same time. `inside` counts the
     answers that are not over, `waiting` those of them that the engine has not started, and
-    `waiting_tokens` the tokens of their prompts. `starts` are the times of the latest starts
-    (`time.perf_counter`).
+    `waiting_tokens` the tokens of their prompts.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.phase, self.places = settings, Phase.starting, 0
         self.inside = self.waiting = self.waiting_tokens = 0
-        self.starts = deque[float](maxlen=SEEN)
         self._inside_of = Counter[Hashable]()  # by tenant
         self.empty = asyncio.Event()
         self.empty.set()
@@ -147,7 +142,7 @@ class Gate:
                 f"{most_tokens} may; this one has about {tokens}"
             )
         if full is not None:
-            raise Busy(f"{full}: come back later", self.retry_after(choices))
+            raise Busy(f"{full}: come back later", SOON)
         self.inside += choices
         self.waiting += choices
         self._inside_of[tenant] += choices
@@ -158,23 +153,12 @@ class Gate:
     def check(self) -> None:
         """Raise `Unavailable` if the server is not ready."""
         if self.phase is Phase.starting:
-            raise Unavailable("the server is starting: the model is being loaded", 5)
+            raise Unavailable("the server is starting: the model is being loaded", SOON)
         if self.phase is Phase.draining:
             raise Unavailable(
                 "the server is ending: it finishes what it has begun and takes nothing new",
-                LONGEST_WAIT,
+                LATER,
             )
-
-    def retry_after(self, choices: int = 1) -> int:
-        """Estimate the seconds until the waiting answers and `choices` more are started, from
-        recent starts."""
-        now = time.perf_counter()
-        recent = [at for at in self.starts if now - at < LONGEST_WAIT]
-        if len(recent) < 2:
-            return 1
-        pace = (now - recent[0]) / (len(recent) - 1)
-        wait = math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting))
-        return max(1, min(LONGEST_WAIT, wait))
 
     def leave(self, tenant: Hashable) -> None:
         self.inside -= 1

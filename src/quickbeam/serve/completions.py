@@ -17,9 +17,9 @@ from quickbeam.serve.convert import encode_conversation
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from quickbeam.serve.messages import ChatRequest, text_of
+from quickbeam.serve.messages import ChatRequest, CompletionRequest, text_of
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import CompletionRequest, GenerationRequest, StreamOptions
+from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 from quickbeam.serve.tools import Call, Calling, split
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.

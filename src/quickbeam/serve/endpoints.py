@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -20,11 +19,11 @@ from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.answers import Reply, done_events
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.messages import ChatRequest
+from quickbeam.serve.messages import ChatRequest, CompletionRequest
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import CompletionRequest
 
 T = TypeVar("T")
+adapter = cache(TypeAdapter)
 Handler = Callable[[Request], Awaitable[Response]]
 LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 
@@ -98,7 +97,7 @@ async def read(http: Request, kind: Any) -> Any:
 def parse(body: bytes, kind: Any) -> Any:
     """Return the request that the bytes of a body hold. Raises as `read` does."""
     try:
-        value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
     return check(value, kind)
@@ -107,14 +106,9 @@ def parse(body: bytes, kind: Any) -> Any:
 def check(value: Any, kind: Any) -> Any:
     """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
     try:
-        return _adapter(kind).validate_python(value)
+        return adapter(kind).validate_python(value)
     except ValidationError as error:
         raise errors.invalid(error, value) from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def guarded(handler: Handler) -> Handler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import reprlib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -45,12 +45,10 @@ class Problem(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        message = self.message.encode(errors="replace").decode()
+        message, param = self.message, self.param
         if len(message) > MOST:
             message = f"{message[: MOST // 2]} … {message[-MOST // 2 :]}"
-        # a name that the client made up is not repeated if it is no text, or a long one
-        param = self.param and self.param.encode(errors="ignore").decode()
-        if param != self.param or len(param or "") > MOST:
+        if len(param or "") > MOST:  # a name that the client made up
             param = None
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
@@ -106,7 +104,7 @@ def response(error: BaseException) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Have all errors reported in this form, also those of no route (an unknown path)."""
+    """Have all errors reported in this form, also those of an unknown path."""
     for kind in (QuickbeamError, HTTPException, Exception):
         app.add_exception_handler(kind, lambda _, error: response(error))
 
@@ -125,7 +123,8 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     errors = error.errors(include_url=False)
     path, first = max(((_path(one, body), one) for one in errors), key=rank)
     kind, about = first["type"], first.get("ctx") or {}
-    name = about.get("param") or _name(path)
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    name = about.get("param") or where.removeprefix(".")  # such as messages[0].content
     message = first["msg"].removeprefix("Value error, ")
     if kind == "too_short":
         message = "empty: give at least one"
@@ -150,10 +149,3 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
     if (unknown := (error.get("ctx") or {}).get("unknown")) is not None:
         path.append(unknown)
     return path
-
-
-def _name(path: Sequence[str | int]) -> str:
-    """Return a path as text, such as `messages[0].content`."""
-    return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
-    ).removeprefix(".")

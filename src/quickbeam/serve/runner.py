@@ -23,7 +23,7 @@ from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import LONGEST_WAIT, Gate, Phase, Ticket, Unavailable
+from quickbeam.serve.admission import LATER, SOON, Gate, Phase, Ticket, Unavailable
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
@@ -122,8 +122,7 @@ class Runner:
                 stream.close()
             if isinstance(error, TimeoutError):
                 why = f"the request has waited for {settings.queue_timeout:g} seconds without its"
-                wait = self.gate.retry_after()
-                raise Unavailable(f"{why} turn: come back later", wait) from None
+                raise Unavailable(f"{why} turn: come back later", SOON) from None
             raise
         return streams
 
@@ -136,7 +135,7 @@ class Runner:
             stream = await self.loaded.stream(job.prompt, job.params, **how, **watch)
         except Closed as error:
             why = self.unhealthy_reason or error
-            raise Unavailable(f"the server can't answer: {why}", LONGEST_WAIT) from error
+            raise Unavailable(f"the server can't answer: {why}", LATER) from error
 
         def over(answer: Stream) -> None:
             ticket.end()
