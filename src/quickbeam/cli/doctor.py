@@ -1,4 +1,5 @@
-"""`quickbeam doctor`: what makes quickbeam slow or unable to run here, and what to do about it.
+"""`quickbeam doctor`: what makes quickbeam slow or unable to run here, and what to do about it. And
+`quickbeam pull`: the embedded models.
 
 Each check imports what it needs, so a missing package costs one finding only.
 """
@@ -10,12 +11,15 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Annotated, NamedTuple
 
 import typer
 
-from quickbeam import __version__
+from quickbeam import __version__, hub
+from quickbeam.cli.common import progress_bar, strict_json
+from quickbeam.errors import InvalidInput
 from quickbeam.machine import cpu_name, usable_cores
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -86,7 +90,6 @@ def gpu() -> Finding:
 
 
 def kernels() -> Finding:
-    from quickbeam.errors import InvalidInput
     from quickbeam.models.native import build, choice
 
     names = [name for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA") if os.environ.get(name)]
@@ -145,7 +148,6 @@ def extras() -> Finding:
 
 
 def model() -> Finding:
-    from quickbeam import hub
     from quickbeam.cache import cache_folder
 
     folder = cache_folder()
@@ -185,3 +187,33 @@ def doctor(
         typer.secho(f"{status:8}", fg=COLOURS[status], nl=False)
         print(f"{name:10}{text}" + (f"\n{'':18}→ {todo}" if todo else ""))
     raise typer.Exit(not can_run)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What is fetched or listed."""
+
+    name: str = field(
+        default=hub.DEFAULT,
+        metadata={"argument": True, "help": f"One of: {', '.join(hub.EMBEDDED)}."},
+    )
+    list: bool = False
+    """Fetch nothing: say what is in the cache."""
+    json: bool = False
+    """With --list: as a JSON list."""
+
+
+def pull(given: Pulled) -> None:
+    """Fetch an embedded model into the cache, unless it is there, and print its folder."""
+    if given.json and not given.list:
+        raise InvalidInput("--json: add --list")
+    if given.json:
+        print(strict_json([asdict(info) for info in hub.models()]))
+    elif given.list:
+        for info in hub.models():
+            size = f"{info.bytes / 1e6:.0f} MB" if info.pulled else "not pulled"
+            print(f"{info.name}: {size}, {info.license}\n  {info.summary}\n  {info.path}")
+    else:
+        with progress_bar(f"looking for {given.name}") as report:
+            folder = hub.pull(given.name, report)
+        print(folder)
