@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
 from quickbeam.cli.fields import WORDS, changed, command, numbers
 from quickbeam.cli.loading import Target, check_models
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
 
@@ -106,22 +106,17 @@ def compare(asked: Conversations, target: Target, given: Report, params: Samplin
     about = known(asked, target, params, device, name)
     about |= {} if disk is None else {"memory": disk.record()}
 
-    def write() -> None:
-        if results.trials:
-            given.save({**about, **report.record(results)})
-
     def finish() -> None:
         if results.trials:
             lines = report.footer(results) + ([] if disk is None else [disk.in_words])
             typer.echo("\n".join([*report.tables(results), *lines]))
-        write()
+            given.save({**about, **report.record(results)})
 
     # the bar is drawn when an answer is done, so that nothing else runs while one is timed
     with kept(finish), progress_bar("warming up", by_itself=False) as show:
         warm_up(runners, params)
         for _ in run(questions, runners, results, asked.turns == "all", show):
-            with suppress(QuickbeamError):  # a full disk may have room after the next question
-                write()
+            pass
     if not results.trials:
         raise InvalidInput(f"no prompt is answered; the first: {results.skipped[0]['reason']}")
 

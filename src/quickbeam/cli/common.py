@@ -1,4 +1,4 @@
-"""What commands share: loading with progress, showing a stream, records, the line of statistics."""
+"""What commands share: progress, showing a stream, records, the line of statistics."""
 
 from __future__ import annotations
 

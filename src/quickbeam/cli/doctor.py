@@ -24,7 +24,6 @@ from quickbeam.machine import cpu_name, usable_cores
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
-BUSY = 0.1  # share of the cores that make times vary, if other programs use them
 LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 COMPILE = "python -m quickbeam.models.native.build"
 EXTRAS = ("serve", "grammar", "kernels", "ray")
@@ -37,16 +36,6 @@ class Finding(NamedTuple):
     status: str
     text: str
     todo: str = ""
-
-
-def load() -> Finding:
-    import psutil
-
-    share, average = psutil.cpu_percent(0.4) / 100, psutil.getloadavg()[0]
-    text = f"{share:.0%} of the processor is in use, {average:.1f} processes over the last minute"
-    if share > BUSY or average > max(0.5, BUSY * usable_cores()):
-        return Finding(NOTE, text, "times measured now are noisy: wait, or end what else runs")
-    return Finding(OK, text)
 
 
 def cpu() -> Finding:
@@ -83,10 +72,9 @@ def gpu() -> Finding:
     if torch.cuda.is_available():
         text = f"{torch.cuda.get_device_name(0)}: models run there unless --device cpu is given"
         return Finding(OK, text, "answers are bit for bit the same on a CPU only")
-    if not shutil.which("nvidia-smi"):
-        return Finding(OK, "none: models run on the CPU")
-    reason = "its driver doesn't fit" if torch.version.cuda else "this PyTorch is for CPUs"
-    return Finding(NOTE, f"there may be one, but {reason}", "install the PyTorch that fits it")
+    if shutil.which("nvidia-smi"):
+        return Finding(NOTE, "there may be one, but not for this PyTorch", "install one that fits")
+    return Finding(OK, "none: models run on the CPU")
 
 
 def kernels() -> Finding:
@@ -109,34 +97,28 @@ def kernels() -> Finding:
     return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
 
 
-def lacking(extra: str = "") -> dict[str, str]:
-    """Return what quickbeam or an extra requires and lacks: by package, what is wrong there."""
+def lacking(extra: str = "") -> list[str]:
+    """Return the packages that quickbeam or an extra requires and lacks, in the tested range."""
     from packaging.requirements import Requirement
 
-    missing = {}
+    missing = []
     for one in map(Requirement, metadata.requires("quickbeam") or ()):
         due = one.marker is None or one.marker.evaluate({"extra": extra})
         if due and ("extra" in str(one.marker)) == bool(extra):
             try:
-                version = metadata.version(one.name)
+                fits = one.specifier.contains(metadata.version(one.name), prereleases=True)
             except metadata.PackageNotFoundError:
-                missing[one.name] = ""
-                continue
-            if not one.specifier.contains(version, prereleases=True):
-                missing[one.name] = f"{version} is not {one.specifier}"
+                fits = False
+            missing += [] if fits else [f"{one.name}{one.specifier}"]
     return missing
 
 
 def packages() -> Finding:
-    missing = lacking()
     text = f"quickbeam {__version__}, Python {platform.python_version()}"
-    if gone := " ".join(name for name, version in missing.items() if not version):
-        return Finding(PROBLEM, f"missing: {gone}", f"pip install {gone}")
+    if missing := " ".join(lacking()):
+        return Finding(PROBLEM, f"{text}, missing: {missing}", f"pip install '{missing}'")
     text += "".join(f", {name} {metadata.version(name)}" for name in ("torch", "transformers"))
-    if not missing:
-        return Finding(OK, text)
-    text += "".join(f"; {name} {why}, the tested range" for name, why in missing.items())
-    return Finding(NOTE, text, "pip install --upgrade quickbeam")
+    return Finding(OK, text)
 
 
 def extras() -> Finding:
@@ -163,7 +145,7 @@ def model() -> Finding:
     return Finding(NOTE, f"{text}: the first answer waits for it", "quickbeam pull")
 
 
-CHECKS = (load, cpu, memory, gpu, kernels, packages, extras, model)
+CHECKS = (cpu, memory, gpu, kernels, packages, extras, model)
 
 
 def look(check: Callable[[], Finding]) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -89,13 +88,12 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
 def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
     """Return, for each source, nodes drafted, nodes accepted and the mean value of its nodes."""
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
-    drafted = Counter(node["source"] for node in nodes)
-    accepted = Counter(node["source"] for node in nodes if node["accepted"])
     rows = {}
-    for source, count in sorted(drafted.items()):
-        value = sum(node["value"] for node in nodes if node["source"] == source) / count
-        share = f"{accepted[source]} ({accepted[source] / count:.0%})"
-        rows[source] = f"{count}", share, f"{value:.2f}"
+    for source in sorted({node["source"] for node in nodes}):
+        own = [node for node in nodes if node["source"] == source]
+        count, accepted = len(own), sum(node["accepted"] for node in own)
+        value = sum(node["value"] for node in own) / count
+        rows[source] = f"{count}", f"{accepted} ({accepted / count:.0%})", f"{value:.2f}"
     return rows
 
 
@@ -161,22 +159,16 @@ def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
     children: list[list[int]] = [[] for _ in nodes]
     for node, entry in enumerate(nodes[1:], 1):
         children[entry["parent"]].append(node)
-    out: list[str] = ["<ul>"]
-    todo: list[int | str] = ["</ul>", 0]  # a stack: trees may be deeper than Python can recurse
-    while todo:
-        item = todo.pop()
-        if isinstance(item, str):
-            out.append(item)
-            continue
-        run = [item]
+
+    def drawn(node: int) -> str:
+        run = [node]
         while len(children[run[-1]]) == 1:
             run += children[run[-1]]
-        out.append("<li>" + "".join(draw_node(nodes[node], colours) for node in run))
-        todo.append("</li>")
-        if below := children[run[-1]]:
-            out.append("<ul>")
-            todo += ["</ul>", *reversed(below)]
-    return "".join(out)
+        below = "".join(map(drawn, children[run[-1]]))
+        line = "".join(draw_node(nodes[one], colours) for one in run)
+        return f"<li>{line}{f'<ul>{below}</ul>' if below else ''}</li>"
+
+    return f"<ul>{drawn(0)}</ul>"
 
 
 def draw_node(node: dict[str, Any], colours: dict[str, str]) -> str:

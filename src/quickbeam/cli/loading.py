@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quickbeam import hub
+from quickbeam.cli.common import loading_progress
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
@@ -104,8 +105,6 @@ class Loading(Target):
 
     def load(self, **more: Any) -> LLM:
         """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
-        from quickbeam.cli.common import loading_progress
-
         self.check()
         with loading_progress(self.model, self.drafter) as progress:
             from quickbeam.llm import LLM
