@@ -48,18 +48,6 @@ class Asked:
     nodes: int = 0
     cancelled: bool = False
 
-    def follow(self, sequence: SequenceState, at: float) -> bool:
-        """Note what a step at the time `at` brought. Returns whether the client goes away now."""
-        token_ids = sequence.output.token_ids
-        if len(token_ids) > len(self.token_ids):
-            self.first, self.last, self.token_ids = self.first or at, at, list(token_ids)
-        if sequence.over:
-            self.steps, self.nodes = sequence.statistics.steps, sequence.statistics.nodes
-            return False
-        enough = self.leaves_after is not None and len(token_ids) >= self.leaves_after
-        self.cancelled = self.cancelled or enough
-        return enough
-
     def equals(self, whole: list[int]) -> bool:
         """Whether the answer is `whole`, or its beginning where the client went away."""
         length = len(self.token_ids)
@@ -115,24 +103,27 @@ def requests(
     return asked
 
 
-class Asking:
+class Client:
     """The client of one request. It follows the answer on the engine's thread."""
 
     def __init__(
-        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Asking]
+        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Client]
     ) -> None:
         self.asked, self._began, self._thread, self._ended = asked, began, thread, ended
         self.stream: Stream | None = None
-        self.error: BaseException | None = None
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
-        """Look at what a step brought, and go away where the client does."""
-        (sequence,) = sequences
-        if self.asked.follow(sequence, time.perf_counter() - self._began):
-            self._thread.cancel(sequence)
+        """Note what a step brought, and go away where the client does."""
+        (sequence,), one = sequences, self.asked
+        at, token_ids = time.perf_counter() - self._began, sequence.output.token_ids
+        if len(token_ids) > len(one.token_ids):
+            one.first, one.last, one.token_ids = one.first or at, at, list(token_ids)
         if sequence.over:
-            self.error = sequence.error
+            one.steps, one.nodes = sequence.statistics.steps, sequence.statistics.nodes
             self._ended.put(self)
+        elif one.leaves_after is not None and len(token_ids) >= one.leaves_after:
+            one.cancelled = True
+            self._thread.cancel(sequence)
 
 
 def serve(
@@ -140,23 +131,23 @@ def serve(
 ) -> Run:
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    engine, ended = llm.engine, SimpleQueue[Asking]()
+    engine, ended = llm.engine, SimpleQueue[Client]()
     engine.scheduler.most = load
-    run, waiting, running = Run(load, item.name), list(asked), set[Asking]()
+    run, waiting, running = Run(load, item.name), list(asked), set[Client]()
     seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
     began = time.perf_counter()
     try:
         while waiting or running:
             while waiting and waiting[0].arrives <= time.perf_counter() - began:
-                one = Asking(replace(waiting.pop(0)), began, llm.thread, ended)
+                one = Client(replace(waiting.pop(0)), began, llm.thread, ended)
                 one.stream = llm.stream(one.asked.ids, params, client=one, **item.options())
                 running.add(one)
             left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
             with suppress(Empty):
                 one = ended.get(timeout=left and max(0.0, left))
                 running.remove(one)
-                if one.error is not None:
-                    raise one.error
+                if one.stream is not None and one.stream.error is not None:
+                    raise one.stream.error
                 run.answers.append(one.asked)
     finally:
         for one in running:
