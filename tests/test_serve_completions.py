@@ -9,8 +9,7 @@ from tokenizers import AddedToken
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.models.token_texts import TokenTexts
-from quickbeam.serve.completions import INFILL
-from quickbeam.serve.logprobs import CompletionLogprobs
+from quickbeam.serve.completions import INFILL, CompletionLogprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from quickbeam.batch.answers import Answering
 from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
 from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
+from quickbeam.serve.endpoints import Answering
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # room for the tasks that read and write data.

@@ -143,7 +143,7 @@ async def answer(
         answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
     else:
         with needs("serve", "answering requests"):
-            from quickbeam.batch.answers import Answering
+            from quickbeam.serve.endpoints import Answering
         llm = loading.load(max_running=replicas.max_running)
         answering = Answering(llm, files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}

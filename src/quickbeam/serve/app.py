@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,7 +22,6 @@ from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
-from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
 from quickbeam.serve.tool_formats import tool_format
@@ -55,6 +59,27 @@ def create_app(runner: Runner) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
         )
     return app
+
+
+@cache
+def page() -> tuple[bytes, str]:
+    """Return the HTML of the page at `/`, and the value of its Content-Security-Policy header.
+
+    The policy admits scripts and styles by their hashes, so they run only as they are in the file.
+    The page may connect to this server only, and no site may frame it.
+    """
+    html = files("quickbeam.serve").joinpath("page/index.html").read_text(encoding="utf-8")
+    sources = {}
+    for kind in ("script", "style"):  # elements of the file have no attributes
+        texts = re.findall(f"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
+        sources[kind] = " ".join(f"'sha256-{one}'" for one in hashes)
+    rules = (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return html.encode(), rules
 
 
 async def index() -> Response:

@@ -13,18 +13,21 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
-from quickbeam.serve import completions, errors, responses
+from quickbeam.llm import LLM
+from quickbeam.serve import answers, completions, errors, responses
 from quickbeam.serve.admission import TurnedAway
-from quickbeam.serve.answers import Reply, done_events
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.messages import ChatRequest, CompletionRequest
 from quickbeam.serve.runner import Runner
+from quickbeam.serve.settings import ServeSettings
 
 T = TypeVar("T")
 adapter = cache(TypeAdapter)
 Handler = Callable[[Request], Awaitable[Response]]
+NEVER = 10**9  # seconds
 LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 
 
@@ -38,20 +41,49 @@ class Endpoint(NamedTuple):
     """
 
     kind: Any
-    begin: Callable[[Runner, Any], Awaitable[Reply]]
+    begin: Callable[[Runner, Any], Awaitable[answers.Reply]]
     events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[dict[str, str]]]
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat, done_events),
-    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text, done_events),
+    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat, answers.done_events),
+    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text, answers.done_events),
     "/v1/responses": Endpoint(ResponsesRequest, responses.begin, responses.named_events),
 }
 
 
-async def answer(runner: Runner, path: str, body: Any) -> dict[str, Any]:
-    """Return the response object to a request, without HTTP."""
-    return await _whole(runner, ENDPOINTS[path], check(body, ENDPOINTS[path].kind))
+class Answering:
+    """Answers requests without HTTP, and without limits on how many wait.
+
+    An instance belongs to one event loop. As a context manager it gives `answer`, and ends the
+    answers under way. `name` is what responses call the model.
+    """
+
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        unbounded = ServeSettings(
+            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
+        )
+        self._runner = Runner(unbounded, llm)
+
+    async def answer(self, path: str, body: dict[str, Any]) -> Reply:
+        """Return the endpoint's reply, which is an error for a request that can't be answered.
+
+        Raises `QuickbeamError` if the engine can't answer any more.
+        """
+        try:
+            request = check(body, ENDPOINTS[path].kind)
+            return Reply(200, await _whole(self._runner, ENDPOINTS[path], request))
+        except Exception as error:
+            if (unhealthy_reason := self._runner.unhealthy_reason) is not None:
+                raise QuickbeamError(f"no more answers: {unhealthy_reason}") from error
+            about = errors.problem(error)
+            return Reply(about.status, about.body)
+
+    async def __aenter__(self) -> Answer:
+        return self.answer
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.close()
 
 
 async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve.answers import Answers, Json, Reply
-from quickbeam.serve.completions import begin_conversation
+from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.logprobs import chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 

@@ -6,17 +6,21 @@ Knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+from huggingface_hub import snapshot_download
 
-from quickbeam import hub
+from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
+from quickbeam.cache import cache_folder
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
@@ -24,11 +28,13 @@ from quickbeam.llm import LLM
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Phase, Ticket, Unavailable
-from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
+# suffixes of files that answers depend on
+DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
+BLOCK = 2**20  # bytes read at once
 
 
 class Job(NamedTuple):
@@ -189,3 +195,44 @@ class Runner:
 def name_of(model: str) -> str:
     """Return what clients call a model: its name, or the last part of a path."""
     return Path(model).name if Path(model).exists() else model
+
+
+def fingerprint_of(llm: LLM) -> str:
+    """Return a hash of version, model files, number format, kind of device and kernels.
+
+    Two servers with the same one answer alike, bit for bit if the machine allows it.
+    """
+    model = llm.model
+    parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
+    return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def digest_of(model: str) -> str:
+    """Return a hash of a model's files, in a folder or Hugging Face's cache; its name without
+    any."""
+    path = Path(model)
+    if not path.exists():
+        try:
+            path = Path(snapshot_download(model, local_files_only=True))
+        except Exception:  # only the model's loader knows where it is
+            return model
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    named = (f"{one.name}\0{_digest(one)}" for one in files if one.suffix in DECIDES)
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    """Return the hash of a file, which is kept in the cache folder by path, size and time."""
+    state = file.stat()
+    key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+    kept = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+    if kept.exists() and (known := kept.read_text()):
+        return known
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    with suppress(OSError):  # or the file is read again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(digest.hexdigest())
+    return digest.hexdigest()

@@ -19,8 +19,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.app import create_app
-from quickbeam.serve.fingerprint import fingerprint_of
-from quickbeam.serve.runner import Runner
+from quickbeam.serve.runner import Runner, fingerprint_of
 
 GRACE = 5  # seconds to send responses after their answers are over
 BACKLOG = 1024  # connections that the operating system may queue
