@@ -28,11 +28,10 @@ class Closed(QuickbeamError):
 
 
 class AsyncStream(AsyncIterator[str]):
-    """The pieces of an answer's text as they come, for `async for`.
+    """The pieces of an answer's text as they come, for `async for`; `deltas` gives the tokens too.
 
-    `deltas` gives the tokens too. `completion` may be read at any time. Dropping the stream, as
-    when the loop is left early, ends the answer; so does `close`. The answer's memory is freed
-    after the next step.
+    Dropping the stream, as when the loop is left early, ends the answer; so does `close`. The
+    answer's memory is freed after the next step.
     """
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
@@ -49,14 +48,12 @@ class AsyncStream(AsyncIterator[str]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is new in the answer: a step, or several where they come faster than they are
-        taken."""
+        """Yield what is new in the answer: a step, or several where they come faster."""
         while (delta := await self._next()) is not None:
             yield delta
 
     async def _next(self) -> Delta | None:
-        """Return everything new as soon as there is something; None at the end. Raises what ended
-        it."""
+        """Return what is new as soon as there is something; None at the end. Raises an error."""
         while not any(self._delta):
             if self._over and self._stream.error is not None:
                 raise self._stream.error
@@ -87,17 +84,15 @@ class AsyncStream(AsyncIterator[str]):
         self._changed.set()
 
     def watch(self, begun: Callable[[], None], over: Callable[[Stream], None]) -> None:
-        """Set two callbacks, each of which is called once, on the stream's event loop.
+        """Set callbacks for when the engine takes the answer up, and when it is over, however.
 
-        `begun` is called when the engine has taken the answer up. `over` is called with the
-        answer's stream when the answer is over, however it ends, unless the `AsyncStream` was
-        dropped before. Call `watch` right after the stream was begun.
+        Each is called once, on the event loop. Call `watch` right after the stream was begun, and
+        keep the stream: the callbacks go with it.
         """
         self._on_begun, self._on_over = begun, over
 
     async def begun(self) -> None:
-        """Wait until the engine has taken the answer up, or it is over. Raises what ended it by
-        then."""
+        """Wait until the engine has taken the answer up. Raises what ended it by then."""
         await self._begun.wait()
         if self._over and self._stream.error is not None:
             raise self._stream.error
@@ -109,7 +104,6 @@ class AsyncStream(AsyncIterator[str]):
         self._changed.set()
 
     async def aclose(self) -> None:
-        """Do the same as `close`, for `contextlib.aclosing`."""
         self.close()
 
     @property

@@ -118,10 +118,9 @@ def generator(
 
 
 def _of_the_call(name: str) -> Any:
-    """Return an argument of the running `model.generate`; None if there is none.
+    """Return an argument of the running `model.generate` from its stack frame.
 
-    It is found in the call's stack frame. transformers (5.17 to 5.23) passes these arguments to its
-    own loops, but not to a callable; a streamer would get the prompt and nothing else.
+    transformers (5.17 to 5.23) passes these to its own loops, but not to a callable.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_code is not code:
@@ -193,10 +192,9 @@ def _columns(
 ) -> torch.Tensor:
     """Return all rows, decoded token by token: ids `[rows, prompt + answer]`.
 
-    As in `_sample` of transformers, the stopping criteria and the streamer are called after each
-    token. If an end-of-sequence token may end rows, finished rows get padding. Otherwise they go on
-    until all rows are finished. Raises the error that ended a stream, or `QuickbeamError` if the
-    engine was closed.
+    As in `_sample` of transformers, criteria and streamer are called after each token; where an
+    end-of-sequence token may end rows, finished ones get padding. Raises what ended a stream, or
+    `QuickbeamError` if the engine was closed.
     """
     ends = any(hasattr(one, "eos_token_id") for one in criteria)
     going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
@@ -226,11 +224,7 @@ _making = threading.Lock()
 
 
 def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> Answering:
-    """Return the engine of a model. The model itself is not changed.
-
-    It is made if there is none for this drafter and for the model's weights as they are now.
-    Raises `InvalidInput` if the weights are not all on one device.
-    """
+    """Return the engine of a model, made anew where the drafter or the weights are others."""
     weights = [*model.parameters(), *model.buffers()]
     places = sorted({str(weight.device) for weight in weights})
     _refuse((len(places) > 1 or "meta" in places, f"the model lies on {', '.join(places)}: "
@@ -303,10 +297,9 @@ def params_of(
     width: int,
     prompts: Sequence[Sequence[int]],
 ) -> SamplingParams:
-    """Return the parameters of all rows.
+    """Return the parameters of all rows, which are `width` tokens long with padding.
 
-    `width` is the length of the rows with padding, in tokens. Raises `InvalidInput` for a processor
-    without a counterpart, and names its class.
+    Raises `InvalidInput` for a processor without a counterpart, and names its class.
     """
     eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
     ends = {int(end) for ids in eos for end in ids.tolist()}

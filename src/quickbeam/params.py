@@ -1,7 +1,4 @@
-"""What a request asks of its answer.
-
-This module knows nothing of logits: `sampling.py` turns these parameters into a distribution.
-"""
+"""What a request asks of its answer; `sampling.py` turns it into a distribution."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The requests of a file: lines in OpenAI's batch format, or short ones.
-
-Knows nothing of what the endpoints accept.
-"""
+"""The requests of a file: lines in OpenAI's batch format, or short ones."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ ENVELOPE = {"method", "url", "body"}
 
 
 class Request(NamedTuple):
-    """One line of a file of requests.
-
-    `id` is a hash of everything that the line asks, so that an answer's id tells whether the answer
-    belongs to this request.
-    """
+    """One line of a file of requests; `id` is a hash of everything that it asks."""
 
     line: int  # from 1
     custom_id: str
@@ -35,10 +28,7 @@ class Request(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Request]:
-    """Yield the requests of a file in order, skipping blank lines and byte order marks.
-
-    Raises `InvalidInput` if the file can't be read.
-    """
+    """Yield the requests of a file in order. Raises `InvalidInput` if the file can't be read."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -52,12 +42,10 @@ def read(path: Path) -> Iterator[Request]:
 
 
 def parse(number: int, line: bytes) -> Request:
-    """Return the request of one line.
+    """Return the request of one line: OpenAI's, or `messages` or `prompt` with parameters beside.
 
-    A line is either `{"custom_id", "method", "url", "body"}`, or short: `messages` or `prompt` with
-    parameters beside it. A request without a `custom_id` is named after its line's `number`. A
-    request without a seed gets one that is derived from the request, so that it is always the same.
-    If it has several prompts, it gets one for each, so that equal prompts have different answers.
+    Without a `custom_id` it is named after its line. Without a seed it gets one derived from what
+    it asks; with several prompts one for each, so that equal prompts have different answers.
     """
     name = f"line-{number}"
     try:

@@ -1,7 +1,4 @@
-"""Answer requests, a limited number at a time.
-
-Knows nothing of what answers them, nor of the command line.
-"""
+"""Answer requests, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 def check(source: Path, journal: Journal) -> int:
     """Return the number of requests in a file.
 
-    Raises `InvalidInput` if two requests have the same `custom_id`, if the journal has answers to
-    requests that the file doesn't hold, or if the journal is the file itself.
+    Raises `InvalidInput` if two have the same `custom_id`, if the journal has answers to others, or
+    if it is the file itself.
     """
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")
@@ -66,11 +63,10 @@ async def run(
     window: int,
     answered: Callable[[], object],
 ) -> None:
-    """Answer all requests that are not `done` in the journal, in the order of the file.
+    """Answer all requests that are not `done` in the journal, `window` at a time, in order.
 
-    At most `window` requests are under way at a time. Answers are written as they arrive, and
-    `answered` is called after each. An error that `answer` raises ends the run. The answers that
-    were written stay, and the next run continues from there.
+    `answered` is called after each. An error that `answer` raises ends the run; what was written
+    stays, and the next run continues from there.
     """
     asked = dict[asyncio.Future[Reply], Request]()
 

@@ -51,10 +51,7 @@ class Results:
 
 
 def begin(items: Sequence[MethodItem], params: SamplingParams) -> Results:
-    """Return empty results, to be filled with answers to `params`.
-
-    The reference is `ar` where that is among `items`, else the first.
-    """
+    """Return empty results. The reference is `ar` where that is among `items`, else the first."""
     names = [item.name for item in items]
     reference = "ar" if "ar" in names else names[0]
     compared = [item.name for item in items if item.comparable(params)]
@@ -78,9 +75,8 @@ def run(
     """Ask the questions, and yield after each.
 
     The methods take turns at going first. All get the same ids: the conversation so far holds the
-    reference's answers. A prompt that a method refuses (`InvalidInput`, because it exceeds the
-    context, say) is left out for all, with the turns after it. With a seed, every method samples
-    prompt number i of the run with seed + i.
+    reference's answers. A prompt that a method refuses is left out for all, with the turns after
+    it. With a seed, every method samples prompt number i of the run with seed + i.
     """
     order, params, reference = list(runners), results.params, runners[results.reference]
     for number, question in enumerate(questions):
@@ -117,10 +113,8 @@ def run(
 
 
 def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any] | None:
-    """Return the first position where two answers differ, and their tokens there.
-
-    A token is None where that answer had ended. Returns None for equal answers.
-    """
+    """Return the first place where two answers differ and their tokens (None: it had ended), or
+    None."""
     for position in range(max(len(expected), len(tokens))):
         one, other = ([*ids[position : position + 1], None][0] for ids in (expected, tokens))
         if one != other:
@@ -131,11 +125,10 @@ def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]
 def gap(
     runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
 ) -> float | None:
-    """Return the score of the best token after the prompt `ids` and the tokens `answered`, less
-    that of the second best. Where it is near 0, rounding decides.
+    """Return the best token's score after the prompt and `answered`, less the second best's.
 
-    Scores are the target's logits, above temperature 0 log-probabilities with the noise of the
-    place added. The gap is None where only one token is possible.
+    Scores are logits, above temperature 0 with the noise of the place. Where the gap is near 0,
+    rounding decides; None where only one token is possible.
     """
     place = len(ids) + len(answered)
     logits = runner.last_logits([*ids, *answered]).float().cpu()

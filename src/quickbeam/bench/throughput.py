@@ -1,7 +1,4 @@
-"""Many requests at once: tokens a second, waiting times, and whether answers stay the same.
-
-An answer stays the same where it is the one that is given when its request is alone.
-"""
+"""Many requests at once: tokens a second, waiting times, and whether answers stay the same."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ class Run:
 
 
 def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
-    """Return the first turns as token ids, those that leave room for `max_tokens` tokens.
-
-    Raises `InvalidInput` where there are none.
-    """
+    """Return the first turns as ids, those that leave room for `max_tokens` tokens."""
     limit = runner.llm.model.context_length
     prompts = [runner.encode([{"role": "user", "content": one.turns[0]}]) for one in questions]
     fit = [ids for ids in prompts if limit is None or len(ids) + max_tokens <= limit]
@@ -88,10 +82,9 @@ def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -
 def requests(
     prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0
 ) -> list[Asked]:
-    """Return the prompts as requests that arrive all at once, or at random.
+    """Return the prompts as requests that arrive all at once, or `rate` a second (Poisson).
 
-    With `rate` they arrive as a Poisson process of so many a second. The clients of a share
-    `cancel` of them, evenly spread, go away after a random number of tokens: at most half of
+    The clients of a share `cancel` of them go away after a random number of tokens, at most half of
     `max_tokens`.
     """
     rng, clock, asked = random.Random(seed), 0.0, list[Asked]()
@@ -171,8 +164,7 @@ def measure(
 ) -> None:
     """Measure every method under every load, `rounds` times in turn, and append to `runs`.
 
-    They take turns so that changes in the machine's speed affect all of them alike. First plain
-    answers are made one at a time, if a method is compared with them.
+    First plain answers are made one at a time, if a method is compared with them.
     """
     alone: dict[tuple[int, ...], list[int]] = {}
     compared = [item.name for item in items if item.comparable(params)]
@@ -193,8 +185,7 @@ def measure(
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of a method's runs. Latencies are in milliseconds; None where nothing was
-    measured."""
+    """Return the figures of a method's runs, in milliseconds; None where nothing was measured."""
     answers = [one for run in runs for one in run.answers]
     whole, seconds = [one for one in answers if one.token_ids], sum(run.seconds for run in runs)
     tokens, steps = sum(len(one.token_ids) for one in whole), sum(one.steps for one in whole)

@@ -75,8 +75,7 @@ def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
     """Write a stream to stdout as it comes. Return its completion, and whether Ctrl-C ended it.
 
-    Without `show`, nothing is written. `begin` starts the stream. It may measure costs and read a
-    long prompt before the first word; a spinner shows this.
+    `begin` may take long before the first word; a spinner shows this.
     """
     console, shown, interrupted = stderr(), "", False
     with ExitStack() as waiting:
@@ -109,10 +108,7 @@ def write(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """Return text with its control characters written as in Python (`\\x1b`).
-
-    Tabs and line ends stay. Control characters in a model's text could send commands to a terminal.
-    """
+    """Return text with its control characters, which could command a terminal, as `\\x1b`."""
     return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -152,10 +148,7 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
 
 
 def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
-    """Return what an answer cost, in one line. `kernels` says what computed it.
-
-    `verbose` adds what only somebody who compares methods or machines asks for.
-    """
+    """Return what an answer cost, in one line; `verbose`: for who compares methods or machines."""
     s = completion.statistics
     # an answer that ended by itself needs no word
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""

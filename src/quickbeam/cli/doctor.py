@@ -1,5 +1,4 @@
-"""`quickbeam doctor`: what makes quickbeam slow or unable to run here, and what to do about it. And
-`quickbeam pull`: the embedded models.
+"""`quickbeam doctor`, what makes quickbeam slow or unable to run here; and `quickbeam pull`.
 
 Each check imports what it needs, so a missing package costs one finding only.
 """

@@ -137,10 +137,7 @@ def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER)
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines that are typed, without blank ones.
-
-    Ctrl-C drops a line. The end of the input ends the lines.
-    """
+    """Yield the lines that are typed, without blank ones. Ctrl-C drops a line."""
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):  # not on Windows

@@ -151,11 +151,7 @@ def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str
 
 
 def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
-    """Return a tree as nested lists.
-
-    Nodes with one child each share a line with that child. A node with several children begins a
-    list below its line.
-    """
+    """Return a tree as nested lists; nodes with one child each share a line with that child."""
     children: list[list[int]] = [[] for _ in nodes]
     for node, entry in enumerate(nodes[1:], 1):
         children[entry["parent"]].append(node)

@@ -1,7 +1,4 @@
-"""What several commands ask for: how a model is loaded, where it runs, what answers follow.
-
-What can be checked before PyTorch is imported, which takes seconds, is checked here.
-"""
+"""What several commands ask for, checked before PyTorch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ class Replicas:
     """With --ray: of each replica."""
 
     def check(self, loading: Loading) -> None:
-        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here.
-
-        Replicas may run on machines with other folders than this one's.
-        """
+        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
         if self.replicas > 1 and not self.ray:
             raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
         if not self.ray:

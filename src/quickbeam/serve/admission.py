@@ -1,8 +1,7 @@
-"""Admission control: decides which requests may wait for an answer. Knows neither HTTP nor models.
+"""Admission control: which requests may wait for an answer. Used on one event loop.
 
-The size of a request is estimated before anything is computed for it, so that refusing it costs
-nothing. A request that the engine has started is never refused. Everything here must be used on one
-event loop.
+The size of a request is estimated, so that refusing it costs nothing. A request that the engine has
+started is never refused.
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ class Phase(str, Enum):
 
 
 class Ticket:
-    """The admission of one request, for `choices` answers to prompts of about `tokens` tokens.
+    """The admission of one request: `choices` answers to prompts of about `tokens` tokens.
 
-    The prompts' tokens count as waiting until the engine starts the first answer. Leaving the
-    `with` block ends the answers that were not `taken`. Of each that was, `begin` and then `end`
-    must be called.
+    The tokens count as waiting until the engine starts the first answer. Leaving the `with` block
+    ends the answers that were not `taken`; of each that was, `begin` and then `end` must be called.
     """
 
     def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable) -> None:
@@ -93,13 +91,11 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in or turns them away.
+    """Lets requests in or turns them away; an eighth of the queue is left to other tenants.
 
-    No tenant may take the whole queue: an eighth of it is left to others.
-
-    `places` is the number of answers that the engine computes at the same time. `inside` counts the
-    answers that are not over, `waiting` those of them that the engine has not started, and
-    `waiting_tokens` the tokens of their prompts.
+    `places`: answers that the engine computes at a time. `inside` counts the answers that are not
+    over, `waiting` those of them that the engine has not started, `waiting_tokens` their prompts'
+    tokens.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -113,9 +109,8 @@ class Gate:
         """Let a request in, and return its ticket.
 
         Raises `Unavailable` if the server is not ready, `InvalidInput` for more answers than can
-        ever be let in, and `Busy` if too many answers or prompt tokens wait already, of all tenants
-        or of this one. A prompt of more than `max_waiting_tokens` is let in if no prompt is
-        waiting, because its turn would never come otherwise.
+        ever be let in, and `Busy`. A prompt of more than `max_waiting_tokens` is let in if none is
+        waiting.
         """
         self.check()
         settings, own = self.settings, self._inside_of[tenant]

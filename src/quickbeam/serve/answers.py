@@ -27,8 +27,8 @@ class Part(NamedTuple):
 class Answers:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
-    The answers to the first prompt come first. `prompts` holds token ids, `seeds` one seed
-    for each prompt. Leaving the `with` block ends the answers.
+    Those to the first prompt come first. `seeds`: one for each prompt. Leaving the `with` block
+    ends the answers.
     """
 
     def __init__(
@@ -48,11 +48,7 @@ class Answers:
             stream.close()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Yield the parts of all answers as they arrive.
-
-        Raises the error that ended an answer, and `Interrupted` for an answer that the server cut
-        short.
-        """
+        """Yield the parts of all answers as they arrive. Raises what ended one of them."""
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
         tasks = [asyncio.ensure_future(self._follow(i, parts)) for i in range(len(self.streams))]
         try:
@@ -85,11 +81,7 @@ class Answers:
         return [stream.completion for stream in self.streams]
 
     def usage(self, given: str, made: str) -> Json:
-        """Return the counts so far, over all answers, in OpenAI's form.
-
-        `given` and `made` are what an API calls prompts and answers. Each prompt is counted once,
-        `cached_tokens` are those that were not computed anew, `steps` passes over a draft tree.
-        """
+        """Return the counts so far in OpenAI's form; `given`, `made`: its prompts and answers."""
         every = [one.statistics for one in self.completions]
         sources = [source for one in every for source in one.sources.values()]
         accepted = sum(source.accepted for source in sources)

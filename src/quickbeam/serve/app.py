@@ -30,10 +30,7 @@ PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 def create_app(runner: Runner) -> FastAPI:
-    """Return the HTTP application for a runner.
-
-    The runner is closed when the application ends. Handlers find it as `request.app.state.runner`.
-    """
+    """Return the HTTP application for a runner, which it closes when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -106,21 +103,18 @@ def version() -> dict[str, str]:
 
 
 def models(http: Request) -> dict[str, Any]:
-    """List the model under each of its names."""
     runner: Runner = http.app.state.runner
     return {"object": "list", "data": [_model(runner, name) for name in runner.names]}
 
 
 def model(name: str, http: Request) -> dict[str, Any]:
-    """Describe the model, given one of its names."""
     runner: Runner = http.app.state.runner
     check_model(runner, name)
     return _model(runner, name)
 
 
 def _model(runner: Runner, name: str) -> dict[str, Any]:
-    """Return OpenAI's model object, with vLLM's fields and the methods that `speculation` may
-    name."""
+    """Return OpenAI's model object, with vLLM's fields and the methods of `speculation`."""
     llm = runner.loaded.llm
     return {
         "id": name,

@@ -34,15 +34,13 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> Chat:
-    """Have the engine begin with a request, and return its reply."""
     return Chat(runner, request, *await begin_conversation(runner, request))
 
 
 async def begin_conversation(
     runner: Runner, request: ChatRequest | ResponsesRequest
 ) -> tuple[Answers, Calling]:
-    """Have the engine begin to answer a conversation, and return what is asked in tool calls,
-    too."""
+    """Have the engine begin to answer a conversation. Returns what is asked in tool calls, too."""
     llm, asked = runner.llm, request.conversation
     several = request.parallel_tool_calls
     calling = tools.calling(asked.tools, request.choice, several, llm.tokenizer)
@@ -54,7 +52,6 @@ async def begin_conversation(
 
 
 async def begin_text(runner: Runner, request: CompletionRequest) -> Texts:
-    """Have the engine begin with a request, and return its reply."""
     llm, prompts, suffix = runner.llm, request.prompts, request.suffix
     tokens = sum(
         (len(one) + len(suffix or "")) // BYTES_A_TOKEN + 1 if isinstance(one, str) else len(one)
@@ -285,10 +282,7 @@ class Texts(Choices):
 
 
 def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, Any]:
-    """Return log-probabilities in the form of chats.
-
-    The form is `{"content": [{"token", "logprob", "bytes", "top_logprobs"}], "refusal": None}`.
-    """
+    """Return log-probabilities in the form of chats."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         spelled = {"token": texts.text_of(token), "bytes": list(texts.bytes_of(token))}
@@ -354,8 +348,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: Logprob) -> dict[str, float]:
-        """Return log-probabilities by text, the emitted one included; of equal texts the most
-        probable."""
+        """Return log-probabilities by text; of equal texts the most probable."""
         top: dict[str, float] = {}
         for token, logprob in [*entry.top.items(), (entry.token, entry.logprob)]:
             top.setdefault(self._texts.text_of(token), max(logprob, LOWEST))

@@ -1,7 +1,4 @@
-"""Convert requests to the engine's terms: prompts as token ids, `SamplingParams`, jobs.
-
-Knows nothing of HTTP.
-"""
+"""Convert requests to the engine's terms: prompts as token ids, `SamplingParams`, jobs."""
 
 from __future__ import annotations
 
@@ -50,9 +47,8 @@ async def begin(
 ) -> Answers:
     """Have the engine begin with a request, and return its answers.
 
-    The request first takes a place in the queue, for prompts of about `tokens` tokens; then
-    `encode` returns their token ids, in a thread. `calling`: what is asked for in tool calls.
-    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
+    The request takes a place in the queue, for prompts of about `tokens` tokens; then `encode`
+    returns their ids, in a thread. Raises `InvalidInput`, `Busy` and `Unavailable`.
     """
     with named(request):
         check_model(runner, request.model)
@@ -88,10 +84,7 @@ async def begin(
 
 @contextmanager
 def named(request: Request | TokenizeText | TokenizeChat) -> Iterator[None]:
-    """Raise `InvalidInput` as `Refused`, by the request's field that it is about.
-
-    Messages begin with its name; the others are about the prompt.
-    """
+    """Raise `InvalidInput` as `Refused`, by the field that its message begins with."""
     try:
         yield
     except Refused:
@@ -207,11 +200,9 @@ def _effort(template: str, effort: str | None) -> dict[str, Any]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take.
+    """Return messages as chat templates take them: contents as text, arguments as objects.
 
-    Content becomes one text, `developer` becomes `system`, the arguments of tool calls become
-    objects, and a tool's answer gets the tool's name. Raises `Refused` for arguments that are not a
-    JSON object.
+    `developer` becomes `system`, and a tool's answer gets the tool's name.
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):

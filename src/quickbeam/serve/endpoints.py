@@ -164,10 +164,7 @@ class Gone(QuickbeamError):
 
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`.
-
-    The request's body must have been read before.
-    """
+    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

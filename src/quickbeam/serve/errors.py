@@ -1,8 +1,4 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
-
-Each has an HTTP status. A request that asks for what it can't have gets a 400 that names the field.
-If something goes wrong in one answer, that request gets a 500.
-"""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -110,11 +106,7 @@ def install(app: FastAPI) -> None:
 
 
 def invalid(error: ValidationError, body: Any) -> Refused:
-    """Return the most helpful of the errors that a body was refused for.
-
-    This is the one with the longest path. For a field with several types, it is the error of the
-    type that matched furthest.
-    """
+    """Return the most helpful of the errors that a body was refused for: the deepest."""
     telling = ("unsupported", "too_short", "too_long")
 
     def rank(one: tuple[list[str | int], Any]) -> tuple[bool, int, bool]:

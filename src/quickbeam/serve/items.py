@@ -1,7 +1,4 @@
-"""Requests to the Responses API: what they may hold, and how their items become messages.
-
-Knows nothing of models.
-"""
+"""Requests to the Responses API: what they may hold, and how their items become messages."""
 
 from __future__ import annotations
 
@@ -194,11 +191,7 @@ class ResponsesRequest(Request):
 
     @property
     def conversation(self) -> Conversation:
-        """The input as a conversation.
-
-        Tool calls become part of the assistant's message directly before them, or else a message of
-        their own.
-        """
+        """The input as a conversation; tool calls become part of the message before them."""
         messages = list[dict[str, Any]]()
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})

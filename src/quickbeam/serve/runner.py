@@ -1,7 +1,4 @@
-"""A served model: the gate in front of it, the engine's thread, and the metrics.
-
-Knows nothing of HTTP.
-"""
+"""A served model: the gate in front of it, the engine's thread, and the metrics."""
 
 from __future__ import annotations
 
@@ -49,11 +46,7 @@ class Job(NamedTuple):
 
 
 class Runner:
-    """Answers requests with one model. Everything but `attach` must be called on the event loop.
-
-    `llm` is a model that is loaded already. Without it, the runner is `starting` until `attach` is
-    called.
-    """
+    """Answers requests with one model, on one event loop; `starting` until it has an `llm`."""
 
     def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
@@ -103,8 +96,8 @@ class Runner:
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.
 
-        Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has passed
-        or the engine has been closed, and the error that ended the first answer, if there is one.
+        Raises `InvalidInput` for a job that is refused, `Unavailable` after `queue_timeout`, and
+        what ended the first answer.
         """
         settings, prompts = self.settings, {id(job.prompt): job.prompt for job in jobs}.values()
         for ids in prompts:
@@ -177,8 +170,7 @@ class Runner:
         return f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
 
     async def drain(self) -> bool:
-        """Refuse new requests; return whether those under way finish within `drain_timeout`
-        seconds."""
+        """Refuse new requests; return whether those under way finish in `drain_timeout` seconds."""
         self.gate.phase = Phase.draining
         with anyio.move_on_after(self.settings.drain_timeout):
             await self.gate.empty.wait()
@@ -208,8 +200,7 @@ def fingerprint_of(llm: LLM) -> str:
 
 
 def digest_of(model: str) -> str:
-    """Return a hash of a model's files, in a folder or Hugging Face's cache; its name without
-    any."""
+    """Return a hash of a model's files, here or in Hugging Face's cache; its name without any."""
     path = Path(model)
     if not path.exists():
         try:

@@ -1,10 +1,6 @@
-"""What requests may hold. Knows nothing of models.
+"""What requests may hold: types and shapes. `SamplingParams` checks the bounds of its fields.
 
-Each field either works, or its value is refused by name. Nothing is silently ignored but what
-answers hold beside their text and calls, in which clients write themselves. This module checks
-types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the same
-as leaving a field out.
-
+Each field either works, or its value is refused by name; `null` means the same as leaving it out.
 Every list is bounded, and checking stops at the first thing that is wrong: a request of a few
 megabytes may hold a million of them.
 """
@@ -34,10 +30,9 @@ LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
 def refuse(what: str, param: str | None = None, unknown: str | None = None) -> PydanticCustomError:
-    """Return the error for a value that is well formed but can't be served.
+    """Return the error for a value that can't be served.
 
-    `param` names the field, if it is not the one that is being read. `unknown` is a field of the
-    value that is read.
+    `param` names the field, if it is not the one that is read; `unknown` is a field of its value.
     """
     context = {"what": what, "param": param, "unknown": unknown}
     return PydanticCustomError("unsupported", "{what}", context)

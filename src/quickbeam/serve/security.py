@@ -24,13 +24,9 @@ READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 class Guard:
     """An ASGI middleware that lets through what the settings allow.
 
-    With API keys it requires one of them, as `Authorization: Bearer KEY`. Without, it refuses web
-    pages of others: a page may send a request to any address that its browser reaches, and its own
-    name may be made to point to this machine.
-
-    It refuses bodies that are too large or arrive too slowly, and has HEAD answered as GET (what
-    runs the application leaves the body out). It sets `TENANT` to the key's hash, or without keys
-    to the client's address, which is the same for all behind a proxy.
+    With API keys it requires one of them. Without, it refuses web pages of others, whose own name
+    may be made to point to this machine. It refuses bodies that are too large or too slow, has HEAD
+    answered as GET, and sets `TENANT` to the key's hash or the client's address.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:

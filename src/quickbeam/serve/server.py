@@ -65,12 +65,10 @@ def run(
     warm: bool = True,
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until a signal ends the server.
+    """Serve until a signal ends the server; it listens already while `load` runs.
 
-    The server listens already while `load` runs and, with `warm`, while the model's costs are
-    measured. Then `ready` is called with the server's address. Raises `InvalidInput` for an address
-    that can't be used, whatever `load` raises, and `QuickbeamError` if the engine's thread ends by
-    itself, so that a supervisor starts another server.
+    `ready` is called with the server's address. Raises `InvalidInput` for an address that can't be
+    used, what `load` raises, and `QuickbeamError` if the engine's thread ends by itself.
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
@@ -85,10 +83,9 @@ async def serve(
     load: Callable[[], tuple[LLM, str]],
     ready: Callable[[str], None] = lambda address: None,
 ) -> bool:
-    """Do the work of `run`, on an event loop and a given socket.
+    """Do the work of `run` on an event loop; `load` returns what `prepare` returns.
 
-    `load` runs in a thread and returns what `prepare` returns. Returns False if the server ended
-    while `load` was running.
+    Returns False if the server ended while `load` was running.
     """
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
@@ -114,10 +111,7 @@ async def serve(
 
 
 def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
-    """Load a model, and return it with its fingerprint.
-
-    With `warm`, the costs of its passes are measured and one short answer is made before that.
-    """
+    """Load a model, measure its costs and answer once if `warm`; return it and its fingerprint."""
     llm = load()
     if warm:
         _ = llm.engine.budget
@@ -127,10 +121,7 @@ def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, if possible an IPv4 one.
-
-    Raises `InvalidInput` if the address can't be used.
-    """
+    """Return a socket that listens at an address, if possible an IPv4 one."""
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)

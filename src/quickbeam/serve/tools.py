@@ -1,7 +1,4 @@
-"""Tool calls of a request: the tools that a model is shown, and the calls in its answers.
-
-Calls are found while an answer arrives. This module knows nothing of HTTP.
-"""
+"""Tool calls of a request: the tools that a model is shown, and the calls in its answers."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ def calling(
     several: bool | None,
     tokenizer: Any,
 ) -> Calling:
-    """Return what a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for.
-
-    For an answer without calls the model is not shown the tools. Raises `Refused` for what this
-    model can't do.
-    """
+    """Return what a request's fields about tools ask for. Raises `Refused` for what can't be."""
     if not tools or choice == "none":
         return Calling()
     form = tool_format(tokenizer)
@@ -81,13 +74,10 @@ def calling(
 
 
 class CallReader:
-    """Separates tool calls from text while an answer arrives.
+    """Separates tool calls from text while an answer arrives; `found` counts them.
 
-    Text that may be part of a call is held back. If it turns out not to be a call of one of the
-    given tools, it is returned as the text that it is; this includes a call that was cut short. If
-    `several` is False, calls after the first are left out. Without a `form`, all is text.
-
-    `found` is the number of calls so far.
+    Text that may be part of a call is held back; what turns out to be no call of a given tool, as
+    one that was cut short, is text. Unless `several`, calls after the first are left out.
     """
 
     def __init__(
