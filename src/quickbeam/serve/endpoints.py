@@ -137,6 +137,8 @@ def parse(body: bytes, kind: Any) -> Any:
 
 def check(value: Any, kind: Any) -> Any:
     """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
+    if not isinstance(value, dict):
+        raise Refused("the body must be a JSON object")
     try:
         return adapter(kind).validate_python(value)
     except ValidationError as error:

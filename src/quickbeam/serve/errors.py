@@ -122,6 +122,8 @@ def invalid(error: ValidationError, body: Any) -> Refused:
         message = "empty: give at least one"
     elif kind == "too_long":
         message = f"more than {about['max_length']}, the most that there may be"
+    elif kind == "extra_forbidden":
+        message = "not supported by this server: leave it out"
     elif kind not in ("unsupported", "missing") and not isinstance(first["input"], dict | list):
         message += f", not {reprlib.repr(first['input'])}"
     return Refused(f"{name}: {message}" if name else message, name or None)
@@ -138,6 +140,4 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
             value = value[part]
         elif i == len(parts) - 1 and error["type"] == "missing":
             path.append(part)
-    if (unknown := (error.get("ctx") or {}).get("unknown")) is not None:
-        path.append(unknown)
     return path

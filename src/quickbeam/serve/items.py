@@ -33,8 +33,6 @@ from quickbeam.serve.schemas import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-
-
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
@@ -88,9 +86,8 @@ class OutputItem(Item):
 
 def _kind(item: Any) -> str:
     fields = item if isinstance(item, dict) else {}
-    kind = fields.get("type")
-    if isinstance(kind, str) and kind != "message":
-        return kind
+    if (kind := fields.get("type", "message")) != "message":
+        return str(kind)
     return "answer" if fields.get("role") == "assistant" else "message"
 
 
