@@ -19,7 +19,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
 
-INTERRUPTED = 130  # the shell's code for Ctrl-C
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 HELP = (
@@ -127,7 +126,7 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(130) from None
     finally:
         finish()
 
@@ -178,8 +177,8 @@ def prepare(
     imported."""
     if params.max_tokens < 2:
         raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
-    given = (target.drafter, target.model, target.vocab, target.shortlist)
-    items = parse_methods(report.methods, target.nodes(), *given)
+    given = (target.nodes(), target.drafter, target.model, target.vocab, target.shortlist)
+    items = parse_methods(report.methods, *given)
     peer = next((item.name for item in items if item.is_peer), None)
     if peer and (refused := changed(params, PEER_PARAMS)):
         raise InvalidInput(f"{refused[0]}: {peer} takes no such option; leave out one of them")
@@ -198,7 +197,5 @@ def known(
     settings = {**asdict(asked), **asdict(params), **asdict(target)}
     settings["questions"] = str(asked.questions or "built-in")
     settings["logit_bias"] = WORDS["logit_bias"].write(params.logit_bias)
-    for name in ("model", "grammar", "n"):
-        del settings[name]
-    place = environment(device, target.dtype)
-    return {"environment": place, "model": model, "settings": settings}
+    settings = {k: v for k, v in settings.items() if k not in ("model", "grammar", "n")}
+    return {"environment": environment(device, target.dtype), "model": model, "settings": settings}

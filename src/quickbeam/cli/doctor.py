@@ -80,20 +80,20 @@ def kernels() -> Finding:
     from quickbeam.models.native import build, choice
 
     names = [name for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA") if os.environ.get(name)]
-    unset = f"unset {' and '.join(names)}" if names else ""
+    unset, best = f"unset {' and '.join(names)}" if names else "", build.machine_sets()[:1]
     try:
         text = choice.describe_kernels()
     except InvalidInput as error:
         return Finding(PROBLEM, str(error), unset)
+    if not text.startswith("native"):
+        install = f"install {' or '.join(build.COMPILERS)}, or name one in CXX"
+        todo = unset or (install if build.has_kernels() else "")
+        return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
     if text.endswith("compiled on first use"):
         return Finding(NOTE, text, f"the first answer waits for that: {COMPILE}")
-    if text.startswith("native"):
-        best = build.machine_sets()[0]
-        todo = "" if best in text else f"{best} would be faster: {unset or COMPILE}"
-        return Finding(NOTE if todo else OK, text, todo)
-    install = f"install {' or '.join(build.COMPILERS)}, or name one in CXX"
-    todo = unset or (install if build.has_kernels() else "")
-    return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
+    if best[0] not in text:
+        return Finding(NOTE, text, f"{best[0]} would be faster: {unset or COMPILE}")
+    return Finding(OK, text)
 
 
 def lacking(extra: str = "") -> list[str]:

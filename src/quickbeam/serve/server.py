@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -72,8 +70,6 @@ def run(
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
-        with suppress(OSError):
-            sys.stderr.flush()
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
@@ -89,11 +85,10 @@ async def serve(
     """
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
-    # an executor that asyncio does not wait for
-    threads = ThreadPoolExecutor(1, "quickbeam-load")
-    loading = asyncio.get_running_loop().run_in_executor(threads, load)
-    tasks: list[asyncio.Future[Any]] = [serving, loading]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    # asyncio does not wait for an executor of one's own
+    loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), load)
+    both: list[asyncio.Future[Any]] = [serving, loading]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving
         return False
@@ -121,11 +116,10 @@ def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, if possible an IPv4 one."""
+    """Return a socket that listens at an address. Raises `InvalidInput` if it can't be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidInput(
             f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port"

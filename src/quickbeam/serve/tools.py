@@ -124,18 +124,13 @@ class CallReader:
     def _step(self, character: str | None) -> Iterator[str | Call]:
         """Read one character, or the end of the answer if it is None, and yield what is certain."""
         self._held += character or ""
+        is_text = len(self._held) > MOST_SPACE and self._held.isspace()
+        parser = self._parser
         try:
-            events = (
-                self._parser.feed(character)
-                if character is not None
-                else self._parser.finalize()[1]
-            )
-        # what looked like a call can't be read
-        except (ValueError, KeyError, TypeError, RecursionError):
-            yield self._held
-            self._begin()
-            return
-        if len(self._held) > MOST_SPACE and self._held.isspace():
+            events = parser.finalize()[1] if character is None else parser.feed(character)
+        except (ValueError, KeyError, TypeError, RecursionError):  # it looked like a call
+            is_text = True
+        if is_text:
             yield self._held
             self._begin()
             return
@@ -156,14 +151,11 @@ class CallReader:
 
     def _call(self, value: Any) -> Call | None:
         """Return the call that was read; None if it is not a call of one of the tools."""
-        function = value.get("function") if isinstance(value, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(name := function.get("name"), str)
-            or name not in self._names
-        ):
-            return None
-        arguments = function.get("arguments") or {}
+        match value:
+            case {"function": {"name": str(name), **more}} if name in self._names:
+                arguments = more.get("arguments") or {}
+            case _:
+                return None
         if not isinstance(arguments, dict):
             return None
         try:
