@@ -59,9 +59,7 @@ class Journal:
                 try:
                     if not line.startswith(START) or not line.endswith(b"\n"):
                         raise ValueError
-                    record = json.loads(line)
-                    twice = record["custom_id"] in self.done
-                    self._count(record)
+                    self._count(json.loads(line))
                 except (ValueError, KeyError, TypeError):
                     whole = line.rstrip(b"\0")  # what a crash may leave where it was to be written
                     if whole[: len(START)] != START[: len(whole)] or file.read(1):
@@ -70,18 +68,13 @@ class Journal:
                             "another output"
                         ) from None
                     break
-                if twice:
-                    raise InvalidInput(
-                        f"{self.path}, line {number}: a second answer to custom_id "
-                        f"{record['custom_id']!r}; give another output"
-                    )
                 end += len(line)
         return end
 
     def _count(self, record: dict[str, Any]) -> None:
-        failed, model = _failed(record), _fingerprint(record)
+        model, failed = _fingerprint(record), record["error"] is not None
+        self.failed += failed or record["response"]["status_code"] != 200
         self.done[record["custom_id"]] = record["id"]
-        self.failed += failed
         self.fingerprint = self.fingerprint or model
 
     def write(self, record: dict[str, Any]) -> None:
@@ -126,10 +119,6 @@ class Journal:
             raise QuickbeamError(
                 f"{self.path}: not written ({error.strerror}){kept if count else ''}"
             ) from error
-
-
-def _failed(record: dict[str, Any]) -> bool:
-    return record["error"] is not None or record["response"]["status_code"] != 200
 
 
 def _fingerprint(record: dict[str, Any]) -> str | None:

@@ -11,8 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
-from quickbeam.batch.run import Answer, Reply
+from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve.endpoints import Answering

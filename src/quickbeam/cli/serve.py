@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
-from quickbeam.batch.requests import read
-from quickbeam.batch.run import Answer, check, run
+from quickbeam.batch.run import Answer, check, read, run
 from quickbeam.cli.common import say
 from quickbeam.cli.fields import split
 from quickbeam.cli.loading import Loading, Replicas, needs
