@@ -253,10 +253,7 @@ def test_demo_sets_both_answers_side_by_side(run):
 
 def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    listed = json.loads(run("pull", "--list", "--json").stdout)
-    assert [entry["pulled"] for entry in listed] == [False]
     assert "not pulled" in run("pull", "--list").stdout
-    refused(run("pull", "--json"), 2, "--list")
     # a path is never broken, however narrow the terminal
     assert f"  {tmp_path / 'smollm2-135m'}\n" in run("pull", "--list").stdout
     monkeypatch.setattr(hub, "make_folder", lambda folder, make, waiting: waiting())

@@ -69,36 +69,29 @@ def run(
     questions: Sequence[Question],
     runners: Mapping[str, Runner],
     results: Results,
-    all_turns: bool = False,
     progress: Callable[[str, float], object] = lambda stage, done: None,
 ) -> Iterator[None]:
-    """Ask the questions, and yield after each.
+    """Ask the first turns of questions, and yield after each.
 
-    The methods take turns at going first. All get the same ids: the conversation so far holds the
-    reference's answers. A prompt that a method refuses is left out for all, with the turns after
-    it. With a seed, every method samples prompt number i of the run with seed + i.
+    The methods take turns at going first. All get the same ids. A prompt that a method refuses is
+    left out for all. With a seed, every method samples prompt number i of the run with seed + i.
     """
     order, params, reference = list(runners), results.params, runners[results.reference]
     for number, question in enumerate(questions):
-        first = number % len(order)
-        messages: list[dict[str, str]] = []
-        for turn, text in enumerate(question.turns if all_turns else question.turns[:1]):
-            messages.append({"role": "user", "content": text})
-            where = {"question_id": question.question_id, "turn": turn}
-            asked = len(results.trials) + len(results.skipped)
-            seeded = params if params.seed is None else replace(params, seed=params.seed + asked)
-            answers: dict[str, Completion] = {}
-            try:
-                ids = reference.encode(messages)
-                for name in order[first:] + order[:first]:
-                    answers[name] = runners[name].answer(ids, seeded)
-                    if answers[name].finish_reason == "interrupted":
-                        raise KeyboardInterrupt
-                    progress("answers", (number + len(answers) / len(order)) / len(questions))
-            except InvalidInput as error:
-                log.warning("question %s is left out: %s", question.question_id, error)
-                results.skipped.append({**where, "reason": str(error)})
-                break
+        first, where = number % len(order), {"question_id": question.question_id}
+        seeded = params if params.seed is None else replace(params, seed=params.seed + number)
+        answers: dict[str, Completion] = {}
+        try:
+            ids = reference.encode([{"role": "user", "content": question.turns[0]}])
+            for name in order[first:] + order[:first]:
+                answers[name] = runners[name].answer(ids, seeded)
+                if answers[name].finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+                progress("answers", (number + len(answers) / len(order)) / len(questions))
+        except InvalidInput as error:
+            log.warning("question %s is left out: %s", question.question_id, error)
+            results.skipped.append({**where, "reason": str(error)})
+        else:
             expected = answers[results.reference]
             for name in results.compared:
                 apart = difference(expected.token_ids, answers[name].token_ids)
@@ -107,7 +100,6 @@ def run(
                     apart["gap"] = gap(reference, ids, shared, seeded)
                     results.differences.append({"method": name, **where, **apart})
             results.trials.append(Trial(question, answers))
-            messages.append({"role": "assistant", "content": expected.text})
         results.complete = number == len(questions) - 1
         yield
 

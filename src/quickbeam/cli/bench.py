@@ -29,7 +29,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked."""
+    """What is asked, of each question its first turn."""
 
     questions: Path | None = None
     """Spec-Bench lines (question_id, category, turns). Default: a set of our own."""
@@ -37,15 +37,6 @@ class Asked:
     """Questions to ask, spread evenly over the categories. Default: all."""
     raw: bool = False
     """Give questions as they are, without the chat template."""
-
-
-@dataclass(frozen=True)
-class Conversations(Asked):
-    """What is asked, one request at a time."""
-
-    turns: str = field(default="first", metadata={"choices": ("first", "all")})
-    """Ask only the first turn of a question, or all; earlier answers in the conversation are the
-    reference method's."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ commands = typer.Typer(help="Measure. Without a command: methods, one request at
 @command
 def bench(
     context: typer.Context,
-    asked: Conversations,
+    asked: Asked,
     target: Target,
     report: Report,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
@@ -93,7 +84,7 @@ def bench(
         compare(asked, target, report, params)
 
 
-def compare(asked: Conversations, target: Target, given: Report, params: SamplingParams) -> None:
+def compare(asked: Asked, target: Target, given: Report, params: SamplingParams) -> None:
     """Load the methods, ask the questions, then show and write the figures."""
     items, questions = prepare(asked, target, given, params)
     with loading_progress(target.model, target.drafter) as loading:
@@ -114,7 +105,7 @@ def compare(asked: Conversations, target: Target, given: Report, params: Samplin
     # the bar is drawn when an answer is done, so that nothing else runs while one is timed
     with kept(finish), progress_bar("warming up", by_itself=False) as show:
         warm_up(runners, params)
-        for _ in run(questions, runners, results, asked.turns == "all", show):
+        for _ in run(questions, runners, results, show):
             pass
     if not results.trials:
         raise InvalidInput(f"no prompt is answered; the first: {results.skipped[0]['reason']}")

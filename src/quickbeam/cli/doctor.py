@@ -10,14 +10,14 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, NamedTuple
 
 import typer
 
 from quickbeam import __version__, hub
-from quickbeam.cli.common import progress_bar, strict_json
+from quickbeam.cli.common import progress_bar
 from quickbeam.errors import InvalidInput
 from quickbeam.machine import cpu_name, usable_cores
 
@@ -180,17 +180,11 @@ class Pulled:
     )
     list: bool = False
     """Fetch nothing: say what is in the cache."""
-    json: bool = False
-    """With --list: as a JSON list."""
 
 
 def pull(given: Pulled) -> None:
     """Fetch an embedded model into the cache, unless it is there, and print its folder."""
-    if given.json and not given.list:
-        raise InvalidInput("--json: add --list")
-    if given.json:
-        print(strict_json([asdict(info) for info in hub.models()]))
-    elif given.list:
+    if given.list:
         for info in hub.models():
             size = f"{info.bytes / 1e6:.0f} MB" if info.pulled else "not pulled"
             print(f"{info.name}: {size}, {info.license}\n  {info.summary}\n  {info.path}")

@@ -59,7 +59,7 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
     gc.collect()
     if stages.only is None:
         bench.compare(
-            bench.Conversations(limit=stages.limit),
+            bench.Asked(limit=stages.limit),
             Target(model=plan.model, drafter=str(plan.out)),
             bench.Report(METHODS, plan.out / "bench.json"),
             SamplingParams(max_tokens=stages.max_tokens),
