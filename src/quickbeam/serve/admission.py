@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 from contextvars import ContextVar
-from enum import Enum
 
 from typing_extensions import Self
 
@@ -42,12 +41,6 @@ class Unavailable(TurnedAway):
     """The server is starting or shutting down, or the request waited for too long."""
 
     status, code = 503, "unavailable"
-
-
-class Phase(str, Enum):
-    starting = "starting"
-    ready = "ready"
-    draining = "draining"
 
 
 class Ticket:
@@ -99,7 +92,8 @@ class Gate:
     """
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.settings, self.phase, self.places = settings, Phase.starting, 0
+        self.settings, self.places = settings, 0
+        self.phase = "starting"  # then "ready", then "draining"
         self.inside = self.waiting = self.waiting_tokens = 0
         self._inside_of = Counter[Hashable]()  # by tenant
         self.empty = asyncio.Event()
@@ -147,9 +141,9 @@ class Gate:
 
     def check(self) -> None:
         """Raise `Unavailable` if the server is not ready."""
-        if self.phase is Phase.starting:
+        if self.phase == "starting":
             raise Unavailable("the server is starting: the model is being loaded", SOON)
-        if self.phase is Phase.draining:
+        if self.phase == "draining":
             raise Unavailable(
                 "the server is ending: it finishes what it has begun and takes nothing new",
                 LATER,

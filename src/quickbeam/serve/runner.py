@@ -24,7 +24,7 @@ from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import LATER, SOON, Gate, Phase, Ticket, Unavailable
+from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
 
@@ -72,8 +72,8 @@ class Runner:
         logger.info("sampling of requests that don't say: %s", self.defaults)
         self.gate.places = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
-        if self.gate.phase is Phase.starting:
-            self.gate.phase = Phase.ready
+        if self.gate.phase == "starting":
+            self.gate.phase = "ready"
 
     @property
     def loaded(self) -> AsyncLLM:
@@ -160,8 +160,8 @@ class Runner:
     @property
     def unhealthy_reason(self) -> str | None:
         """Why requests are not answered; None if they are."""
-        if self.gate.phase is not Phase.ready:
-            return str(self.gate.phase.value)
+        if self.gate.phase != "ready":
+            return self.gate.phase
         if not self.alive:
             return "the engine's thread has ended"
         silent, limit = self.heartbeat, self.settings.heartbeat_limit
@@ -171,14 +171,14 @@ class Runner:
 
     async def drain(self) -> bool:
         """Refuse new requests; return whether those under way finish in `drain_timeout` seconds."""
-        self.gate.phase = Phase.draining
+        self.gate.phase = "draining"
         with anyio.move_on_after(self.settings.drain_timeout):
             await self.gate.empty.wait()
         return self.gate.empty.is_set()
 
     async def close(self) -> None:
         """End all answers under way, and the engine's thread."""
-        self.gate.phase = Phase.draining
+        self.gate.phase = "draining"
         self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._aio is not None:
             await asyncio.to_thread(self._aio.close)
