@@ -18,7 +18,7 @@ from quickbeam.engine.scheduler import FairQueue
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import TENANT, Busy, Gate, Phase
+from quickbeam.serve.admission import TENANT, Busy, Gate
 from quickbeam.serve.security import Guard
 from quickbeam.serve.settings import ServeSettings
 
@@ -147,7 +147,7 @@ def test_a_short_request_is_read_beside_a_long_prompt(model):
 
 def test_a_tenant_leaves_a_part_of_the_queue_to_others():
     gate = Gate(ServeSettings(max_waiting=16))
-    gate.places, gate.phase = 1, Phase.ready
+    gate.places, gate.phase = 1, "ready"
     tickets = [gate.enter(1, 1, "many") for _ in range(15)]
     with pytest.raises(Busy, match="of this client"):
         gate.enter(1, 1, "many")

@@ -19,7 +19,7 @@ from page_server import (  # noqa: E402
     steps_of,
     words,
 )
-from quickbeam.serve.page import page as page_file  # noqa: E402
+from quickbeam.serve.app import page as page_file  # noqa: E402
 
 if not CHROMIUM.exists():
     pytest.skip("there is no Chromium", allow_module_level=True)

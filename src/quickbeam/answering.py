@@ -80,8 +80,7 @@ class Answering:
         self._bound_memory()
 
     def _bound_memory(self) -> None:
-        """Set how many pages of keys and values there may be, of the target and the drafter
-        together."""
+        """Set how many pages of keys and values there may be, of target and drafter together."""
         pool, drafter = self.model.pool, self.drafting.drafter
         if self._kv_memory is None:
             free = free_memory(self.model.device) - self.model.mapped_bytes
@@ -97,8 +96,7 @@ class Answering:
 
     @property
     def kernels(self) -> str:
-        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` with the
-        reason."""
+        """What computes the passes, as `native (avx2, int8)`, or `PyTorch's` with the reason."""
         return self.model.describe()
 
     def describe(self) -> str:
@@ -118,8 +116,8 @@ class Answering:
     def room(self, prompt: int, method: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
 
-        The context lengths of the model and its drafter and the memory for keys and values limit
-        it. 0 or less means that there is no room. Loads the drafter if `method` needs it.
+        Context lengths and the memory for keys and values limit it. Loads the drafter if `method`
+        needs it.
         """
         limits, pool = [self.model.context_length], self.model.pool
         if (drafter := self.prepare(self.drafting.method(method or self.method))) is not None:
@@ -131,10 +129,7 @@ class Answering:
     def prepare(
         self, method: str, vocab: str | None = None, shortlist: int | None = None
     ) -> Drafter | None:
-        """Load the drafter and its shortlist for `method`, unless they are loaded or not needed.
-
-        Returns the drafter, or None where there is none or none is needed.
-        """
+        """Load and return the drafter of `method`; None where there is none or none is needed."""
         if self.drafting.lacks(asked := (method, vocab, shortlist)):
             self.thread.call(partial(self._load_drafter, asked))
         return self.drafting.drafter if self.drafting.drafts(method) else None
@@ -339,10 +334,7 @@ class Answering:
 
 
 def choose_budget(asked: Budget | None, method: str) -> int | None:
-    """Return the nodes of a tree of `method`; None stands for the measured budget.
-
-    Raises `InvalidInput` for what is no number of nodes of a tree.
-    """
+    """Return the nodes of a tree of `method`; None: the measured budget. Raises `InvalidInput`."""
     asked = 0 if asked == "auto" else asked
     if asked is not None and not (isinstance(asked, int) and 0 <= asked <= MAX_NODES_SLOW):
         raise InvalidInput(

@@ -1,17 +1,34 @@
-"""`quickbeam generate`: one prompt, one answer."""
+"""`quickbeam generate` and `quickbeam chat`: one answer, or a conversation."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import typer
 
-from quickbeam.cli.common import check_output, follow, save, statistics_line, strict_json, write
-from quickbeam.cli.loading import Follow, Loading, check_length
+from quickbeam.cli.common import (
+    check_output,
+    follow,
+    save,
+    say,
+    statistics_line,
+    strict_json,
+    write,
+)
+from quickbeam.cli.loading import Follow, Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
+
+LONGER = SamplingParams(max_tokens=512)
+HELP = (
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
+    "stops an answer and keeps it."
+)
 
 
 @dataclass(frozen=True)
@@ -31,28 +48,23 @@ class Asked:
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
     """Write every step's draft tree here, for `quickbeam inspect`."""
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidInput` for options that don't fit one another."""
-        if self.raw and self.system is not None:
-            raise InvalidInput(
-                "--system goes through the chat template, which --raw skips: leave one of them out"
-            )
-        if params.logprobs is not None and not self.json:
-            raise InvalidInput("--logprobs shows in the JSON record only: add --json")
-        if self.trace is not None:
-            check_output("--trace", self.trace)
-
 
 def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Follow) -> None:
     """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
     answer so far."""
-    asked.check(params)
+    if asked.raw and asked.system is not None:
+        raise InvalidInput(
+            "--system goes through the chat template, which --raw skips: leave one of them out"
+        )
+    if params.logprobs is not None and not asked.json:
+        raise InvalidInput("--logprobs shows in the JSON record only: add --json")
+    if asked.trace is not None:
+        check_output("--trace", asked.trace)
     params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
-    loading.check()
-    check_length(loading.model, text, params.max_tokens)
+    llm = loading.load()
     from quickbeam.engine.trace import Trace
 
-    trace, llm = Trace() if asked.trace else None, loading.load()
+    trace = Trace() if asked.trace else None
     messages = [{"role": "system", "content": asked.system}] if asked.system is not None else []
     messages.append({"role": "user", "content": text})
     completion, interrupted = follow(
@@ -83,3 +95,63 @@ def read(prompt: str) -> str:
     if not text:
         raise InvalidInput("the prompt is empty: give a text, or - to read standard input")
     return text
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """How the model is spoken to."""
+
+    system: str | None = None
+    """System message put before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    """Say more about how each answer was made."""
+
+
+def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
+    """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
+    llm = loading.load()
+    opening = [{"role": "system", "content": given.system}] if given.system is not None else []
+    messages = list(opening)
+    say(f"{llm.name}, method {llm.method}. {HELP}")
+    for line in lines():
+        if line == "/exit":
+            return
+        if line == "/help":
+            say(HELP)
+        elif line == "/reset":
+            messages = list(opening)
+            say("forgotten")
+        elif line.startswith("/") and line[1:].isalpha():
+            say(f"unknown command {line}. {HELP}")
+        else:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                completion, _ = follow(partial(llm.chat_stream, asked, params))
+            # the conversation no longer fits into the context; its earlier turns are kept
+            except InvalidInput as error:
+                say(f"error: {error}; /reset starts over")
+                continue
+            say(statistics_line(completion, llm.describe(), given.verbose))
+            if completion.text:  # else stopped before the first word: forget the question
+                messages = [*asked, {"role": "assistant", "content": completion.text}]
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines that are typed, without blank ones. Ctrl-C drops a line."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 (editing and history in input())
+    while True:
+        try:
+            line = input("> ") if terminal else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            say(" (/exit or Ctrl-D ends the conversation)")
+            continue
+        if not terminal and not line:
+            return
+        if line.strip():
+            yield line.strip()
