@@ -353,3 +353,7 @@ def test_what_is_no_file_of_weights_is_refused(folder):
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InvalidInput, match="can't load"):
         load(folder)
+    # as Git leaves it without its extension for large files
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
+        LLM(str(folder))
