@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from quickbeam.cli.common import follow, say, statistics_line
 from quickbeam.cli.loading import Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
 
 LONGER = SamplingParams(max_tokens=512)
 HELP = (
@@ -35,7 +39,12 @@ class Conversation:
 
 def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
-    llm = loading.load()
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        talk(llm, given, params)
+
+
+def talk(llm: LLM, given: Conversation, params: SamplingParams) -> None:
+    """Answer line by line, up to the end of the input."""
     opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)
     say(f"{llm.name}, method {llm.method}. {HELP}")

@@ -52,21 +52,24 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
     check_length(loading.model, text, params.max_tokens)
     from quickbeam.engine.trace import Trace
 
-    trace, llm = Trace() if asked.trace else None, loading.load()
-    messages = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    trace, messages = Trace() if asked.trace else None, list[dict[str, str]]()
+    if asked.system is not None:
+        messages.append({"role": "system", "content": asked.system})
     messages.append({"role": "user", "content": text})
-    completion, interrupted = follow(
-        lambda: (
-            llm.stream(text, params, observer=trace)
-            if asked.raw
-            else llm.chat_stream(messages, params, observer=trace)
-        ),
-        show=not asked.json,
-    )
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        completion, interrupted = follow(
+            lambda: (
+                llm.stream(text, params, observer=trace)
+                if asked.raw
+                else llm.chat_stream(messages, params, observer=trace)
+            ),
+            show=not asked.json,
+        )
+        kernels = llm.describe()
     if asked.json:
-        write(strict_json({**completion.to_json(), "kernels": llm.describe()}) + "\n")
+        write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     else:
-        print(statistics_line(completion, llm.describe(), asked.verbose), file=sys.stderr)
+        print(statistics_line(completion, kernels, asked.verbose), file=sys.stderr)
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if interrupted:
