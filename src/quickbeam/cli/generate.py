@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,6 +24,9 @@ from quickbeam.cli.common import (
 from quickbeam.cli.loading import Follow, Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
 
 LONGER = SamplingParams(max_tokens=512)
 HELP = (
@@ -61,24 +65,26 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
     if asked.trace is not None:
         check_output("--trace", asked.trace)
     params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
-    llm = loading.load()
     from quickbeam.engine.trace import Trace
 
-    trace = Trace() if asked.trace else None
-    messages = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    trace, messages = Trace() if asked.trace else None, list[dict[str, str]]()
+    if asked.system is not None:
+        messages.append({"role": "system", "content": asked.system})
     messages.append({"role": "user", "content": text})
-    completion, interrupted = follow(
-        lambda: (
-            llm.stream(text, params, observer=trace)
-            if asked.raw
-            else llm.chat_stream(messages, params, observer=trace)
-        ),
-        show=not asked.json,
-    )
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        completion, interrupted = follow(
+            lambda: (
+                llm.stream(text, params, observer=trace)
+                if asked.raw
+                else llm.chat_stream(messages, params, observer=trace)
+            ),
+            show=not asked.json,
+        )
+        kernels = llm.describe()
     if asked.json:
-        write(strict_json({**completion.to_json(), "kernels": llm.describe()}) + "\n")
+        write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     else:
-        print(statistics_line(completion, llm.describe(), asked.verbose), file=sys.stderr)
+        print(statistics_line(completion, kernels, asked.verbose), file=sys.stderr)
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if interrupted:
@@ -109,7 +115,12 @@ class Conversation:
 
 def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
-    llm = loading.load()
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        talk(llm, given, params)
+
+
+def talk(llm: LLM, given: Conversation, params: SamplingParams) -> None:
+    """Answer line by line, up to the end of the input."""
     opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)
     say(f"{llm.name}, method {llm.method}. {HELP}")
