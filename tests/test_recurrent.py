@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from answers import answer, request
 from cases import few, spread
 from kernels import SETS, load
-from models import SIZES, VOCAB, random_tree, tiny
+from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -30,27 +29,7 @@ from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
-KINDS: dict[str, PreTrainedConfig] = {
-    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
-    "qwen3_5": Qwen3_5TextConfig(
-        **SIZES,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=20,
-    ),
-    "falcon_h1": FalconH1Config(
-        **SIZES,
-        mamba_d_ssm=40,
-        mamba_n_heads=2,
-        mamba_d_head=20,
-        mamba_d_state=8,
-        mamba_rms_norm=True,
-        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
-    ),
-}
+KINDS = table("recurrent")
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5"]))
 PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
