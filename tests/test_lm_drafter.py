@@ -202,20 +202,6 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
     check(probs, context, tree)
 
 
-def test_nodes_are_asked_for_from_the_root_down():
-    drafter = LMDrafter(tiny("llama"), VOCAB)
-    context = begin(drafter, [1, 2])
-    tree = TokenTree(2)
-    tree.add(tree.add(0, 5, "x"), 6, "x")
-    with pytest.raises(ValueError, match="ask for its root first"):
-        distributions_of(drafter, context, tree, [1])
-    distributions_of(drafter, context, tree, [0])
-    with pytest.raises(ValueError, match="parent 1 first"):
-        distributions_of(drafter, context, tree, [2])
-    with pytest.raises(ValueError, match="ask for its root first"):
-        distributions_of(drafter, context, TokenTree(2), [1])
-
-
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
     drafter = LMDrafter(tiny("llama"), asked)
@@ -263,44 +249,18 @@ def test_a_request_beyond_the_drafters_context_is_refused(target):
 
 def tokenizer(*tokens):
     return SimpleNamespace(
-        get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token is not None}
+        get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token != "-"}
     )
 
 
 @pytest.mark.parametrize(
     ("target", "drafter", "sizes", "words"),
     [
-        (
-            ("a", "b", "c"),
-            ("a", "x", "y"),
-            (3, 3),
-            "token 1 is 'b' to the target and 'x' to the drafter",
-        ),
-        (("a", "b"), ("b", "a"), (2, 2), "token 0 is 'a' to the target and 'b' to the drafter"),
-        (
-            ("a", "b", "c"),
-            ("a", "b"),
-            (3, 2),
-            "token 2 is 'c' to the target and no token to the drafter",
-        ),
-        (
-            ("a", "b"),
-            ("a", "b", "c"),
-            (2, 4),
-            "token 2 is no token to the target and 'c' to the drafter",
-        ),
-        (
-            ("a", None, "c"),
-            ("a", "b", "c"),
-            (3, 3),
-            "token 1 is no token to the target and 'b' to the drafter",
-        ),
-        (
-            ("a", "b", "c"),
-            ("a", None, "c"),
-            (3, 3),
-            "token 1 is 'b' to the target and no token to the drafter",
-        ),
+        ("abc", "axy", (3, 3), "token 1 is 'b' to the target and 'x' to the drafter"),
+        ("abc", "ab", (3, 2), "token 2 is 'c' to the target and no token to the drafter"),
+        ("ab", "abc", (2, 4), "token 2 is no token to the target and 'c' to the drafter"),
+        ("a-c", "abc", (3, 3), "token 1 is no token to the target and 'b' to the drafter"),
+        ("abc", "a-c", (3, 3), "token 1 is 'b' to the target and no token to the drafter"),
     ],
 )
 def test_other_vocabularies_are_told_apart(target, drafter, sizes, words):
