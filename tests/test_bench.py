@@ -252,19 +252,6 @@ def test_nothing_decoded_gives_no_figures_instead_of_failing():
 # --- questions ---
 
 
-def test_built_in_questions_cover_eight_categories_evenly():
-    questions = load_questions()
-    counts = Counter(question.category for question in questions)
-    assert len(questions) >= 48 and len(counts) == 8 and min(counts.values()) >= 6
-    assert len({question.question_id for question in questions}) == len(questions)
-    assert (
-        sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
-    )
-    for question in questions:
-        if question.category in ("summary", "extraction"):
-            assert 150 <= len(question.turns[0].split()) <= 330
-
-
 def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tmp_path):
     file = tmp_path / "q.jsonl"
     turns = ["first\u2028line", "second"]

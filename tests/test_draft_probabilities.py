@@ -4,14 +4,13 @@ acceptance is known."""
 import pytest
 import torch
 
-from drafters import DRAFTED, KnownDrafter, context_of, perturbed_plain, policies, tree_of
+from drafters import DRAFTED, KnownDrafter, context_of, tree_of
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.dyspec import DySpec
-from quickbeam.noise import Noise
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 from scripts import script
-from toy import ToyModel, path_tokens
+from toy import path_tokens
 
 acceptance = script("acceptance")
 draft_probabilities, summarise = acceptance.draft_probabilities, acceptance.summarise
@@ -68,36 +67,6 @@ def test_what_lies_beyond_the_answers_end_is_left_out(tree):
     assert len(tried(tree, [0, 2, 4], 9, 2)) == 3
 
 
-def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding():
-    probs = torch.tensor([1.0, 1e-9, 3e-9])
-    tree = TokenTree(0)
-    for token, probability in enumerate(probs.tolist()):
-        tree.add(0, token, "drafter", probability, probs)
-    assert list(draft_probabilities(tree, 0)) == pytest.approx([1.0, 0.25, 1.0])
-
-
-@pytest.mark.parametrize("name", DRAFTED)
-def test_coupled_draft_probabilities_have_the_noise_counted_in(name):
-    model = ToyModel(vocab=8, zeros=0.0)
-    policy, later = policies(model.draft)[name], 0
-    for prompt in range(8):
-        noise, context = Noise(prompt, 0, 8), context_of([prompt], 0.6)
-        context.noise = noise
-        tree = tree_of(policy, context, 14, 8)
-        assert all(probs is None for probs in tree.probs), "none is a draw"
-        for node in range(len(tree)):
-            probs = perturbed_plain(
-                model.draft([prompt, *path_tokens(tree, node)]), noise, 1 + tree.depth[node], 0.6
-            )
-            found = list(draft_probabilities(tree, node))
-            for token, probability in zip(tree.children[node], found, strict=True):
-                # Far less likely tokens count without their noise in what the rest is divided by.
-                assert probability == pytest.approx(float(probs[token] / probs.sum()), rel=0.15)
-                probs[token] = 0.0
-            later += max(0, len(found) - 1)
-    assert later > 0 or name == "chain"
-
-
 def steps(draft, target, temperature, count, budget=32):
     """`count` steps of DySpec from a drafter that always has the distribution `draft`."""
     policy, generator = DySpec(KnownDrafter(lambda _: draft)), torch.Generator().manual_seed(5)
@@ -121,22 +90,3 @@ def test_a_drafter_equal_to_the_target_is_always_accepted():
     assert all(each["acceptance"] == 1 for each in filled)
     expected = sum(each["count"] * (1 - each["probability"]) for each in filled) / one["tried"]
     assert one["calibration_gap"] == pytest.approx(expected) and one["correlation"] is None
-
-
-def test_the_gap_is_that_of_a_group_and_not_of_its_nodes():
-    tree = TokenTree(0)
-    tree.add(0, 1, "drafter", 0.5)
-    one = summarise([record(tree, [0, 1], 9), record(tree, [0], 9)], 10)
-    assert (one["tried"], one["accepted"], one["calibration_gap"]) == (2, 1, 0)
-
-
-def test_the_drafters_favourite_is_right_once():
-    # The drafter's favourite is 0. The target says 0 right below the root and then 1, the drafter's
-    # second: 0.6 at depths 1 to 3, right at the first; 0.3 / 0.4 of the second children, right at
-    # depth 2 and not in the tree at 3.
-    q, sure = torch.tensor([0.6, 0.3, 0.1]), torch.eye(3)
-    one = summarise(steps(q, lambda path: sure[min(len(path), 1)], 0.0, 3, budget=16), 10)
-    bins = {round(each["low"], 1): each for each in one["bins"] if each["count"]}
-    assert (bins[0.7]["count"], bins[0.7]["acceptance"]) == (3, 1.0)
-    assert sum(each["count"] for low, each in bins.items() if low != 0.7) == 9
-    assert one["first_acceptance"] == pytest.approx(1 / 3) and one["mean_accepted_tokens"] == 3
