@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -119,30 +118,6 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
     assert {1, 2} <= set(answers)
 
 
-def test_users_speak_at_a_temperature_of_their_own(chat):
-    spoken = 0
-    for tokens, _, _ in itertools.islice(chat.writer(user_temperature=1e-4), 16):
-        ids, likeliest = tokens.tolist(), plain(chat.model, tokens.tolist()).argmax(-1).tolist()
-        for begin, end, answering in turns(chat, ids):
-            if not answering:
-                assert ids[begin:end] == likeliest[begin - 1 : end - 1]
-                spoken += end - begin
-    assert spoken > 60
-
-
-def test_what_the_template_says_takes_no_passes_of_its_own(chat):
-    for seed in range(4):
-        passes, ours = list[int](), {"openers": ("Why", "Tell me"), "documents": ()}
-        recipe = Recipe(LENGTH, QUESTION, quote=0.0, repetition=LENGTH, seed=seed, **ours)
-        model, stops = make_model(copy.deepcopy(chat.model)), chat.template.stops
-        writer = Writer(
-            model, 1, chat.encode, chat.template, stops, recipe, tokens=1, stepped=passes.append
-        )
-        (conversation,) = writer
-        spoken = list(turns(chat, conversation.tokens.tolist()))
-        assert len(passes) <= sum(end - begin for begin, end, _ in spoken) + len(spoken)
-
-
 QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 
 
@@ -257,13 +232,6 @@ def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source
         Template.of(chat.tokenizer, {7})
 
 
-def test_a_seed_repeats_the_text(chat, written):
-    again, other = (
-        [c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1)
-    )
-    assert again == [c.tokens.tolist() for c in written[:6]] != other
-
-
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
@@ -333,18 +301,6 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
 # --- how text begins, by language ---
 
 WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
-
-
-def test_every_language_has_questions_and_documents():
-    assert set(openers.QUESTIONS) == set(openers.DOCUMENTS) == set(openers.LANGUAGES)
-
-
-@pytest.mark.parametrize(("made", "words"), WORDS)
-def test_languages_have_equal_parts(made, words):
-    of = {opener: language for language in ("ar", "en", "ru") for opener in words[language]}
-    drawn = made(["en", "ru", "ar"])
-    assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
-    assert set(drawn) == set(of)
 
 
 @pytest.mark.parametrize("languages", [["en", "tlh"], []])
