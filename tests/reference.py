@@ -9,11 +9,6 @@ import torch
 import torch.nn.functional as F
 
 
-def embed(weight, tokens, scale=1.0):
-    """EMBED: the tokens' rows of `weight` `[vocab, d]`, scaled, `[n, d]`."""
-    return weight.double()[list(tokens)] * scale
-
-
 def norm(x, weight, epsilon):
     """NORM: RMS norm over the last dimension of `[..., d]`, with `weight` `[d]` or none."""
     x = x.double()
@@ -62,11 +57,6 @@ def chosen(x, weight, bias, blocks, size):
     """
     outputs = [block * size + i for block in blocks for i in range(size)]
     return linear(x, weight[outputs], None if bias is None else bias[outputs])
-
-
-def copy(source, before=None):
-    """COPY: `source`, added to what the target held (`before`) if that is given."""
-    return source.double() if before is None else before.double() + source.double()
 
 
 def rotate(x, cosine, sine):

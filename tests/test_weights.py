@@ -9,10 +9,10 @@ import torch
 import quantised
 import reference
 from kernels import best_set, every_set, largest, linear, load, number, rows_that_depend_on_others
-from quantised import Quantised, quantise, quantise_rows
+from quantised import quantise, quantise_rows
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
-from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed, Packer
+from quickbeam.models.native.quantised import INT4, INT8, Packed
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
 SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
@@ -191,15 +191,3 @@ def test_weights_that_are_not_finite_are_refused(isa, name):
             quantise(weight, name)
         with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
             Packed(load(isa), [weight], name=name)
-
-
-@best_set
-def test_sizes_are_those_of_what_is_packed(isa):
-    weights = [number(40, 96), number(40, 96)]
-    for name in (BFLOAT16, INT8, INT4):
-        for gated in (False, True):
-            packer = Packer(load(isa), name)
-            assert packer.pack(weights, None, gated).data.nbytes == packer.size(weights, gated)
-    assert Quantised(
-        torch.ones(1, 1, 32, dtype=torch.int8), torch.full((1,), 2.0)
-    ).dense.tolist() == [[2.0] * 32]
