@@ -93,20 +93,6 @@ def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, l
         llm.generate(prompt, SamplingParams(max_tokens=CONTEXT - len(prompt) + 1))
 
 
-@pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (DYNAMIC, CONTEXT)])
-def test_angles_do_not_depend_on_what_runs_beside(folder, rope, length):
-    write(folder, rope_parameters=rope, max_position_embeddings=length)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.rotary_emb
-    rotary = load(folder).model.rotary_emb
-    few, many = torch.arange(CONTEXT)[None], torch.arange(3 * CONTEXT)[None]
-    expected = plain(torch.empty(1), few)
-    for cosine, sine in (rotary(torch.empty(1), many), rotary(torch.empty(1), few)):
-        assert torch.equal(cosine[:, :CONTEXT], expected[0]) and torch.equal(
-            sine[:, :CONTEXT], expected[1]
-        )
-    assert not why_not_native(load(folder, torch.bfloat16))
-
-
 class Adapted(nn.Linear):
     """As peft's and the quantised ones: a linear that computes more than its weight says."""
 
