@@ -14,19 +14,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from answers import answer, request
+from answers import answer, conversation, drafting, drafts_change_nothing
 from cases import few
 from interpreter import Interpreter
 from models import VOCAB, table
 from models import tiny as tiny_model
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.engine import Engine
-from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.methods.dyspec import DySpec
-from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models.angles import angles_of
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.compiled import CompiledStack, kv_shapes
@@ -39,7 +33,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
-from quickbeam.models.stack import Experts, Stack
+from quickbeam.models.stack import Stack
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -123,44 +117,35 @@ def test_logits_and_tokens_are_those_of_transformers(name):
     assert answer(model, NoDraft(), params, IDS.tolist()).output.token_ids == ids[len(IDS) :]
 
 
-def each_layer(change):
-    return lambda stack: replace(stack, layers=tuple(change(layer) for layer in stack.layers))
+def each(path="", **changes):
+    """A stack with other fields of what stands at `path` in each layer, where it has them."""
+
+    def change(of, names):
+        if not all(hasattr(of, name) for name in names[:1] or changes):
+            return of
+        own = {name: change(getattr(of, name), names[1:]) for name in names[:1]}
+        return replace(of, **own or changes)
+
+    return of_layers(lambda layer: change(layer, path.split(".") if path else []))
 
 
-def each_attention(**changes):
-    def changed(layer):
-        of = layer.attention
-        return replace(layer, attention=of and replace(of, **changes))
-
-    return each_layer(changed)
+def of_layers(change):
+    return lambda stack: replace(stack, layers=tuple(map(change, stack.layers)))
 
 
-def each_recurrent(**changes):
-    def changed(layer):
-        of = layer.recurrent
-        return replace(layer, recurrent=of and replace(of, **changes))
-
-    return each_layer(changed)
-
-
-def each_experts(**changes):
-    def changed(layer):
-        of = layer.feed_forward
-        return replace(
-            layer, feed_forward=replace(of, **changes) if isinstance(of, Experts) else of
-        )
-
-    return each_layer(changed)
+def with_angles(layer, first):
+    """A layer whose heads turn as the first's do."""
+    of = first.attention
+    turned = replace(layer.attention, rotary=of.rotary, turned=of.turned)
+    return replace(layer, attention=turned)
 
 
-def each_routing(**changes):
-    def changed(layer):
-        of = layer.feed_forward
-        if not isinstance(of, Experts):
-            return layer
-        return replace(layer, feed_forward=replace(of, routing=replace(of.routing, **changes)))
+def with_beside(layer, **changes):
+    return replace(layer, beside=replace(layer.beside, **changes))
 
-    return each_layer(changed)
+
+def with_values_of(layer, source):
+    return replace(layer, attention=replace(layer.attention, source=source))
 
 
 def swapped(layer):
@@ -173,125 +158,84 @@ def swapped(layer):
     return replace(layer, recurrent=replace(layer.recurrent, into=into))
 
 
-def unscaled(of):
-    routing = replace(of.experts.routing, scale=None)
-    return replace(of, experts=replace(of.experts, routing=routing))
+def wider(by):
+    def change(layer):
+        window = layer.attention.window
+        return replace(layer, attention=replace(layer.attention, window=window and window + by))
+
+    return of_layers(change)
 
 
-def wider(layer, by):
-    window = layer.attention.window
-    return replace(layer, attention=replace(layer.attention, window=window and window + by))
+def turning(interleaved):
+    return lambda s: each("attention", rotary=replace(s.rotaries[0], interleaved=interleaved))(s)
 
 
+ROUTING = "feed_forward.routing"
 WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
-    "a window one too wide": ("mistral", each_layer(lambda layer: wider(layer, 1))),
-    "a window one too narrow": ("gemma3", each_layer(lambda layer: wider(layer, -1))),
-    "no angles": ("llama", each_attention(rotary=None)),
+    "a window one too wide": ("mistral", wider(1)),
+    "a window one too narrow": ("gemma3", wider(-1)),
+    "no angles": ("llama", each("attention", rotary=None)),
     "angles in every layer": (
         "smollm3",
-        lambda s: replace(
-            s,
-            layers=s.layers[:1] * 1
-            + tuple(
-                replace(
-                    layer,
-                    attention=replace(
-                        layer.attention,
-                        rotary=s.layers[0].attention.rotary,
-                        turned=s.layers[0].attention.turned,
-                    ),
-                )
-                for layer in s.layers[1:]
-            ),
-        ),
+        lambda s: of_layers(lambda layer: with_angles(layer, s.layers[0]))(s),
     ),
-    "halves turn, not neighbours": (
-        "cohere",
-        lambda s: each_attention(rotary=replace(s.rotaries[0], interleaved=False))(s),
-    ),
-    "norms without the 1": (
-        "gemma",
-        each_layer(
-            lambda layer: replace(
-                layer, attention_before=replace(layer.attention_before, plus_one=False)
-            )
-        ),
-    ),
-    "no gate of attention": ("qwen3_5", each_attention(gated=False)),
-    "no gate of a head": ("lfm3", each_attention(gated=False)),
-    "a gate before the norm": ("qwen3_5", each_recurrent(norm_last=True)),
-    "decays held too low": ("qwen3_next", each_recurrent(most=0.1)),
-    "no value beside the state": ("bamba", each_recurrent(skip=None)),
-    "no factors of what is convolved": ("falcon_h1", each_recurrent(scales=(1.0, 1.0, 1.0))),
-    "steps that are not held": ("nemotron_h", each_recurrent(least=0.0)),
-    "the wrong gate": ("lfm2", each_layer(swapped)),
+    "halves turn, not neighbours": ("cohere", turning(False)),
+    "norms without the 1": ("gemma", each("attention_before", plus_one=False)),
+    "no gate of attention": ("qwen3_5", each("attention", gated=False)),
+    "no gate of a head": ("lfm3", each("attention", gated=False)),
+    "a gate before the norm": ("qwen3_5", each("recurrent", norm_last=True)),
+    "decays held too low": ("qwen3_next", each("recurrent", most=0.1)),
+    "no value beside the state": ("bamba", each("recurrent", skip=None)),
+    "no factors of what is convolved": ("falcon_h1", each("recurrent", scales=(1.0, 1.0, 1.0))),
+    "steps that are not held": ("nemotron_h", each("recurrent", least=0.0)),
+    "the wrong gate": ("lfm2", of_layers(swapped)),
     "no mean": ("phi", lambda s: replace(s, norm=replace(s.norm, centred=False))),
-    "norms before the angles": ("hunyuan", each_attention(norm_last=False)),
-    "norms by head": ("olmo2", lambda s: each_attention(norms=None)(s)),
-    "no softcap of scores": ("gemma2", each_attention(softcap=None)),
+    "norms before the angles": ("hunyuan", each("attention", norm_last=False)),
+    "norms by head": ("olmo2", each("attention", norms=None)),
+    "no softcap of scores": ("gemma2", each("attention", softcap=None)),
     "no softcap of logits": ("gemma2", lambda s: replace(s, softcap=None)),
     "no scale of embeddings": ("gemma", lambda s: replace(s, scale=1.0)),
     "no scale of logits": ("cohere", lambda s: replace(s, head_scale=1.0)),
-    "no scale of residuals": ("granite", each_layer(lambda layer: replace(layer, residual=1.0))),
-    "no scale of queries": ("ministral3", each_attention(query_scale=None)),
+    "no scale of residuals": ("granite", each(residual=1.0)),
+    "no scale of queries": ("ministral3", each("attention", query_scale=None)),
     "one after the other": (
         "phi",
-        each_layer(
-            lambda layer: replace(layer, parallel=False, feed_forward_before=layer.attention_before)
+        of_layers(
+            lambda one: replace(one, parallel=False, feed_forward_before=one.attention_before)
         ),
     ),
-    "no norm after": ("glm4", each_layer(lambda layer: replace(layer, attention_after=None))),
-    "another activation": (
-        "nemotron",
-        each_layer(
-            lambda layer: replace(
-                layer, feed_forward=replace(layer.feed_forward, activation="relu")
-            )
-        ),
-    ),
-    "values without their norm": ("gemma4-experts", each_attention(value_norm=False)),
+    "no norm after": ("glm4", each(attention_after=None)),
+    "another activation": ("nemotron", each("feed_forward", activation="relu")),
+    "values without their norm": ("gemma4-experts", each("attention", value_norm=False)),
     "values of another layer": (
         "gemma4-per_layer",
-        lambda s: replace(
-            s,
-            layers=(
-                *s.layers[:4],
-                replace(s.layers[4], attention=replace(s.layers[4].attention, source=0)),
-                s.layers[5],
-            ),
-        ),
+        lambda s: replace(s, layers=(*s.layers[:4], with_values_of(s.layers[4], 0), s.layers[5])),
     ),
-    "no scalar of a layer": ("gemma4-per_layer", each_layer(lambda one: replace(one, scalar=None))),
+    "no scalar of a layer": ("gemma4-per_layer", each(scalar=None)),
     "per-layer inputs of the token alone": (
         "gemma4-per_layer",
         lambda s: replace(s, per_layer=replace(s.per_layer, scale=0.0)),
     ),
-    "experts without their scales": (
-        "gemma4-experts",
-        each_layer(lambda one: replace(one, beside=unscaled(one.beside))),
-    ),
+    "experts without their scales": ("gemma4-experts", each("beside.experts.routing", scale=None)),
     "experts that read what the dense one reads": (
         "gemma4-experts",
-        each_layer(
+        of_layers(
             lambda one: replace(one, beside=replace(one.beside, before=one.feed_forward_before))
         ),
     ),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),
-    "weights of experts as they are": ("mixtral", each_routing(renormalised=False)),
-    "weights of experts that add up to 1": ("olmoe", each_routing(renormalised=True)),
-    "an expert fewer": ("qwen3_moe", each_routing(top=2)),
-    "no shared expert": ("qwen2_moe", each_experts(shared=None, shared_gate=None)),
-    "a scale of scores without YaRN's": ("deepseek_v3", each_attention(scaling=10**-0.5)),
-    "neighbours turn, not halves": (
-        "deepseek_v3-halves",
-        lambda s: each_attention(rotary=replace(s.rotaries[0], interleaved=True))(s),
-    ),
-    "no correction of the choice": ("ernie4_5_moe", each_routing(correction=None)),
-    "groups left out": ("glm4_moe", each_routing(groups=1, top_groups=1)),
-    "no sinks": ("gpt_oss", each_attention(sinks=None)),
-    "softmax before the choice": ("granitemoe", each_routing(scores="softmax")),
-    "no experts left out of a softmax": ("phimoe", each_routing(jitter=1e9)),
-    "a shared expert without its gate": ("qwen2_moe", each_experts(shared_gate=None)),
+    "weights of experts as they are": ("mixtral", each(ROUTING, renormalised=False)),
+    "weights of experts that add up to 1": ("olmoe", each(ROUTING, renormalised=True)),
+    "an expert fewer": ("qwen3_moe", each(ROUTING, top=2)),
+    "no shared expert": ("qwen2_moe", each("feed_forward", shared=None, shared_gate=None)),
+    "a scale of scores without YaRN's": ("deepseek_v3", each("attention", scaling=10**-0.5)),
+    "neighbours turn, not halves": ("deepseek_v3-halves", turning(True)),
+    "no correction of the choice": ("ernie4_5_moe", each(ROUTING, correction=None)),
+    "groups left out": ("glm4_moe", each(ROUTING, groups=1, top_groups=1)),
+    "no sinks": ("gpt_oss", each("attention", sinks=None)),
+    "softmax before the choice": ("granitemoe", each(ROUTING, scores="softmax")),
+    "no experts left out of a softmax": ("phimoe", each(ROUTING, jitter=1e9)),
+    "a shared expert without its gate": ("qwen2_moe", each("feed_forward", shared_gate=None)),
 }
 
 
@@ -353,27 +297,7 @@ SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
 
 @functools.cache
 def policies(dtype):
-    drafter = LMDrafter(made("llama", dtype), VOCAB)
-    return {
-        "logitspec": LogitSpec(Ngram(), LastLogits()),
-        "dyspec": DySpec(drafter),
-        "auto": Auto(drafter, Ngram(), LastLogits()),
-    }
-
-
-def turns(model, params):
-    """Prompts and answers by plain decoding without a cache: a first turn, a second one behind it,
-    and another text with the same beginning."""
-    found, prompt = [], IDS[:20].tolist() * 2
-    for more in (IDS[:5].tolist(), IDS[5:9].tolist()):
-        engine = Engine(model, share=False)
-        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
-        found.append((prompt, said))
-        prompt = [*prompt, *said, *more]
-    other = [*IDS[:20].tolist() * 2, 7, 8]
-    engine = Engine(model, share=False)
-    said = answer(model, NoDraft(), params, other, engine=engine, budget=1).output.token_ids
-    return [*found, (other, said)]
+    return drafting(LMDrafter(made("llama", dtype), VOCAB))
 
 
 OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
@@ -407,23 +331,12 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(name, kind):
     weights = kind if kind.startswith("int") else "bfloat16"
     model = make_model(made(name, dtype), weights=weights, chunk=16)
     assert model.exact
-    found = policies(dtype)
+    ids = IDS.tolist()
     for sampling in SAMPLING:
         params = SamplingParams(max_tokens=9, ignore_eos=True, **sampling)
-        right, engine = turns(model, params), Engine(model)
-        for policy in found.values():  # alone, on a prefix that is cached from the first on
-            prompt, said = right[1]
-            state = answer(model, policy, params, prompt, engine=engine, budget=8)
-            assert state.output.token_ids == said
-        states = [  # all methods and prompts at once
-            (engine.add(request(model, policy, params, prompt, budget=8)), said)
-            for policy in found.values()
-            for prompt, said in right
-        ]
-        while any(not state.over for state, _ in states):
-            engine.step()
-        for state, said in states:
-            assert state.error is None and state.output.token_ids == said
+        right = conversation(model, params, ids[:20] * 2, [ids[:5], ids[5:9]])
+        right += conversation(model, params, [*ids[:20] * 2, 7, 8], [[]])  # of the same beginning
+        drafts_change_nothing(model, policies(dtype), params, right, right[1:2])
 
 
 def test_what_transformers_notes_in_a_configuration_is_no_attribute():

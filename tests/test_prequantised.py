@@ -329,7 +329,7 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
-    for policy in policies(torch.bfloat16).values():
+    for policy in policies(torch.bfloat16):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
