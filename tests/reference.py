@@ -8,6 +8,14 @@ tokens that it attends to. Tests compare the kernels with these functions.
 import torch
 import torch.nn.functional as F
 
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
 
 def norm(x, weight, epsilon):
     """NORM: RMS norm over the last dimension of `[..., d]`, with `weight` `[d]` or none."""
@@ -48,15 +56,6 @@ def best(logits):
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
-
-
-def chosen(x, weight, bias, blocks, size):
-    """CHOSEN: the product with some blocks of `size` outputs of the weight.
-
-    The results stand side by side in the order of `blocks`, `[n, len(blocks) * size]`.
-    """
-    outputs = [block * size + i for block in blocks for i in range(size)]
-    return linear(x, weight[outputs], None if bias is None else bias[outputs])
 
 
 def rotate(x, cosine, sine):

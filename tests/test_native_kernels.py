@@ -22,7 +22,7 @@ from kernels import (
     random_paths,
     relocated,
 )
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK, KVShape, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
@@ -280,36 +280,6 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
     program.norm(program.given("x", 33, True), program.given("y", 33, True), None, 1e-5)
     program.run(plain_rows(4), {"x": x, "y": y})
     assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
-
-
-@every_set
-@cases
-@given(
-    n=st.sampled_from(WIDTHS),
-    inputs=st.sampled_from(INPUTS),
-    blocks=st.lists(st.integers(0, 11), min_size=1, max_size=14),
-    biased=st.booleans(),
-    float32=st.booleans(),
-)
-def test_chosen_blocks(isa, n, inputs, blocks, biased, float32):
-    import numpy as np
-
-    kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
-    bias = number(12 * BLOCK, like=torch.float32, seed=2) if biased else None
-    program = Program(kernels)
-    y = torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16)
-    source, target = program.given("x", inputs), program.given("y", 0, float32)
-    operations.chosen(program, Packed(kernels, [weight], bias), source, target)
-    program.set(0, target_stride=y.shape[1])
-    program.run(plain_rows(n), {"x": x, "y": y}, blocks=np.array(blocks, dtype=np.int64))
-    allowed = (
-        (inputs + 4)
-        * SINGLE
-        * reference.chosen(
-            x.abs(), weight.abs(), None if bias is None else bias.abs(), blocks, BLOCK
-        )
-    )
-    within(y, reference.chosen(x, weight, bias, blocks, BLOCK), allowed)
 
 
 @every_set
