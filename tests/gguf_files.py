@@ -36,32 +36,46 @@ def model_of(architecture: str) -> PreTrainedModel:
     return model
 
 
+def say(writer: gguf.GGUFWriter, **fields) -> None:
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def states(writer: gguf.GGUFWriter, taps, size, groups, heads, dim) -> None:
+    """Sizes of recurrent layers."""
+    sizes = dict(ssm_conv_kernel=taps, ssm_state_size=size, ssm_group_count=groups)
+    say(writer, **sizes, ssm_inner_size=heads * dim, ssm_time_step_rank=heads)
+
+
 def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     """What llama.cpp's converter writes of a configuration."""
     c, name = model.config, writer.arch
     c.allow_global_per_layer_attribute_access = True  # Gemma 4's of the layers with windows
-    heads = c.num_attention_heads
+    heads, layers = c.num_attention_heads, c.num_hidden_layers
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
+    sizes = dict(context_length=c.max_position_embeddings, embedding_length=c.hidden_size)
+    say(writer, **sizes, block_count=layers, head_count=heads, key_length=dim)
+    say(writer, vocab_size=c.vocab_size)
     if hasattr(c, "intermediate_size"):
         writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(heads)
     kinds = getattr(c, "layer_types", None) or []
     some = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
     by_layer = name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")
     writer.add_head_count_kv(some if by_layer else c.num_key_value_heads)
     epsilons = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
     writer.add_layer_norm_rms_eps(next(getattr(c, one) for one in epsilons if hasattr(c, one)))
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_key_length(dim)
     rope = getattr(c, "rope_parameters", None) or {"rope_theta": 10000.0}
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
+        say(writer, rope_scaling_type=gguf.RopeScalingType.YARN, rope_scaling_factor=rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if name in ("gemma2", "gemma3", "gemma4", "gpt-oss"):
         writer.add_sliding_window(c.sliding_window)
@@ -70,33 +84,25 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
     count = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
     if count and name != "nemotron_h":
-        writer.add_expert_count(count)
-        writer.add_expert_used_count(getattr(c, "num_experts_per_tok", None) or c.top_k_experts)
+        used = getattr(c, "num_experts_per_tok", None) or c.top_k_experts
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
-        writer.add_expert_feed_forward_length(inner)
+        sizes = dict(expert_used_count=used, expert_feed_forward_length=inner)
+        say(writer, expert_count=count, **sizes)
     if name.startswith("lfm2"):
         writer.add_shortconv_l_cache(c.conv_L_cache)
     if name == "lfm2moe":
         writer.add_leading_dense_block_count(c.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if name.startswith("granite"):
-        writer.add_embedding_scale(c.embedding_multiplier)
-        writer.add_residual_scale(c.residual_multiplier)
-        writer.add_attention_scale(c.attention_multiplier)
-        writer.add_logit_scale(c.logits_scaling)
+        say(writer, embedding_scale=c.embedding_multiplier, residual_scale=c.residual_multiplier)
+        say(writer, attention_scale=c.attention_multiplier, logit_scale=c.logits_scaling)
     if name == "nemotron_h":
         writer.add_feed_forward_length([c.intermediate_size * (one == "mlp") for one in kinds])
-        writer.add_ssm_conv_kernel(c.conv_kernel)
-        writer.add_ssm_state_size(c.ssm_state_size)
-        writer.add_ssm_group_count(c.n_groups)
-        writer.add_ssm_inner_size(c.mamba_num_heads * c.mamba_head_dim)
-        writer.add_ssm_time_step_rank(c.mamba_num_heads)
+        own = (c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads, c.mamba_head_dim)
+        states(writer, *own)
     if name in ("granitehybrid", "falcon-h1"):
-        writer.add_ssm_conv_kernel(c.mamba_d_conv)
-        writer.add_ssm_state_size(c.mamba_d_state)
-        writer.add_ssm_group_count(c.mamba_n_groups)
-        writer.add_ssm_inner_size(c.mamba_n_heads * c.mamba_d_head)
-        writer.add_ssm_time_step_rank(c.mamba_n_heads)
+        own = (c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head)
+        states(writer, *own)
     if name == "granitehybrid":
         writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
     if name == "gemma4":
@@ -108,14 +114,11 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 def of_gemma4(writer: gguf.GGUFWriter, c) -> None:
     """What differs by kind of layers, and whose keys and values are read."""
     near = [kind == "sliding_attention" for kind in c.layer_types]
-    full = c.per_layer_config[2]
-    writer.add_key_length(full.head_dim)
-    writer.add_rope_dimension_count(full.head_dim)
-    writer.add_key_length_swa(c.head_dim)
-    writer.add_value_length_swa(c.head_dim)
-    writer.add_rope_dimension_count_swa(c.head_dim)
-    writer.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
-    writer.add_sliding_window_pattern(near)
+    full, ropes = c.per_layer_config[2], c.rope_parameters
+    say(writer, key_length=full.head_dim, rope_dimension_count=full.head_dim)
+    say(writer, key_length_swa=c.head_dim, value_length_swa=c.head_dim)
+    say(writer, rope_dimension_count_swa=c.head_dim, sliding_window_pattern=near)
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     writer.add_shared_kv_layers(c.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input)
     if c.use_double_wide_mlp:
@@ -126,17 +129,13 @@ def of_gemma4(writer: gguf.GGUFWriter, c) -> None:
         heads = full.num_key_value_heads, c.num_key_value_heads
         writer.add_head_count_kv([heads[one] for one in near])
     angles = np.full(full.head_dim // 2, 1e30, np.float32)
-    turning = c.rope_parameters["full_attention"]["partial_rotary_factor"]
-    angles[: int(turning * len(angles))] = 1
+    angles[: int(ropes["full_attention"]["partial_rotary_factor"] * len(angles))] = 1
     writer.add_tensor("rope_freqs.weight", angles)
 
 
 def delta_rule(writer: gguf.GGUFWriter, c) -> None:
-    writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
-    writer.add_ssm_state_size(c.linear_key_head_dim)
-    writer.add_ssm_group_count(c.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(c.linear_num_value_heads)
-    writer.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
+    own = (c.linear_conv_kernel_dim, c.linear_key_head_dim, c.linear_num_key_heads)
+    states(writer, *own, c.linear_num_value_heads, c.linear_value_head_dim)
     writer.add_full_attention_interval(c.layer_types.index("full_attention") + 1)
     if writer.arch != "qwen3next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -146,14 +145,9 @@ def delta_rule(writer: gguf.GGUFWriter, c) -> None:
 
 def tokenizer(writer: gguf.GGUFWriter) -> None:
     tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS)))
-    writer.add_token_merges(["a b", "Ġ t"][:0])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(0)
-    writer.add_add_bos_token(False)
+    kinds = [3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS))
+    say(writer, tokenizer_model="gpt2", tokenizer_pre="qwen2", token_list=tokens, token_types=kinds)
+    say(writer, token_merges=[], eos_token_id=2, bos_token_id=0, add_bos_token=False)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
@@ -340,8 +334,5 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
                 writer.add_tensor(at, gguf.quantize(rows, stored), raw_dtype=stored)
     for own, data in dict(behind).items():
         writer.add_tensor(own, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
