@@ -336,11 +336,6 @@ def refuse(folder, config, state, match, **target):
             r"midlayer.mlp.gate_proj.weight has shape \[48, 32\], expected \[64, 32\]",
         ),
         ({"vocab_size": VOCAB + 1}, f"vocab_size is {VOCAB + 1}, the target has {VOCAB}"),
-        (
-            {"draft_vocab_size": DRAFT + 1},
-            r"lm_head.weight has shape \[20, 32\], expected \[21, 32\]",
-        ),
-        ({"target_hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[32, 192\]"),
         ({"fc_norm": True}, "lacks fc_norm.0.weight"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 6, 14]}, "the model has 1 to 12"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash'.*known: "),
@@ -356,7 +351,6 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
     [
         ({"norm.weight": None}, r"lacks norm.weight, of shape \[32\]"),
         ({"d2t": None}, "lacks d2t"),
-        ({"lm_head.weight": None}, "lacks lm_head.weight"),
         (
             {"midlayer.self_attn.k_proj.weight": torch.zeros(16, 32)},
             r"k_proj.weight has shape \[16, 32\], expected \[16, 64\]",
@@ -364,10 +358,6 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
         (
             {"midlayer.self_attn.q_norm.weight": torch.ones(8)},
             "no place for midlayer.self_attn.q_norm.weight",
-        ),
-        (
-            {"midlayer.self_attn.o_proj.bias": torch.ones(32)},
-            "no place for midlayer.self_attn.o_proj.bias",
         ),
         ({"d2t": torch.zeros(DRAFT + 1, dtype=torch.int64)}, r"d2t has shape \[21\]"),
         ({"d2t": torch.full((DRAFT,), VOCAB)}, f"leaves the target's {VOCAB} tokens"),
@@ -384,26 +374,14 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, change, match):
 
 
 def test_another_target_is_refused(tmp_path):
-    refuse(
-        tmp_path / "a", LLAMA, eagle1(), "reads hidden states 32 wide, the target's are 64", size=64
-    )
-    refuse(
-        tmp_path / "b",
-        LLAMA | {"draft_vocab_size": DRAFT},
-        eagle3(),
-        "32 wide, the target 64, and it lacks its own",
-        size=64,
-    )
-    state = eagle3() | {"embed_tokens.weight": torch.zeros(VOCAB, D)}
-    refuse(
-        tmp_path / "c",
-        LLAMA | {"draft_vocab_size": DRAFT},
-        state,
-        "reads hidden states 32 wide, the target's are 64",
-        size=64,
-    )
-    config = LLAMA | {"vocab_size": 10, "draft_vocab_size": DRAFT}
-    refuse(tmp_path / "d", config, eagle3(), "draft_vocab_size is 20, the target has 12", vocab=12)
+    config, other = LLAMA | {"draft_vocab_size": DRAFT}, {"embed_tokens.weight": noise(VOCAB, D)}
+    wide = "reads hidden states 32 wide, the target's are 64"
+    refuse(tmp_path / "a", LLAMA, eagle1(), wide, size=64)
+    lacks = "32 wide, the target 64, and it lacks its own"
+    refuse(tmp_path / "b", config, eagle3(), lacks, size=64)
+    refuse(tmp_path / "c", config, eagle3() | other, wide, size=64)
+    few = "draft_vocab_size is 20, the target has 12"
+    refuse(tmp_path / "d", config | {"vocab_size": 10}, eagle3(), few, vocab=12)
 
 
 def test_a_broken_folder_is_refused(tmp_path):

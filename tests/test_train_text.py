@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import openers, stages, text
+from quickbeam.train import openers, stages
 from quickbeam.train.recipes import Plan
 from quickbeam.train.talk import RepetitionDetector
 from quickbeam.train.text import Quote, Recipe, Template, Writer
@@ -147,33 +147,6 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat)
     assert min(found) > 5 and longer > 2
 
 
-def test_documents_are_written_without_the_template_and_quoted(chat, monkeypatch):
-    monkeypatch.setattr(text, "LEAST", 3)
-    writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
-    before, opening = chat.encode("aaa "), chat.encode("zzz")
-    raw, begin, quoted, documents = chat.template.raw, chat.template.begin, 0, list[list[int]]()
-    conversations = iter(writer)
-    for tokens, answer, temperature in itertools.islice(conversations, 80):
-        ids = tokens.tolist()
-        # trained on as they are: all but how they begin is the model's own
-        if ids[: len(raw + opening)] == raw + opening:
-            documents.append(ids[len(raw) :])
-            assert answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))]
-            assert temperature == text.Recipe.document_temperature
-            continue
-        assert ids[: len(begin)] == begin and answer.any()
-        asked = ids[len(begin) :]
-        quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
-    written = list(writer._written)
-    # the last of them were under way
-    documents += [c.tokens.tolist()[len(raw) :] for c in itertools.islice(conversations, 8)]
-    assert quoted > 5 and len(written) > 5
-    assert all(words in [ids[: len(words)] for ids in documents] for words in written)
-    for words in written:
-        assert words[: len(opening)] == opening and len(words) <= len(opening) + 20
-        assert not chat.template.stops & set(words[:-1])
-
-
 def spans(marks):
     """Where runs of True begin and end."""
     edges = [i for i, (a, b) in enumerate(itertools.pairwise([False, *marks, False])) if a != b]
@@ -261,16 +234,6 @@ def test_every_prompt_is_answered_once(chat):
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
     with pytest.raises(InvalidInput, match="raise --length"):
         chat.writer([[1] * LENGTH])
-
-
-def test_who_stops_listening_gets_the_room_back(chat):
-    made = make_model(copy.deepcopy(chat.model))
-    settings = Recipe(LENGTH, QUESTION, quote=0.0)
-    writer = Writer(made, 4, chat.encode, chat.template, chat.template.stops, settings)
-    conversations = iter(writer)
-    assert len(list(itertools.islice(conversations, 3))) == 3 and made.pool.used > 0
-    conversations.close()
-    assert made.pool.used == 0
 
 
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
