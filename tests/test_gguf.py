@@ -204,18 +204,6 @@ def test_experts_of_two_formats(tmp_path, monkeypatch):
         assert llm.generate("ab ab ab ab", params, method="auto").token_ids == plain
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_no_answer(mixed, temperature):
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
-    prompts = ["ab ab ab ab", "hello, hello", "x"]
-    with LLM(str(mixed)) as llm, LLM(str(mixed), drafter=str(mixed)) as drafting:
-        assert "q8_0" in llm.kernels and "q5_0" in llm.kernels
-        plain = [one.token_ids for one in llm.generate(prompts, params, method="ar")]
-        for own, method in ((llm, "auto"), (llm, "logitspec"), (drafting, "dyspec")):
-            found = own.generate(prompts, params, method=method)
-            assert [one.token_ids for one in found] == plain, method
-
-
 @pytest.mark.parametrize(
     ("architecture", "kinds"),
     [

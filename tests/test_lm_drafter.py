@@ -190,18 +190,6 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     check(probs, context, tree)
 
 
-def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
-    drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(128)]
-    monkeypatch.setattr(drafter.model, "chunk", 50)
-    passes = passes_of(drafter, monkeypatch)
-    probs = distributions_of(
-        drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
-    )
-    assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
-    assert state_of(context).calls == 1
-    check(probs, context, tree)
-
-
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
     drafter = LMDrafter(tiny("llama"), asked)

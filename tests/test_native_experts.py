@@ -36,8 +36,6 @@ def parameters():
     """Weights large enough that experts and their weights matter."""
     shapes = {
         "router": (COUNT, INPUTS),
-        "router_bias": (COUNT,),
-        "correction": (COUNT,),
         "gate_up": (COUNT, 2 * INNER, INPUTS),
         "gate_up_bias": (COUNT, 2 * INNER),
         "down": (COUNT, INPUTS, INNER),
@@ -108,8 +106,13 @@ def by_kernels(isa, of, name):
     return run
 
 
-def error(got, right):
-    return float((got - right).abs().max() / right.abs().max())
+@best_set
+@pytest.mark.parametrize("activation", ["silu", "clamped"])
+def test_every_format_comes_near_what_float32_computes(isa, activation):
+    of, x = experts(activation=activation), number(ROWS, INPUTS).float()
+    right = by_kernels(isa, of, "float32")(x)
+    for name, most in zip(FORMATS[1:], (0.02, 0.03, 0.3), strict=True):
+        assert 0 < (by_kernels(isa, of, name)(x) - right).abs().max() / right.abs().max() < most
 
 
 @every_set

@@ -9,7 +9,6 @@ import torch
 
 import reference
 from kernels import (
-    best_set,
     chain_rows,
     every_set,
     linear,
@@ -115,17 +114,3 @@ def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
         score[:, : max(0, len(seen) - (window or len(seen)))] = -torch.inf
         right = torch.einsum("ht,thd->hd", score.softmax(-1), value).flatten()
         assert (got[node] - right).abs().max() < 1e-5
-
-
-@best_set
-def test_moved_and_read_keys_and_values_are_the_same(isa):
-    kernels, dim = load(isa), 24
-    pool = PagePool([KVShape(2, dim, dim)], kernels, dtype=FLOAT)
-    qkv, store = number(100, 8 * dim, like=FLOAT), pool.new()
-    attend(kernels, store, qkv, chain_rows(store, range(100)), None)
-    store.length = 60
-    store.commit([0, 3, 33, 39])
-    key, value = store.read(0)
-    kept = [*range(60), 60, 63, 93, 99]
-    every = qkv[kept].view(64, 8, dim).transpose(0, 1)
-    assert torch.equal(key, every[4:6]) and torch.equal(value, every[6:])

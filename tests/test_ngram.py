@@ -58,28 +58,6 @@ def test_matches_are_all_that_a_full_search_finds(chunks, size, limit):
     assert all(index.extent(match) >= min(match.length, 16) for match in index.matches(text, limit))
 
 
-def test_work_per_token_does_not_grow():
-    """Counts the entries written per token, early and late in the text."""
-
-    class Counting(dict[tuple[int, ...], int]):
-        writes = 0
-
-        def __setitem__(self, key, value):
-            self.writes += 1
-            super().__setitem__(key, value)
-
-    index = NgramIndex(max_n=4)
-    index._after = counting = Counting()
-    index.extend([1, 2, 3, 1, 2] * 2)
-    index.match([3])
-    for _ in range(200):
-        before = counting.writes
-        index.extend([3])
-        assert counting.writes == before  # until a match is looked for
-        index.match([3])
-        assert counting.writes == before + 4
-
-
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])
 def test_sizes_that_make_no_sense(min_n, max_n):
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
