@@ -6,9 +6,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from models import table, tiny
 from quickbeam.models.gguf.architecture import ARCHITECTURES

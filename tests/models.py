@@ -5,11 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    HeliumConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, HeliumConfig
 
 from quickbeam.tree import TokenTree
 

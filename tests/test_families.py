@@ -9,9 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from answers import answer, conversation, drafting, drafts_change_nothing

@@ -10,9 +10,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    Qwen2Config,
-)
+from transformers import Qwen2Config
 from transformers.modeling_layers import MtpLayer
 
 from answers import answer, mean_accepted, same_as_plain

@@ -8,15 +8,7 @@ import torch
 
 import reference
 from cases import few, spread
-from kernels import (
-    SETS,
-    best_set,
-    every_set,
-    linear,
-    load,
-    number,
-    rows_that_depend_on_others,
-)
+from kernels import SETS, best_set, every_set, linear, load, number, rows_that_depend_on_others
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import Rows

@@ -8,17 +8,7 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
-from page_server import (  # noqa: E402
-    CHROMIUM,
-    DEFAULT,
-    EVIL,
-    TEXT,
-    Stand,
-    chromium,
-    serving,
-    steps_of,
-    words,
-)
+from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, Stand, chromium, serving, steps_of, words  # noqa: E402
 from quickbeam.serve.page import page as page_file  # noqa: E402
 
 if not CHROMIUM.exists():

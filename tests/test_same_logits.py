@@ -3,9 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from cases import THOROUGH
 from models import CONFIGS, UNDESCRIBED, table, tiny

@@ -19,14 +19,7 @@ from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
-from quickbeam.train.block import (
-    Blocks,
-    draft,
-    logits,
-    loss_of,
-    new_network,
-    place_blocks,
-)
+from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
 from quickbeam.train.clusters import ranking
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
