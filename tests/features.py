@@ -230,6 +230,26 @@ def grown(rng, root, nodes):
     return tree
 
 
+def growing(rng, root, alone):
+    """A tree that grows at random, and what is asked for in each round: any nodes whose parents
+    were. `alone`: the root by itself, and a parent in an earlier round."""
+    tree, asked = TokenTree(root), list[int]()
+    for _ in range(rng.randint(1, 4)):
+        ready = list[int]()
+        for node in range(len(tree)) if rng.random() < 0.9 else ():
+            known = asked if alone else [*asked, *ready]
+            if node not in asked and (
+                node == 0 or (tree.parent[node] in known and rng.random() < 0.7)
+            ):
+                ready.append(node)
+        yield tree, ready
+        asked += ready
+        for _ in range(rng.randint(1, 4)):
+            parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
+            if tree.child(parent, token) is None:
+                tree.add(parent, token, "random")
+
+
 def rounds(tree):
     """Its nodes by depth: how they can be asked for."""
     return [

@@ -226,18 +226,7 @@ def test_sequences_of_one_policy_do_not_share_state():
             started(policy, Context(ids, logits_in_order([ids[-1], 5], 6)))
             for ids in ([1, 2, 1], [3, 4, 3])
         )
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second, first)] == [
-            [1, 2],
-            [3, 4],
-            [1, 2],
-        ]
-        first.extend([2, 0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
-            [1, 2],
-            [3, 4],
-        ]
-        first.extend([0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
-            [1, 0],
-            [3, 4],
-        ]
+        for more, expected in (([], 2), ([2, 0, 1], 2), ([0, 1], 0)):
+            first.extend(more)
+            trees = [tree_of(policy, context, 2, 9).token for context in (first, second, first)]
+            assert trees == [[1, expected], [3, 4], [1, expected]]

@@ -1,6 +1,5 @@
 """A smaller language model as a drafter: its distributions are those of plain runs, whatever was
-grown,
-accepted and begun anew."""
+grown, accepted and begun anew."""
 
 import random
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import examples
+from features import growing
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, first_difference
@@ -86,27 +86,11 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
     for _ in range(5):
-        tree, asked = TokenTree(context.ids[-1]), []
-        for _ in range(rng.randint(0, 4)):
-            ready: list[int] = []
-            for node in range(len(tree)):
-                if node not in asked and (
-                    node == 0 or (tree.parent[node] in (*asked, *ready) and rng.random() < 0.7)
-                ):
-                    ready.append(node)
+        for tree, ready in growing(rng, context.ids[-1], alone=False):
             if ready:
-                distributions = distributions_of(drafter, context, tree, ready)
-                torch.testing.assert_close(
-                    distributions,
-                    expected(model, context.ids, tree, ready, temperature or 1.0),
-                    atol=1e-5,
-                    rtol=1e-3,
-                )
-                asked += ready
-            for _ in range(rng.randint(1, 4)):
-                parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
-                if tree.child(parent, token) is None:
-                    tree.add(parent, token, "random")
+                found = distributions_of(drafter, context, tree, ready)
+                right = expected(model, context.ids, tree, ready, temperature or 1.0)
+                torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
         path = tree.path(rng.randrange(len(tree)))
         # a token that a child holds, too: rounding may reject it first
         last = rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]])
@@ -114,11 +98,8 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
         if rng.random() < 0.25:  # another request
             state_of(context).release()
             kept = context.ids[: rng.randint(0, len(context.ids))]
-            context = begin(
-                drafter,
-                [*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))],
-                temperature,
-            )
+            more = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
+            context = begin(drafter, [*kept, *more], temperature)
     state_of(context).release()
     assert drafter.model.pool.used == pages
 

@@ -8,6 +8,7 @@ import torch
 
 import reference
 from cases import few, spread
+from features import grown
 from kernels import SETS, best_set, every_set, linear, load, number, rows_that_depend_on_others
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
@@ -15,7 +16,6 @@ from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore
 from quickbeam.models.target import Target
-from quickbeam.tree import TokenTree
 from test_exact import one_at_a_time, rows_that_differ
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -117,23 +117,6 @@ def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch)
     )
 
 
-def widest_tree(tokens, nodes, rng):
-    """`tokens` on a path of a tree of `nodes` nodes, the others anywhere; and that path."""
-    tree, path = TokenTree(tokens[0]), [0]
-    while len(tree) < nodes:
-        if len(path) < len(tokens) and (
-            rng.random() < len(tokens) / nodes or nodes - len(tree) <= len(tokens) - len(path)
-        ):
-            if tree.child(path[-1], tokens[len(path)]) is None:
-                path.append(tree.add(path[-1], tokens[len(path)], "text"))
-            continue
-        parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
-        on_path = parent == path[-1] and len(path) < len(tokens) and token == tokens[len(path)]
-        if not on_path and tree.child(parent, token) is None:
-            tree.add(parent, token, "noise")
-    return tree, path
-
-
 @pytest.mark.parametrize(
     ("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
 )
@@ -171,7 +154,7 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
     native(isa)
     ids, found = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
-    tree, _ = widest_tree(ids[90:], 40, random.Random(0))
+    tree = grown(random.Random(0), ids[90], 40)
     for count in (1, 2, 3):
         threads(count)
         target.reset()
