@@ -104,15 +104,3 @@ def drafts_change_nothing(model, policies, params, right, alone=None):
         engine.step()
     assert all(one.error is None and one.output.token_ids == said for one, said in asked)
     return last
-
-
-def mean_accepted(model, chain, prompts, budget):
-    """The mean accepted tokens of greedy answers of 40, each of which is plain decoding's."""
-    params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
-    for prompt in prompts:
-        prompt = [token % model.vocab_size for token in prompt]
-        one = answer(model, chain, params, prompt, budget=budget)
-        plain = answer(model, NoDraft(), params, prompt)
-        assert one.output.token_ids == plain.output.token_ids
-        steps += one.statistics.steps
-    return len(prompts) * 40 / steps

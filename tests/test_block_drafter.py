@@ -5,7 +5,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
 from drafters import DRAFTED
-from features import attended, causal, context_of, grown, normed, rotated, rounds
+from features import attended, causal, context_of, grown, held, normed, rotated, rounds
 from kernels import best_set, load
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -108,6 +107,10 @@ class Toy:
                 probs[row] = z.softmax(-1)
         return probs
 
+    def tempered(self, ids, tree, nodes, heat):
+        probs = (self.expected(ids, tree, nodes) ** (1 / heat)).nan_to_num(0)
+        return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
+
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch):
@@ -173,17 +176,6 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys):
         )
 
 
-def checked(toy, answer, requests):
-    """Answer requests, and hold what comes to the equations."""
-    found = answer(requests)
-    for one, probs in zip(requests, found, strict=True):
-        expected = toy.expected(one.context.ids, one.tree, one.nodes)
-        expected = (expected ** (1 / one.context.draft_temperature)).nan_to_num(0)
-        expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-9)
-        torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DRAFTED)
 def test_answers_are_plain_decodings(toys, kind, name):
@@ -193,8 +185,7 @@ def test_answers_are_plain_decodings(toys, kind, name):
         params = SamplingParams(
             max_tokens=25, temperature=temperature, seed=rng.randrange(99), ignore_eos=True
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(toy.drafter, "answer", partial(checked, toy, toy.drafter.answer))
+        with held(toy.drafter, toy.tempered):
             drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=budget)
         plain = answer(toy.target, NoDraft(), params, prompt)
         assert drafted.output.token_ids == plain.output.token_ids
@@ -215,7 +206,8 @@ def test_one_call_serves_many_sequences(toys, kind):
     toy.drafter.answer([DraftRequest(contexts[0], trees[0], [0])])
     asked = [list(range(1, 9)), list(range(9)), [0]]
     calls = [DraftRequest(*one) for one in zip(contexts, trees, asked, strict=True)]
-    checked(toy, toy.drafter.answer, calls)
+    with held(toy.drafter, toy.tempered):
+        toy.drafter.answer(calls)
 
 
 def test_what_another_sequence_read_is_taken_over(toys):
