@@ -65,6 +65,28 @@ def test_filters_agree_with_transformers(logits, temperature, top_k, top_p, min_
     torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-7)
 
 
+def test_filters_by_hand():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    for params, kept in [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0]),
+        ({"top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0]),
+        ({"min_p": 0.45}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"min_p": 1.0}, [1, 0, 0, 0]),
+        # the mass of top_p is that of what top_k left: 7/9
+        ({"top_k": 3, "top_p": 0.75}, [4 / 7, 3 / 7, 0, 0]),
+        ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        ({"temperature": 1e30}, [0.25] * 4),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
+    ]:
+        torch.testing.assert_close(
+            probs_of(logits, **{"temperature": 1.0, **params}),
+            torch.tensor(kept, dtype=torch.float32),
+        )
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p, scale):

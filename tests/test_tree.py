@@ -45,6 +45,14 @@ def test_visible_marks_ancestors_and_self(tree):
     assert torch.equal(tree.visible(), expected)
 
 
+def test_visible_of_a_chain_is_causal():
+    tree = TokenTree(0)
+    for node in range(6):
+        tree.add(node, node, "test")
+    visible = tree.visible()
+    assert visible.dtype is torch.bool and torch.equal(visible, torch.ones(7, 7).tril().bool())
+
+
 @examples(100, derandomize=True)
 @given(trees())
 def test_path_and_depth(tree):
