@@ -1,19 +1,15 @@
 """The benchmark's methods, harness and figures. Runners with set timings stand in for models."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cases import examples
 from fake_runner import FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.questions import Question, load_questions
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
 from quickbeam.errors import InvalidInput
@@ -289,22 +285,3 @@ def test_unreadable_question_files_are_refused(tmp_path):
     ):
         with pytest.raises(InvalidInput, match=says):
             load_questions(tmp_path / name)
-
-
-@examples(200)
-@given(st.lists(st.sampled_from("abcdef"), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
-def test_spread_is_even_ordered_and_complete(categories, limit):
-    questions = questions_of(*categories)
-    chosen = spread(questions, limit)
-    assert len(chosen) == min(len(questions), limit or len(questions))
-    assert len({question.question_id for question in chosen}) == len(chosen)
-    sizes, taken = Counter(categories), Counter(question.category for question in chosen)
-    most = max(taken.values(), default=0)
-    for category, size in sizes.items():
-        assert taken[category] >= min(size, most - 1), (
-            "a category with questions left is at most one behind"
-        )
-        own = [question.question_id for question in chosen if question.category == category]
-        assert own == sorted(own), "the first of each category, in order"
-    first_round = list(dict.fromkeys(categories))[: len(chosen)]
-    assert [question.category for question in chosen[: len(first_round)]] == first_round

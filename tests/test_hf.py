@@ -6,7 +6,6 @@ import inspect
 import re
 import time
 import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,7 +37,6 @@ from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from toy import chi_square
 
 PAD, END = 0, 2
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
@@ -247,32 +245,6 @@ def test_the_probs_of_a_token_is_that_of_the_processors(llama, asked):
         torch.testing.assert_close(
             Sampler(params, TEXT, VOCAB).probs(logits), expected, rtol=1e-4, atol=1e-6
         )
-
-
-def test_sampled_rows_follow_the_probs_of_transformers(llama):
-    torch.manual_seed(0)
-    asked = dict(temperature=0.25, top_k=4, num_return_sequences=300)
-    rows = llama.generate(
-        ROWS[:1], **SAMPLED, **asked, custom_generate=generate, method="logitspec", budget=4
-    )[:, -2:].tolist()
-    assert len(rows) == 300
-
-    def likeliest(ids, temperature):
-        top = llama(torch.tensor([ids])).logits[0, -1].topk(4)
-        shares = (top.values / temperature).softmax(0)
-        return dict(zip(top.indices.tolist(), shares.tolist(), strict=True))
-
-    def probs(temperature):
-        return {
-            (one, two): p * q
-            for one, p in likeliest(TEXT, temperature).items()
-            for two, q in likeliest([*TEXT, one], temperature).items()
-        }
-
-    counts = Counter(map(tuple, rows))
-    with torch.no_grad():
-        assert chi_square(counts, probs(0.25)) > 1e-3
-        assert chi_square(counts, probs(0.6)) < 1e-6  # it would be seen
 
 
 def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):

@@ -12,7 +12,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.train import openers, stages
 from quickbeam.train.recipes import Plan
 from quickbeam.train.talk import RepetitionDetector
-from quickbeam.train.text import Quote, Recipe, Template, Writer
+from quickbeam.train.text import Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -116,35 +116,6 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
         assert len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops)
         answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
     assert {1, 2} <= set(answers)
-
-
-QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
-
-
-def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat):
-    t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
-    words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
-    for tokens, answer, _ in itertools.islice(
-        chat.writer(quote=0.7, quotes=QUOTES, documents=()), 60
-    ):
-        ids, said = tokens.tolist(), int(answer.nonzero()[0])
-        assert ids[: len(t.begin)] == t.begin
-        asked = ids[len(t.begin) : said]
-        for kind, (before, after) in enumerate(words):
-            if asked[: len(before)] != before:
-                continue
-            end = next(i for i in range(len(before), said) if asked[i : i + len(after)] == after)
-            passage, rest = asked[len(before) : end], asked[end + len(after) :]
-            assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
-            parts = [",".join(map(str, part)) for part in pieces(passage, chat.encode("\n\n"))]
-            assert all(part in " ".join(earlier) for part in parts)
-            assert len(set(parts)) == len(parts)
-            assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
-            assert rest == t.reply or kind == 1
-            longer += len(rest) > len(t.reply)
-            found[kind] += 1
-        earlier += [",".join(map(str, ids[begin:end])) for begin, end in spans(answer.tolist())]
-    assert min(found) > 5 and longer > 2
 
 
 def spans(marks):
