@@ -54,14 +54,20 @@ def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None
         config.hidden_size = 128
         if "head_dim" in config.to_dict():
             config.head_dim = 32
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return model
+    return spread_out(
+        AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    )
+
+
+@torch.no_grad()
+def spread_out(model, by=6, vectors=0.0):
+    """The model with larger weights. `vectors`: so much noise in norms and biases."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(by)
+        elif vectors:
+            parameter.add_(torch.randn_like(parameter) * vectors)
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from answers import answer, conversation, drafting, drafts_change_nothing
 from cases import few
-from models import VOCAB, table
+from models import VOCAB, spread_out, table
 from models import tiny as tiny_model
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.methods.base import NoDraft
@@ -43,12 +43,8 @@ def made(name, dtype=torch.float32):
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    spread_out(model, vectors=0.3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, correction in (*model.named_parameters(), *model.named_buffers()):
             if "correction" in name or "expert_bias" in name:
                 correction.copy_(torch.randn_like(correction) * 0.1)

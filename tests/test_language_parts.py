@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cases import few
 from checkpoints import configure, rewrite
-from models import SIZES, table
+from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain
@@ -57,13 +57,7 @@ def made(kind):
     config = CONFIG_MAPPING[kind](text_config=text, **parts)
     face = AutoModelForMultimodalLM if "audio_config" in parts else AutoModelForImageTextToText
     model = face.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+    return spread_out(model, vectors=0.3)
 
 
 def logits_of(folder):

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from checkpoints import configure, rewrite
-from models import tiny
+from models import spread_out, tiny
 from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
@@ -60,13 +60,8 @@ def write(folder, **fields):
     decides."""
     configure(folder, **fields)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), dtype=torch.float32
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(2)
+    config = AutoConfig.from_pretrained(folder)
+    model = spread_out(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 2)
     model.save_pretrained(folder)
     return folder
 

@@ -5,15 +5,7 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma4TextConfig,
-    JambaConfig,
-    LlamaConfig,
-    MambaConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig
 
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
@@ -115,24 +107,6 @@ def test_prefill_in_any_chunks_and_from_any_common_prefix():
 
 SMALL = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [MambaConfig(**SMALL, state_size=4), JambaConfig(**SMALL, **HEADS)],
-    ids=["mamba", "jamba"],
-)
-def test_recurrent_and_hybrid_models_are_refused(config):
-    with pytest.raises(InvalidInput, match="can't take a draft back"):
-        Target(AutoModelForCausalLM.from_config(config))
-
-
-def test_encoder_decoders_are_refused():
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(InvalidInput, match="encoder-decoder"):
-        Target(model)
 
 
 def test_layers_that_bypass_the_attention_interface_are_refused():
