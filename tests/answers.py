@@ -9,6 +9,8 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 
@@ -67,13 +69,38 @@ def method_as_plain(model, method, prompt):
         assert drafted.statistics.drafter_calls > 0
 
 
-def mean_accepted(model, chain, prompts, budget):
-    """The mean accepted tokens of greedy answers of 40, each of which is plain decoding's."""
-    params, steps = SamplingParams(max_tokens=40, ignore_eos=True), 0
-    for prompt in prompts:
-        prompt = [token % model.vocab_size for token in prompt]
-        one = answer(model, chain, params, prompt, budget=budget)
-        plain = answer(model, NoDraft(), params, prompt)
-        assert one.output.token_ids == plain.output.token_ids
-        steps += one.statistics.steps
-    return len(prompts) * 40 / steps
+def drafting(drafter):
+    """Methods without a drafter, with it alone, and with all."""
+    without = LogitSpec(Ngram(), LastLogits())
+    return without, DySpec(drafter), Auto(drafter, Ngram(), LastLogits())
+
+
+def conversation(model, params, prompt, more):
+    """Prompts, and answers by plain decoding without a cache: behind each answer, `more` is
+    said."""
+    found = []
+    for words in more:
+        engine = Engine(model, share=False)
+        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
+        found.append((prompt, said))
+        prompt = [*prompt, *said, *words]
+    return found
+
+
+def drafts_change_nothing(model, policies, params, right, alone=None):
+    """Answers of every method are the right ones: `alone` (all) on what is cached from the first
+    on, and all side by side. Returns the last one of those alone."""
+    engine = Engine(model)
+    for policy in policies:
+        for prompt, said in right if alone is None else alone:
+            last = answer(model, policy, params, prompt, engine=engine, budget=8)
+            assert last.output.token_ids == said
+    asked = [
+        (engine.add(request(model, policy, params, prompt, budget=8)), said)
+        for policy in policies
+        for prompt, said in right
+    ]
+    while any(not one.over for one, _ in asked):
+        engine.step()
+    assert all(one.error is None and one.output.token_ids == said for one, said in asked)
+    return last

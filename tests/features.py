@@ -1,8 +1,11 @@
 """A feature drafter at a tiny target, and the same two as they are written down."""
 
+import contextlib
 import copy
+import types
 from dataclasses import replace
 
+import pytest
 import torch
 
 from models import VOCAB, tiny
@@ -228,6 +231,42 @@ def grown(rng, root, nodes):
         if tree.child(parent, token) is None:
             tree.add(parent, token, "random")
     return tree
+
+
+def held(drafter, expected):
+    """Hold what a drafter answers from now on to `expected(ids, tree, nodes, temperature)`."""
+    patch, answer = pytest.MonkeyPatch(), drafter.answer
+
+    def checked(requests):
+        found = answer(requests)
+        for one, probs in zip(requests, found, strict=True):
+            ids, heat = one.context.ids, one.context.draft_temperature
+            right = expected(ids, one.tree, one.nodes, heat)
+            torch.testing.assert_close(probs.dense(), right, atol=1e-5, rtol=1e-3)
+        return found
+
+    patch.setattr(drafter, "answer", checked)
+    return contextlib.closing(types.SimpleNamespace(close=patch.undo))
+
+
+def growing(rng, root, alone):
+    """A tree that grows at random, and what is asked for in each round: any nodes whose parents
+    were. `alone`: the root by itself, and a parent in an earlier round."""
+    tree, asked = TokenTree(root), list[int]()
+    for _ in range(rng.randint(1, 4)):
+        ready = list[int]()
+        for node in range(len(tree)) if rng.random() < 0.9 else ():
+            known = asked if alone else [*asked, *ready]
+            if node not in asked and (
+                node == 0 or (tree.parent[node] in known and rng.random() < 0.7)
+            ):
+                ready.append(node)
+        yield tree, ready
+        asked += ready
+        for _ in range(rng.randint(1, 4)):
+            parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
+            if tree.child(parent, token) is None:
+                tree.add(parent, token, "random")
 
 
 def rounds(tree):

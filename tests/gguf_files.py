@@ -6,192 +6,13 @@ import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    FalconH1Config,
-    Gemma4TextConfig,
-    GemmaConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    OlmoeConfig,
-    PreTrainedModel,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-)
+from transformers import PreTrainedModel
 
-from models import CONFIGS, SIZES, tiny
+from models import table, tiny
 from quickbeam.models.gguf.architecture import ARCHITECTURES
 
-HYBRID = {
-    **SIZES,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 16,
-}
-HYBRID_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 64,
-}
-GEMMA4 = {
-    **SIZES,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "sliding_window": 6,
-}
-GRANITE_HYBRID = {
-    **SIZES,
-    "hidden_size": 64,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "shared_intermediate_size": 32,
-    "mamba_expand": 1,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
-}
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
-TINY = {
-    "llama": CONFIGS["llama-multi-head"],
-    "qwen2": CONFIGS["qwen2"],
-    "qwen3": CONFIGS["qwen3"],
-    "qwen3moe": Qwen3MoeConfig(
-        **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=96,
-        head_dim=16,
-        norm_topk_prob=True,
-    ),
-    "qwen35": Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True),
-    "qwen35moe": Qwen3_5MoeTextConfig(**HYBRID | HYBRID_EXPERTS),
-    "qwen3next": Qwen3NextConfig(**HYBRID | HYBRID_EXPERTS),
-    "phi3": CONFIGS["phi3"],
-    "olmo2": CONFIGS["olmo2"],
-    "gemma": GemmaConfig(**SIZES, head_dim=8),
-    "gemma2": CONFIGS["gemma2-softcap-window"],
-    "gemma3": CONFIGS["gemma3-window"],
-    "gemma4": Gemma4TextConfig(
-        **GEMMA4,
-        hidden_size_per_layer_input=32,
-        vocab_size_per_layer_input=288,
-        num_kv_shared_layers=3,
-        use_double_wide_mlp=True,
-    ),
-    "gemma4 experts": Gemma4TextConfig(
-        **GEMMA4,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        enable_moe_block=True,
-        num_experts=5,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-        final_logit_softcapping=5.0,
-    ),
-    "granite": GraniteConfig(
-        **SIZES,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-    ),
-    "nemotron_h": NemotronHConfig(
-        **SIZES,
-        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
-        head_dim=16,
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        ssm_state_size=8,
-        n_groups=2,
-        time_step_min=0.001,
-    ),
-    "falcon-h1": FalconH1Config(
-        **SIZES,
-        head_dim=16,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_n_groups=2,
-        mamba_d_state=8,
-        mamba_rms_norm=True,
-        mamba_norm_before_gate=False,
-        projectors_bias=False,
-        attention_in_multiplier=1.2,
-        attention_out_multiplier=0.8,
-        embedding_multiplier=2.0,
-        key_multiplier=0.7,
-        lm_head_multiplier=0.5,
-        mlp_multipliers=[0.6, 1.4],
-        ssm_in_multiplier=1.3,
-        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
-        ssm_out_multiplier=0.6,
-    ),
-    "granitehybrid": GraniteMoeHybridConfig(**GRANITE_HYBRID, num_local_experts=0),
-    "granitehybrid experts": GraniteMoeHybridConfig(
-        **GRANITE_HYBRID,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        position_embedding_type="rope",
-    ),
-    "smollm3": SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}),
-    "llama experts": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
-    "granitemoe": GraniteMoeConfig(
-        **SIZES,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.0,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-    "olmoe": OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2),
-    "gpt-oss": GptOssConfig(
-        **SIZES,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=6,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    ),
-    "lfm2": Lfm2Config(
-        **SIZES, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
-    ),
-    "lfm2moe": Lfm2MoeConfig(
-        **SIZES,
-        layer_types=["conv", "full_attention", "conv"],
-        num_dense_layers=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-    ),
-}
+TINY = table("gguf")
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet())]
 
 
@@ -213,32 +34,46 @@ def model_of(architecture: str) -> PreTrainedModel:
     return model
 
 
+def say(writer: gguf.GGUFWriter, **fields) -> None:
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def states(writer: gguf.GGUFWriter, taps, size, groups, heads, dim) -> None:
+    """Sizes of recurrent layers."""
+    sizes = dict(ssm_conv_kernel=taps, ssm_state_size=size, ssm_group_count=groups)
+    say(writer, **sizes, ssm_inner_size=heads * dim, ssm_time_step_rank=heads)
+
+
 def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     """What llama.cpp's converter writes of a configuration."""
     c, name = model.config, writer.arch
     c.allow_global_per_layer_attribute_access = True  # Gemma 4's of the layers with windows
-    heads = c.num_attention_heads
+    heads, layers = c.num_attention_heads, c.num_hidden_layers
     dim = getattr(c, "head_dim", None) or c.hidden_size // heads
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
+    sizes = dict(context_length=c.max_position_embeddings, embedding_length=c.hidden_size)
+    say(writer, **sizes, block_count=layers, head_count=heads, key_length=dim)
+    say(writer, vocab_size=c.vocab_size)
     if hasattr(c, "intermediate_size"):
         writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(heads)
     kinds = getattr(c, "layer_types", None) or []
     some = [c.num_key_value_heads * (kind == "full_attention") for kind in kinds]
     by_layer = name in ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h")
     writer.add_head_count_kv(some if by_layer else c.num_key_value_heads)
     epsilons = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
     writer.add_layer_norm_rms_eps(next(getattr(c, one) for one in epsilons if hasattr(c, one)))
-    writer.add_vocab_size(c.vocab_size)
-    writer.add_key_length(dim)
     rope = getattr(c, "rope_parameters", None) or {"rope_theta": 10000.0}
     writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
+        say(writer, rope_scaling_type=gguf.RopeScalingType.YARN, rope_scaling_factor=rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if name in ("gemma2", "gemma3", "gemma4", "gpt-oss"):
         writer.add_sliding_window(c.sliding_window)
@@ -247,33 +82,25 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
                 writer.add_float32(f"{name}.{cap}", getattr(c, cap))
     count = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
     if count and name != "nemotron_h":
-        writer.add_expert_count(count)
-        writer.add_expert_used_count(getattr(c, "num_experts_per_tok", None) or c.top_k_experts)
+        used = getattr(c, "num_experts_per_tok", None) or c.top_k_experts
         inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
-        writer.add_expert_feed_forward_length(inner)
+        sizes = dict(expert_used_count=used, expert_feed_forward_length=inner)
+        say(writer, expert_count=count, **sizes)
     if name.startswith("lfm2"):
         writer.add_shortconv_l_cache(c.conv_L_cache)
     if name == "lfm2moe":
         writer.add_leading_dense_block_count(c.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if name.startswith("granite"):
-        writer.add_embedding_scale(c.embedding_multiplier)
-        writer.add_residual_scale(c.residual_multiplier)
-        writer.add_attention_scale(c.attention_multiplier)
-        writer.add_logit_scale(c.logits_scaling)
+        say(writer, embedding_scale=c.embedding_multiplier, residual_scale=c.residual_multiplier)
+        say(writer, attention_scale=c.attention_multiplier, logit_scale=c.logits_scaling)
     if name == "nemotron_h":
         writer.add_feed_forward_length([c.intermediate_size * (one == "mlp") for one in kinds])
-        writer.add_ssm_conv_kernel(c.conv_kernel)
-        writer.add_ssm_state_size(c.ssm_state_size)
-        writer.add_ssm_group_count(c.n_groups)
-        writer.add_ssm_inner_size(c.mamba_num_heads * c.mamba_head_dim)
-        writer.add_ssm_time_step_rank(c.mamba_num_heads)
+        own = (c.conv_kernel, c.ssm_state_size, c.n_groups, c.mamba_num_heads, c.mamba_head_dim)
+        states(writer, *own)
     if name in ("granitehybrid", "falcon-h1"):
-        writer.add_ssm_conv_kernel(c.mamba_d_conv)
-        writer.add_ssm_state_size(c.mamba_d_state)
-        writer.add_ssm_group_count(c.mamba_n_groups)
-        writer.add_ssm_inner_size(c.mamba_n_heads * c.mamba_d_head)
-        writer.add_ssm_time_step_rank(c.mamba_n_heads)
+        own = (c.mamba_d_conv, c.mamba_d_state, c.mamba_n_groups, c.mamba_n_heads, c.mamba_d_head)
+        states(writer, *own)
     if name == "granitehybrid":
         writer.add_rope_scaling_finetuned(c.position_embedding_type == "rope")
     if name == "gemma4":
@@ -285,14 +112,11 @@ def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 def of_gemma4(writer: gguf.GGUFWriter, c) -> None:
     """What differs by kind of layers, and whose keys and values are read."""
     near = [kind == "sliding_attention" for kind in c.layer_types]
-    full = c.per_layer_config[2]
-    writer.add_key_length(full.head_dim)
-    writer.add_rope_dimension_count(full.head_dim)
-    writer.add_key_length_swa(c.head_dim)
-    writer.add_value_length_swa(c.head_dim)
-    writer.add_rope_dimension_count_swa(c.head_dim)
-    writer.add_rope_freq_base_swa(c.rope_parameters["sliding_attention"]["rope_theta"])
-    writer.add_sliding_window_pattern(near)
+    full, ropes = c.per_layer_config[2], c.rope_parameters
+    say(writer, key_length=full.head_dim, rope_dimension_count=full.head_dim)
+    say(writer, key_length_swa=c.head_dim, value_length_swa=c.head_dim)
+    say(writer, rope_dimension_count_swa=c.head_dim, sliding_window_pattern=near)
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     writer.add_shared_kv_layers(c.num_kv_shared_layers)
     writer.add_embedding_length_per_layer_input(c.hidden_size_per_layer_input)
     if c.use_double_wide_mlp:
@@ -303,17 +127,13 @@ def of_gemma4(writer: gguf.GGUFWriter, c) -> None:
         heads = full.num_key_value_heads, c.num_key_value_heads
         writer.add_head_count_kv([heads[one] for one in near])
     angles = np.full(full.head_dim // 2, 1e30, np.float32)
-    turning = c.rope_parameters["full_attention"]["partial_rotary_factor"]
-    angles[: int(turning * len(angles))] = 1
+    angles[: int(ropes["full_attention"]["partial_rotary_factor"] * len(angles))] = 1
     writer.add_tensor("rope_freqs.weight", angles)
 
 
 def delta_rule(writer: gguf.GGUFWriter, c) -> None:
-    writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
-    writer.add_ssm_state_size(c.linear_key_head_dim)
-    writer.add_ssm_group_count(c.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(c.linear_num_value_heads)
-    writer.add_ssm_inner_size(c.linear_value_head_dim * c.linear_num_value_heads)
+    own = (c.linear_conv_kernel_dim, c.linear_key_head_dim, c.linear_num_key_heads)
+    states(writer, *own, c.linear_num_value_heads, c.linear_value_head_dim)
     writer.add_full_attention_interval(c.layer_types.index("full_attention") + 1)
     if writer.arch != "qwen3next":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -323,14 +143,9 @@ def delta_rule(writer: gguf.GGUFWriter, c) -> None:
 
 def tokenizer(writer: gguf.GGUFWriter) -> None:
     tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS)))
-    writer.add_token_merges(["a b", "Ġ t"][:0])
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(0)
-    writer.add_add_bos_token(False)
+    kinds = [3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS))
+    say(writer, tokenizer_model="gpt2", tokenizer_pre="qwen2", token_list=tokens, token_types=kinds)
+    say(writer, token_merges=[], eos_token_id=2, bos_token_id=0, add_bos_token=False)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
@@ -517,8 +332,5 @@ def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as
                 writer.add_tensor(at, gguf.quantize(rows, stored), raw_dtype=stored)
     for own, data in dict(behind).items():
         writer.add_tensor(own, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

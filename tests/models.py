@@ -1,23 +1,11 @@
 """Tiny random models of many layouts, and the plain way to run them."""
 
 import copy
+import json
+from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    HeliumConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, HeliumConfig
 
 from quickbeam.tree import TokenTree
 
@@ -34,43 +22,21 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "llama-llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "llama-multi-head": LlamaConfig(
-        **{**SIZES, "num_key_value_heads": 4}, attention_bias=True, tie_word_embeddings=True
-    ),
-    "mistral-window": MistralConfig(**SIZES, sliding_window=7, head_dim=16),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen2-window": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1
-    ),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "gemma2-softcap-window": Gemma2Config(
-        **SIZES, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
-    ),
-    "gemma3-window": Gemma3TextConfig(
-        **{**SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
-    ),
-    "phi3": Phi3Config(**SIZES),
-    "gpt-neox": GPTNeoXConfig(
-        **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, rotary_pct=0.5
-    ),
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=512),
-    "olmo2": Olmo2Config(**SIZES),
-    "gpt-oss-sinks": GptOssConfig(
-        **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
-    ),
-}
 
+
+def table(name, made=AutoConfig.for_model):
+    """What a table of `tiny_models.jsonl` has by name; `SIZES` where a line says no other."""
+    found = {}
+    for line in Path(__file__).with_name("tiny_models.jsonl").read_text().splitlines():
+        fields = json.loads(line)
+        if fields.pop("table") == name:
+            own, left_out = fields.pop("name"), fields.pop("without", ())
+            sizes = {field: size for field, size in SIZES.items() if field not in left_out}
+            found[own] = made(**(sizes if fields.pop("sizes", True) else {}) | fields)
+    return found
+
+
+CONFIGS = table("layouts")
 UNDESCRIBED = HeliumConfig(**SIZES, head_dim=8)  # what the native kernels don't run
 
 
@@ -88,14 +54,20 @@ def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None
         config.hidden_size = 128
         if "head_dim" in config.to_dict():
             config.head_dim = 32
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return model
+    return spread_out(
+        AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    )
+
+
+@torch.no_grad()
+def spread_out(model, by=6, vectors=0.0):
+    """The model with larger weights. `vectors`: so much noise in norms and biases."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(by)
+        elif vectors:
+            parameter.add_(torch.randn_like(parameter) * vectors)
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -8,10 +8,13 @@ tokens that it attends to. Tests compare the kernels with these functions.
 import torch
 import torch.nn.functional as F
 
-
-def embed(weight, tokens, scale=1.0):
-    """EMBED: the tokens' rows of `weight` `[vocab, d]`, scaled, `[n, d]`."""
-    return weight.double()[list(tokens)] * scale
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
 
 
 def norm(x, weight, epsilon):
@@ -53,20 +56,6 @@ def best(logits):
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
-
-
-def chosen(x, weight, bias, blocks, size):
-    """CHOSEN: the product with some blocks of `size` outputs of the weight.
-
-    The results stand side by side in the order of `blocks`, `[n, len(blocks) * size]`.
-    """
-    outputs = [block * size + i for block in blocks for i in range(size)]
-    return linear(x, weight[outputs], None if bias is None else bias[outputs])
-
-
-def copy(source, before=None):
-    """COPY: `source`, added to what the target held (`before`) if that is given."""
-    return source.double() if before is None else before.double() + source.double()
 
 
 def rotate(x, cosine, sine):

@@ -1,10 +1,12 @@
 """Models in folders, and the same model in memory and read from disk."""
 
+import random
 import shutil
 from pathlib import Path
 
 import torch
 
+from features import grown
 from models import tiny
 from quickbeam.models import disk
 from quickbeam.models.checkpoint import Checkpoint
@@ -14,7 +16,6 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
-from quickbeam.tree import TokenTree
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -74,17 +75,9 @@ def alike(one, other, widths=(1, 2, 3, 16, 17, 40, 128)):
     assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
 
 
-def bush(width, seed=0):
+def bush(width):
     """A random tree of so many nodes."""
-    generator = torch.Generator().manual_seed(seed + width)
-    tree = TokenTree(5)
-    while len(tree) < width:
-        parent, token = (
-            int(torch.randint(high, (1,), generator=generator)) for high in (len(tree), 97)
-        )
-        if tree.child(parent, token) is None:
-            tree.add(parent, token, "probe")
-    return tree
+    return grown(random.Random(width), 5, width)
 
 
 def ids(count):

@@ -76,17 +76,6 @@ def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found():
     assert alone.match(list(range(100, 110))) is None
 
 
-def test_a_conversation_is_entered_once():
-    rng, known, talk = random.Random(3), Texts(1 << 12), list[int]()
-    for _ in range(20):
-        talk += [rng.randrange(1000) for _ in range(150)]
-        known.add(talk)
-    assert known._end < len(talk) + 20 * (AGREED + 2)
-    for end in range(200, len(talk), 151):
-        match = known.match(talk[end - AGREED : end])
-        assert match is not None and known.continuation(match, 8)[:1] == talk[end : end + 1]
-
-
 def test_each_tenant_has_a_memory_of_its_own_and_few_have_one():
     memory = AnswerMemory(1 << 20)
     memory.of("a").add(list(range(100)))

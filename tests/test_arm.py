@@ -13,7 +13,7 @@ EVERY_SET = [path for path in HERE.glob("test_*.py") if "\n@every_set" in path.r
 FILES = sorted(str(path) for path in (*EVERY_SET, HERE / "test_recurrent.py"))
 # In the tests' names `plain` is the set that the emulated kernels stand for. What is left out takes
 # minutes there, and has smaller siblings that run.
-TESTS = ("-m", "not long", "-k", "plain and not 5002 and not 217 and not on_the_tree_the_batch")
+TESTS = ("-m", "not long", "-k", "plain and not 5002 and not 217")
 
 pytestmark = [
     pytest.mark.long,

@@ -1,19 +1,15 @@
 """The benchmark's methods, harness and figures. Runners with set timings stand in for models."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cases import examples
 from fake_runner import FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.questions import Question, load_questions
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
 from quickbeam.errors import InvalidInput
@@ -51,19 +47,12 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("ar,lgitspec", "unknown method 'lgitspec'; known: ar, "),
         (" , ", "names no method"),
         ("ar,pld,ar", "'ar' is given twice"),
-        ("ar:4", "ar grows no draft tree"),
         ("hf:4", "hf grows no draft tree"),
         ("hf+full", "hf has no drafter"),
-        ("pld+fats", "pld has no drafter"),
         ("dyspec+fats", "unknown vocabulary 'fats' of the drafter; known: full"),
         ("pld:0", "budget '0'"),
-        ("pld@9", "pld has no drafter"),
-        ("ar+router", "ar has no drafter"),
         ("dyspec@many", "@many: must be"),
         ("dyspec@99", "a shortlist of 99 tokens, where the drafter scores its full vocabulary"),
-        ("frspec@99+full", "scores its full vocabulary"),
-        ("dyspec+router+full", "unknown vocabulary 'router+full'"),
-        ("pld:", "budget ''"),
         ("pld:many", "or auto"),
         *(
             (name, f"method '{name}' drafts with a model")
@@ -241,19 +230,6 @@ def test_nothing_decoded_gives_no_figures_instead_of_failing():
 # --- questions ---
 
 
-def test_built_in_questions_cover_eight_categories_evenly():
-    questions = load_questions()
-    counts = Counter(question.category for question in questions)
-    assert len(questions) >= 48 and len(counts) == 8 and min(counts.values()) >= 6
-    assert len({question.question_id for question in questions}) == len(questions)
-    assert (
-        sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
-    )
-    for question in questions:
-        if question.category in ("summary", "extraction"):
-            assert 150 <= len(question.turns[0].split()) <= 330
-
-
 def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tmp_path):
     file = tmp_path / "q.jsonl"
     turns = ["first\u2028line", "second"]
@@ -275,12 +251,8 @@ def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tm
         "{",
         "[1]",
         '{"category": "c", "turns": ["t"]}',
-        '{"question_id": true, "category": "c", "turns": ["t"]}',
-        '{"question_id": 1, "turns": ["t"]}',
         '{"question_id": 1, "category": " ", "turns": ["t"]}',
-        '{"question_id": 1, "category": "c"}',
         '{"question_id": 1, "category": "c", "turns": []}',
-        '{"question_id": 1, "category": "c", "turns": "t"}',
         '{"question_id": 1, "category": "c", "turns": ["t", 3]}',
     ],
 )
@@ -302,22 +274,3 @@ def test_unreadable_question_files_are_refused(tmp_path):
     ):
         with pytest.raises(InvalidInput, match=says):
             load_questions(tmp_path / name)
-
-
-@examples(200)
-@given(st.lists(st.sampled_from("abcdef"), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
-def test_spread_is_even_ordered_and_complete(categories, limit):
-    questions = questions_of(*categories)
-    chosen = spread(questions, limit)
-    assert len(chosen) == min(len(questions), limit or len(questions))
-    assert len({question.question_id for question in chosen}) == len(chosen)
-    sizes, taken = Counter(categories), Counter(question.category for question in chosen)
-    most = max(taken.values(), default=0)
-    for category, size in sizes.items():
-        assert taken[category] >= min(size, most - 1), (
-            "a category with questions left is at most one behind"
-        )
-        own = [question.question_id for question in chosen if question.category == category]
-        assert own == sorted(own), "the first of each category, in order"
-    first_round = list(dict.fromkeys(categories))[: len(chosen)]
-    assert [question.category for question in chosen[: len(first_round)]] == first_round

@@ -151,7 +151,7 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
     assert (logits[1] - logits[0]).abs().median() < 0.1 * logits[0].abs().median()
     model, params = models[1], SamplingParams(max_tokens=9, temperature=0.8, seed=5)
     said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
-    for policy in policies(torch.bfloat16).values():
+    for policy in policies(torch.bfloat16):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 

@@ -42,23 +42,6 @@ def test_the_fastest_mode_goes_on(many, modes, fastest):
     assert chosen[300:600].count(fastest) > 0.7 * 300  # decided early
 
 
-@pytest.mark.parametrize("many", [1, 8, 32])
-def test_what_clearly_loses_is_seldom_tried(many):
-    modes = {PLAIN: (1.0, 1.0), UNASKED: (1.5, 1.05), ASKED: (1.6, 2.2)}
-    chosen = compared(Comparison(MODES), 4000, many, modes)
-    lost = sum(modes[mode][1] * 1.5 / 1.05 - modes[mode][0] for mode in chosen)
-    assert lost < 0.03 * sum(modes[mode][0] for mode in chosen)
-    assert {ASKED} < set(chosen)
-
-
-def test_a_change_of_what_is_faster_is_noticed():
-    comparison = Comparison(MODES)
-    slow = {PLAIN: (1.0, 1.0), UNASKED: (1.3, 1.1), ASKED: (1.4, 1.9)}
-    assert compared(comparison, 2000, 1, slow)[-100:].count(UNASKED) > 80
-    fast = slow | {ASKED: (1.9, 1.2)}
-    assert compared(comparison, 6000, 1, fast)[-500:].count(ASKED) > 450
-
-
 def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave():
     budget = Budget(CostModel({1: 1.0, 64: 1.5}))
 

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from gguf_files import finish, say
 from quickbeam import LLM, hub
 from quickbeam.cache import is_complete
 from quickbeam.conversion import Reader, convert, read_once
@@ -29,8 +30,7 @@ def write_gguf(path):
     sizes |= dict(feed_forward_length=hidden, head_count=heads, head_count_kv=1)
     sizes |= dict(layer_norm_rms_eps=1e-5, rope_freq_base=1e4, rope_dimension_count=dim // heads)
     about = dict(tokenizer_model="gpt2", tokenizer_pre="smollm", unk_token_id=0, pad_token_id=2)
-    for field, value in (sizes | about | dict(bos_token_id=1, eos_token_id=2)).items():
-        getattr(writer, f"add_{field}")(value)
+    say(writer, **sizes, **about, bos_token_id=1, eos_token_id=2)
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
     writer.add_token_merges(["Ċ Ċ", "ĊĊ Ċ"])
@@ -43,10 +43,7 @@ def write_gguf(path):
     shapes |= {f"blk.0.{part}": shape for part, shape in block.items()}
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.fixture

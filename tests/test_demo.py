@@ -9,8 +9,6 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.cli import demo
 from quickbeam.cli.app import app
 from quickbeam.engine.result import Completion, Statistics
-from quickbeam.engine.trace import StepRecord
-from quickbeam.tree import TokenTree
 
 
 def drawn(svg):
@@ -43,25 +41,6 @@ def test_the_picture_shows_both_answers_and_the_ratio(toy_folder, tmp_path):
         asked = [{"role": "user", "content": prompt}]
         text = squeezed(demo.harmless(llm.chat(asked, params, method="ar").text))
         assert shown.count(text[:12]) >= 2  # in both columns
-
-
-def step(drafted, accepted, token, taken=None):
-    """A chain of drafted tokens, the first `accepted` of which were right; `taken`: how many tokens
-    the answer took."""
-    tree = TokenTree(9)
-    for parent, (one, source) in enumerate(drafted):
-        tree.add(parent, one, source)
-    emitted = [*(one for one, _ in drafted[:accepted]), token][:taken]
-    return StepRecord(tree, list(range(accepted + 1)), token, emitted, 0.0, 0.0, 0.0)
-
-
-def test_each_token_is_its_source_s():
-    steps = [
-        step([(1, "ngram"), (2, "drafter"), (3, "ngram")], 2, 4),
-        step([], 0, 5),
-        step([(6, "drafter"), (7, "drafter")], 2, 8, taken=1),
-    ]
-    assert demo.sources(6, steps) == [None, "ngram", "drafter", None, None, "drafter"]
 
 
 def test_accepted_tokens_are_coloured_and_nothing_commands_the_terminal():

@@ -3,7 +3,6 @@ alone,
 whatever it takes over or leaves out."""
 
 import random
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -24,7 +23,6 @@ from quickbeam.params import RESIDUAL, SamplingParams
 from quickbeam.tree import TokenTree
 
 WAYS = [*SETS[:1], "eager"]
-Take = Callable[[str], torch.dtype]
 
 
 @pytest.fixture
@@ -322,30 +320,3 @@ def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
         same(way, other.distributions(TokenTree(5), [0]), anew.distributions(TokenTree(5), [0]))
         other.release()
         anew.release()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_pages_are_given_back(way, take):
-    """By sequences that were released, whatever they shared; what is kept beyond their lives stays
-    until it is dropped."""
-    pair, rng, size = Pair("attention", take(way)), random.Random(2), 64
-    pools = (pair.target.pool, pair.drafter.pool)
-    assert [pool.used for pool in pools] == [0, 0]
-    ids = words(rng, 150)
-    first = pair.begin(ids[:-1], ids[-1])
-    first.distributions(TokenTree(ids[-1]), [0])
-    before = [pool.used for pool in pools]
-    assert min(before) >= 3
-    other = first.follow([*ids[:size], 1, 2, 3], 1, size)
-    other.distributions(TokenTree(3), [0])
-    chunk = first.target.store.share(0, size), first.state.share(0, size)
-    for pool, part in zip(pools, chunk, strict=True):
-        pool.keep(part)
-    other.release()
-    assert [pool.used for pool in pools] == before  # the kept part is a page of the first's
-    first.distributions(TokenTree(ids[-1]), [0])
-    first.release()
-    assert [pool.used for pool in pools] == [1, 1]
-    for pool, part in zip(pools, chunk, strict=True):
-        pool.drop(part)
-    assert [pool.used for pool in pools] == [0, 0]

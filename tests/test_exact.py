@@ -38,7 +38,7 @@ def rows_that_differ(target, prompt, tokens, expected, seed):
     done = wrong = 0
     while done < len(tokens):
         tree, path = TokenTree(tokens[done]), [0]
-        deepest, most = min(below(9), len(tokens) - done - 1), below(40)
+        deepest, most = min(below(14), len(tokens) - done - 1), below(40)
         for token in tokens[done + 1 : done + 1 + deepest]:
             parent = path[-1]
             for _ in range(below(4) if len(tree) < most else 0):

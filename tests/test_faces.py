@@ -70,14 +70,6 @@ def test_several_answers_of_one_prompt(llm):
     assert len(llm.generate(["hello", "one"], params, method="ar")) == 6
 
 
-def test_what_is_banned_is_not_said(llm, alone):
-    """Kernels report the likeliest token of the raw logits."""
-    banned = alone[PROMPTS[0]][5]
-    params = replace(PARAMS, logit_bias={banned: float("-inf")})
-    answers = [llm.generate(PROMPTS[0], params, method=one).token_ids for one in ("ar", "pld")]
-    assert banned not in answers[0] and answers[0] == answers[1]
-
-
 def test_streams_may_be_interleaved(llm, alone, monkeypatch):
     """Two that take turns, a third opened and dropped between, a fourth that is closed."""
     slow(llm, monkeypatch)

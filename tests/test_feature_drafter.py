@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from features import KINDS, WIDE, Pair, head_of
+from features import KINDS, WIDE, Pair, growing, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
@@ -49,22 +49,9 @@ def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature)
     ids = tokens(2, 20)
     text = pair.begin(ids[:-1], ids[-1], temperature)
     for _ in range(5):
-        tree, asked = TokenTree(text.context.ids[-1]), list[int]()
-        for _ in range(rng.randint(0, 4)):
-            fit = [
-                node
-                for node in range(len(tree))
-                if node not in asked and tree.parent[node] in asked
-            ]
-            # the root is asked for alone
-            ready = [node for node in fit if rng.random() < 0.7] if 0 in asked else [0]
+        for tree, ready in growing(rng, text.context.ids[-1], alone=True):
             if ready:
                 text.check(tree, ready)
-                asked += ready
-            for _ in range(rng.randint(1, 4)):
-                parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
-                if tree.child(parent, token) is None:
-                    tree.add(parent, token, "random")
         path = tree.path(rng.randrange(len(tree)))
         text.go_on(tree, path, rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]]))
         if rng.random() < 0.3:  # another request

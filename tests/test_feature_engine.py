@@ -1,9 +1,7 @@
 """A feature drafter in the engine: greedy answers are plain decoding's, conversations go on."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,15 @@ from answers import answer
 from cases import THOROUGH
 from checkpoints import save
 from drafters import DRAFTED
-from features import WIDE, Pair
+from features import WIDE, Pair, held
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
-from quickbeam.drafters.base import DraftProbs
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.engine.engine import Engine
+from quickbeam.methods import make_method
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
-from quickbeam.models.torch import TorchModel
 from quickbeam.params import SamplingParams
 
 
@@ -165,52 +163,27 @@ def test_a_saved_head_is_a_drafter(toy_folder, head_folder):
     assert drafted.token_ids == llm.generate("abc abc", params, method="ar").token_ids
 
 
-def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
-    toy_folder, head_folder, monkeypatch
-):
-    # so that short texts are shared
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    monkeypatch.setattr("quickbeam.models.torch.TorchModel", partial(TorchModel, chunk=8))
-    llm = LLM(toy_folder, dtype="float32", drafter=str(head_folder))
-    params = SamplingParams(max_tokens=16, ignore_eos=True)
-    said: list[torch.Tensor] = []
-    answered: Callable[..., list[DraftProbs]] = EagleDrafter.answer
-
-    def heard(self, requests):
-        found = answered(self, requests)
-        said.extend(distributions.dense() for distributions in found)
-        return found
-
-    monkeypatch.setattr(EagleDrafter, "answer", heard)
-    for methods in (
-        ["dyspec"] * 3,
-        ["ar", "dyspec", "logitspec", "dyspec"],
-        ["dyspec", "eagle2", "ar", "chain"],
-    ):
-        llm.reset()
-        messages: list[dict[str, str]] = []
-        turns = []
-        for turn, method in enumerate(methods):
-            messages = [*messages, {"role": "user", "content": f"and what of {turn}"}]
-            said.clear()
-            llm.drafting.policies.clear()  # what trees are grown depends on what was learned before
-            turns.append((messages, method, llm.chat(messages, params, method=method), list(said)))
-            messages = [*messages, {"role": "assistant", "content": turns[-1][2].text}]
-        kept = [completion.statistics.cached_tokens for _, _, completion, _ in turns]
-        assert methods[0] == "ar" or all(tokens > 10 for tokens in kept[1:])
-        assert kept[-1] > 10
-        for messages, method, completion, drafted in turns:
-            llm.reset()
-            said.clear()
-            llm.drafting.policies.clear()
-            again = llm.chat(messages, params, method=method)
-            assert again.statistics.cached_tokens == 0
-            assert again.token_ids == completion.token_ids
-            # its trees are as wide as times measured tell, so they differ from one run to the next
-            if method != "logitspec":
-                assert again.statistics.steps == completion.statistics.steps
-            assert len(said) == len(drafted)
-            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True))
+@pytest.mark.parametrize(
+    "methods",
+    [["dyspec"] * 3, ["ar", "dyspec", "logitspec", "dyspec"], ["dyspec", "eagle2", "ar", "chain"]],
+)
+def test_conversations_go_on_whatever_the_methods(methods):
+    """With the distributions that the equations give of the whole text."""
+    pair, params = Pair("attention"), SamplingParams(max_tokens=16, ignore_eos=True)
+    engine, prompt, drafted = Engine(pair.target), list(range(20)), 0
+    for turn, name in enumerate(methods):
+        method = DRAFTED[name](pair.drafter) if name in DRAFTED else make_method(name)
+        with held(pair.drafter, pair.expected):
+            one = answer(pair.target, method, params, prompt, budget=7, engine=engine)
+        plain = answer(
+            pair.target, NoDraft(), params, prompt, engine=Engine(pair.target, share=False)
+        )
+        assert one.output.token_ids == plain.output.token_ids
+        assert not turn or one.statistics.cached_tokens > 10 or methods[turn - 1] == "ar"
+        drafted += one.statistics.drafter_calls
+        prompt = [*prompt, *one.output.token_ids, 40 + turn, 7]
+    assert drafted > 0 and one.statistics.cached_tokens > 10
+    engine.close()
 
 
 @pytest.mark.slow

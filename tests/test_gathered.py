@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from answers import answer, request
+from answers import answer
 from features import WIDE, head_of
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -15,12 +15,10 @@ from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
-from quickbeam.methods.prompt_lookup import PromptLookup
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
@@ -115,26 +113,4 @@ def test_a_path_is_kept_and_pages_are_used_again_clean():
             for tensor in (*model.pool.key, *model.pool.value):
                 tensor[64:] = float("nan")  # what the next user of the pages finds
         cache.release()
-    assert model.pool.used == 0
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2", "gemma2-softcap-window"])
-def test_answers_are_those_given_alone(name):
-    model, params = gathered(name), SamplingParams(max_tokens=20, ignore_eos=True)
-    prompts = [[5, 6, 7] * (1 + 11 * i) for i in range(4)]
-    alone = [
-        answer(
-            model, NoDraft(), params, prompt, engine=Engine(model, share=False), budget=1
-        ).output.token_ids
-        for prompt in prompts
-    ]
-    engine = Engine(model)
-    ones = [
-        engine.add(request(model, PromptLookup(Ngram()), params, prompt, budget=8))
-        for prompt in prompts
-    ]
-    while engine.busy:
-        engine.step()
-    assert [one.output.token_ids for one in ones] == alone
-    engine.close()
     assert model.pool.used == 0

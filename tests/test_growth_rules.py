@@ -279,14 +279,6 @@ def test_greedy_calls_the_drafter_about_once_a_layer(temperature):
     assert max(wasted) < 32
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_threshold_calls_the_drafter_once_a_layer(temperature):
-    for seed in range(20):
-        drafter = zipf_drafter(seed=seed)
-        tree = tree_of(Threshold(drafter), context_of([seed], temperature), 64, 40)
-        assert drafter.rounds <= max(tree.depth) + 1
-
-
 # --- EAGLE-2 --------------------------------------------------------------------------------------
 
 

@@ -67,18 +67,12 @@ def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
     with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
         choice.requested()
-    for command in (
-        ["--version"],
-        *(
-            ["generate", "hi", "--dtype", dtype, "--device", "cpu"]
-            for dtype in ("bfloat16", "float32")
-        ),
-    ):
+    plain = ["generate", "hi", "--device", "cpu", "--dtype"]
+    for command in (["--version"], [*plain, "bfloat16"], [*plain, "float32"]):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert (
-            result.stderr.startswith(f"error: {name}='{value}'") and result.stderr.count("\n") == 1
-        )
+        assert result.stderr.startswith(f"error: {name}='{value}'")
+        assert result.stderr.count("\n") == 1
 
 
 def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
@@ -88,21 +82,6 @@ def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
     assert choice.candidates(KernelRequest("auto", "plain")) == (["plain"], "")
     assert choice.candidates(KernelRequest("auto", ""))[0] == ["avx2", "plain"]
     assert choice.candidates(KernelRequest("eager", "amx")) == ([], "QUICKBEAM_KERNELS=eager")
-
-
-def test_it_says_what_will_be_used_and_compiles_nothing(monkeypatch, tmp_path):
-    machine(monkeypatch, "avx2", "plain")
-    monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(build, "compiler", lambda: ["g++"])
-    assert choice.describe_kernels() == "native (avx2), compiled on first use"
-    compiled("plain")
-    assert choice.describe_kernels() == "native (avx2), compiled on first use"
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    assert choice.describe_kernels() == "native (plain)"
-    compiled("avx2")
-    assert choice.describe_kernels() == "native (avx2)"
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    assert choice.describe_kernels() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
 
 
 def test_version_answers_without_what_the_commands_import():
@@ -122,30 +101,6 @@ def test_version_answers_without_what_the_commands_import():
 def test_other_formats_and_devices_use_pytorchs_kernels():
     assert library.describe("cpu", "float16") == "PyTorch's (float16 on cpu)"
     assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"
-
-
-@needs_kernels
-def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
-    machine(monkeypatch, "avx512", "plain")
-    told, made = list[str](), list[str]()
-
-    def compile_to(path, name):
-        made.append(name)
-        if name == "avx512":
-            raise build.CannotBuild("g++ failed")
-        compiled(name)
-
-    monkeypatch.setattr(build, "compile_to", compile_to)
-    monkeypatch.setattr(library, "kernels", lambda: None)
-    monkeypatch.setattr(library, "_prepared", set())
-    library.prepare(told.append)
-    assert made == ["avx512", "plain"] and told == [
-        "compiling kernels for avx512",
-        "compiling kernels for plain",
-    ]
-    machine(monkeypatch, "plain")
-    library.prepare(told.append)
-    assert len(told) == 2
 
 
 @needs_kernels

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cases import few
 from checkpoints import configure, rewrite
-from models import SIZES, VOCAB
+from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain
@@ -26,7 +26,7 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
-from test_families import CONVOLVED, DELTA, EXPERTS, GEMMA4, HYBRID_EXPERTS, IDS, LINEAR, MIXED, off
+from test_families import IDS, off
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
@@ -41,26 +41,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-def axes(*sections, **more):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
-    return {"rope_parameters": rope | more}
-
-
-TEXT: dict[str, dict[str, Any]] = {
-    "gemma3": MIXED | {"head_dim": 8, "sliding_window": 6},
-    "gemma4": GEMMA4
-    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
-    | {"num_kv_shared_layers": 3},
-    "glm4v": axes(1, 0, 1, partial_rotary_factor=0.5),
-    "lfm2_vl": {"layer_types": CONVOLVED},
-    "lfm3_vl": {"layer_types": CONVOLVED, "head_dim": 8},
-    "qwen2_5_vl": axes(1, 1, 2),
-    "qwen2_vl": axes(1, 1, 2),
-    "qwen3_5": DELTA | {"layer_types": LINEAR},
-    "qwen3_5_moe": DELTA | HYBRID_EXPERTS | {"layer_types": LINEAR},
-    "qwen3_vl": axes(4, 2, 2, mrope_interleaved=True) | {"head_dim": 16},
-    "qwen3_vl_moe": EXPERTS,
-}
+TEXT = table("texts", dict)
 
 
 def made(kind):
@@ -72,17 +53,11 @@ def made(kind):
         if (fields := own.to_dict().get(name)) is not None:
             small = {one: value for one, value in OTHER.items() if one in fields}
             parts[name] = small | {"model_type": fields["model_type"]}
-    text = SIZES | TEXT.get(kind, {}) | {"model_type": own.get_text_config().model_type}
+    text = TEXT.get(kind, SIZES) | {"model_type": own.get_text_config().model_type}
     config = CONFIG_MAPPING[kind](text_config=text, **parts)
     face = AutoModelForMultimodalLM if "audio_config" in parts else AutoModelForImageTextToText
     model = face.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+    return spread_out(model, vectors=0.3)
 
 
 def logits_of(folder):

@@ -17,7 +17,6 @@ from answers import answer, request
 from cases import examples, few
 from features import WIDE, head_of
 from models import VOCAB, tiny
-from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
@@ -292,23 +291,6 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
     run(engine, *ones)
     assert ones[0].error is None and ones[0].output.token_ids == here.alone((5, 6, 7), 12)
     assert isinstance(ones[1].error, RuntimeError)
-
-
-def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
-    here = world("llama", "native")
-    monkeypatch.setattr(
-        "quickbeam.drafters.eagle.probs_of",
-        lambda logits, heat: probs_of(logits * float("nan"), heat),
-    )
-    found = answer(
-        here.model,
-        here.policies()["dyspec"],
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        [5, 6, 7],
-        budget=8,
-    )
-    assert found.output.token_ids == here.alone((5, 6, 7), 12)
-    assert found.statistics.mean_accepted_tokens == 1.0
 
 
 def test_a_limit_that_is_lowered_ends_nobody_who_needs_no_page(world):

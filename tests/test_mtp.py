@@ -10,57 +10,26 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-)
 from transformers.modeling_layers import MtpLayer
 
-from answers import answer, mean_accepted, same_as_plain
+from answers import answer, method_as_plain, same_as_plain
 from cases import few
 from drafters import DRAFTED
-from features import Pair, grown, rounds
+from features import Pair, grown, held, rounds
 from gguf_files import model_of, mtp_block, write
-from models import SIZES, VOCAB, tiny
+from models import VOCAB, table, tiny
 from quickbeam import LLM, hub
-from quickbeam.drafters import eagle_passes
 from quickbeam.drafters.mtp import load_mtp
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model, open_model
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
-ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-KINDS: dict[str, PreTrainedConfig] = {
-    "qwen3_5": Qwen3_5TextConfig(**SIZES, **HYBRID),
-    "qwen3_next": Qwen3NextConfig(
-        **SIZES, **HYBRID, **EXPERTS, num_experts=4, shared_expert_intermediate_size=24
-    ),
-    "deepseek_v3": DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4}, **LATENT, **EXPERTS, **ROUTED, q_lora_rank=16
-    ),
-    "glm4_moe": Glm4MoeConfig(**SIZES, **EXPERTS, **ROUTED, head_dim=8),
-    "mimo": Qwen2Config(**SIZES),
-}
+KINDS = table("mtp")
 # transformers' names of a head's modules, and those of published checkpoints
 QWEN = {
     "eh_proj": "mtp.fc",
@@ -250,51 +219,14 @@ def test_answers_are_plain_decodings_alone_and_six_at_a_time(kind, heads):
     same_as_plain(head.target, head.drafter, PROMPTS)
 
 
-def accepted(head):
-    return mean_accepted(head.target, DRAFTED["chain"](head.drafter), PROMPTS, 5)
-
-
-def test_the_wrong_hidden_state_loses_acceptance_and_no_answer(tmp_path):
-    """The model goes from token i to token i + 7, whose embeddings are axes."""
-    size = 32
-    config = Qwen2Config(**SIZES | {"vocab_size": size, "num_hidden_layers": 1})
-    head, turned = Head("mimo", config=config), torch.where(torch.arange(size) % 2 > 0, 1.0, -1.0)
-    step = torch.eye(size).roll(7, 0)  # from the axis i to i + 7
-    for layer in (head.model.model.layers[0], head.layer.mtp_block):
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    head.model.model.embed_tokens.weight.data.copy_(torch.eye(size))
-    for norm in (head.model.model.norm, head.layer.post_norm):
-        norm.weight.data.copy_(turned)
-    head.model.lm_head.weight.data.copy_(step * turned)
-    head.layer.hnorm.weight.fill_(1)
-    head.layer.eh_proj.weight.copy_(torch.cat([step * turned, torch.zeros(size, size)], 1))
-    assert accepted(head.open(tmp_path, torch.bfloat16)) > 4.5
-    assert accepted(head.open(tmp_path, torch.bfloat16, normed=False)) < 2.5
-
-
-def test_keys_one_place_off_lose_acceptance_and_no_answer(tmp_path, monkeypatch):
-    """The head is the model's only layer, on the embedding alone: it knows all but the first."""
-    head = Head("mimo", config=Qwen2Config(**SIZES | {"num_hidden_layers": 1}))
-    table = head.model.model.embed_tokens.weight.data
-    table.copy_(table / table.square().mean(1, keepdim=True).clamp(1e-6).sqrt())
-    layer = head.model.model.layers[0]
-    layer.self_attn.o_proj.weight.data.mul_(4)  # what is seen counts
-    layer.mlp.down_proj.weight.data.mul_(0.2)
-    head.layer.mtp_block.load_state_dict(layer.state_dict())
-    head.layer.post_norm.weight.copy_(head.model.model.norm.weight)
-    head.layer.enorm.weight.fill_(1)
-    head.layer.eh_proj.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
-    right = accepted(head.open(tmp_path, torch.bfloat16))
-
-    class Off(RowList):
-        def add(self, *args):
-            table, tokens, positions, orders, prefix, paths, *rest = args
-            prefix = [max(1, one - 1) for one in prefix]  # the newest row is not seen
-            super().add(table, tokens, positions, orders, prefix, paths, *rest)
-
-    monkeypatch.setattr(eagle_passes, "RowList", Off)
-    assert accepted(head.open(tmp_path, torch.bfloat16)) < right - 0.1, right
+@every_kind
+def test_the_engine_has_it_draft_from_the_right_hidden_states(kind, tmp_path):
+    head = Head(kind).open(tmp_path)
+    for prompt in PROMPTS[:3]:
+        prompt = [token % VOCAB for token in prompt]
+        for name in ("dyspec", "chain"):
+            with held(head.drafter, head.expected):
+                method_as_plain(head.target, DRAFTED[name](head.drafter), prompt)
 
 
 def test_weights_in_8_bits_and_numbers_that_are_not_finite_change_no_answer(tmp_path, heads):

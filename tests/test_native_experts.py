@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cases import few
-from interpreter import Interpreter
 from kernels import SETS, best_set, every_set, load, number, plain_rows, rows_that_depend_on_others
 from models import tiny
 from quickbeam.models.angles import AngleTable
@@ -30,25 +29,13 @@ pytestmark = pytest.mark.usefixtures("threads")
 MODELS = ("qwen2_moe", "deepseek_v3", "gemma4-experts")  # shared, latent, beside
 INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-LOGITS = Linear((Tensor("router"),), (Tensor("router_bias"),))
-RULES = {
-    "softmax": Routing(Linear(LOGITS.weights), 3, renormalised=True),
-    "softmax, not renormalised": Routing(LOGITS, 3),
-    "of the chosen": Routing(LOGITS, 4, "softmax_of_chosen"),
-    "groups": Routing(
-        LOGITS, 3, "sigmoid", "correction", 4, 2, 2, renormalised=True, plus=1e-20, factor=2.5
-    ),
-    "corrected": Routing(LOGITS, 3, correction="correction", renormalised=True, least=0.4),
-    "mixer": Routing(LOGITS, 2, "mixer", jitter=0.05),
-}
+ROUTING = Routing(Linear((Tensor("router"),)), 3, renormalised=True)
 
 
 def parameters():
     """Weights large enough that experts and their weights matter."""
     shapes = {
         "router": (COUNT, INPUTS),
-        "router_bias": (COUNT,),
-        "correction": (COUNT,),
         "gate_up": (COUNT, 2 * INNER, INPUTS),
         "gate_up_bias": (COUNT, 2 * INNER),
         "down": (COUNT, INPUTS, INNER),
@@ -72,15 +59,19 @@ def one(i, activation):
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 
 
-def experts(rule="softmax", shared=True, activation="silu"):
-    routing, chosen = RULES[rule], tuple(one(i, activation) for i in range(COUNT))
+def experts(shared=True, activation="silu"):
+    chosen = tuple(one(i, activation) for i in range(COUNT))
     if not shared:
-        return Experts(routing, chosen)
+        return Experts(ROUTING, chosen)
     up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
     beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
-    if routing.logits.biases:
-        return Experts(routing, chosen, beside)
-    return Experts(routing, chosen, beside, Linear((Tensor("scale"),)))
+    return Experts(ROUTING, chosen, beside, Linear((Tensor("scale"),)))
+
+
+def route(x):
+    """The weights and numbers of each row's experts, plainly."""
+    weight, expert = (x.float() @ parameters()["router"].T).softmax(-1).topk(ROUTING.top)
+    return weight / weight.sum(-1, keepdim=True), expert
 
 
 Pass = Callable[[torch.Tensor], torch.Tensor]
@@ -115,28 +106,13 @@ def by_kernels(isa, of, name):
     return run
 
 
-def error(got, right):
-    return float((got - right).abs().max() / right.abs().max())
-
-
-@every_set
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_of_choosing_is_the_interpreters(isa, rule):
-    of, x = experts(rule), number(ROWS, INPUTS).float()
-    right = Interpreter(parameters()).feed_experts(x, of)
-    assert error(by_kernels(isa, of, "float32")(x), right) < 1e-5
-    # rounding inside, which changes no choice of these rows
-    assert error(by_kernels(isa, of, "bfloat16")(x), right) < 0.02
-
-
 @best_set
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_experts_compute_is_the_interpreters(isa, activation, shared):
-    of, x = experts(shared=shared, activation=activation), number(ROWS, INPUTS).float()
-    right = Interpreter(parameters()).feed_experts(x, of)
-    for name, most in zip(FORMATS, (1e-5, 0.02, 0.03, 0.3), strict=True):
-        assert error(by_kernels(isa, of, name)(x), right) < most
+@pytest.mark.parametrize("activation", ["silu", "clamped"])
+def test_every_format_comes_near_what_float32_computes(isa, activation):
+    of, x = experts(activation=activation), number(ROWS, INPUTS).float()
+    right = by_kernels(isa, of, "float32")(x)
+    for name, most in zip(FORMATS[1:], (0.02, 0.03, 0.3), strict=True):
+        assert 0 < (by_kernels(isa, of, name)(x) - right).abs().max() / right.abs().max() < most
 
 
 @every_set
@@ -162,7 +138,7 @@ def test_a_row_does_not_depend_on_threads(isa, count, threads):
 @best_set
 def test_experts_summed_in_order_of_arrival_are_seen(isa):
     """The same products, added as the rows of a pass bring their experts up."""
-    of, numbers = experts(shared=False), parameters()
+    of = experts(shared=False)
     parts = [
         by_kernels(
             isa, replace(of, chosen=(feed,) * COUNT, routing=replace(of.routing, top=1)), FLOAT32
@@ -172,7 +148,7 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
     def run(x, by_number):
         # row by row, as PyTorch's products depend on the number of rows
-        routes = [Interpreter(numbers).route(row, of.routing) for row in x.float()[:, None]]
+        routes = [route(row) for row in x[:, None]]
         weight, expert = (torch.cat(part) for part in zip(*routes, strict=True))
         order = sorted(set(expert.flatten().tolist())) if by_number else expert.flatten().tolist()
         total = torch.zeros(len(x), INPUTS)
@@ -188,10 +164,10 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
 @best_set
 def test_how_many_experts_a_pass_read_is_counted(isa):
-    run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
+    run, x = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float()
     for rows in (1, 3, ROWS):
         run(x[:rows])
-        _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
+        _, expert = route(x[:rows])
         (read,) = run.compiler.experts  # type: ignore[attr-defined]
         assert read.struct.read == len(expert.unique())
 

@@ -22,7 +22,7 @@ from kernels import (
     random_paths,
     relocated,
 )
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK, KVShape, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
@@ -280,91 +280,6 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
     program.norm(program.given("x", 33, True), program.given("y", 33, True), None, 1e-5)
     program.run(plain_rows(4), {"x": x, "y": y})
     assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
-
-
-@every_set
-@cases
-@given(
-    n=st.sampled_from(WIDTHS),
-    width=st.integers(1, 70),
-    float32=st.booleans(),
-    column=st.integers(0, 20),
-    seed=st.integers(0, 99),
-)
-def test_embeddings(isa, n, width, float32, column, seed):
-    kernels, rng = load(isa), random.Random(seed)
-    weight = number(50, width, seed=seed)
-    tokens = [rng.randrange(50) for _ in range(n)]
-    scale = rng.choice([1.0, 5.5])
-    target = Framed(
-        torch.zeros(n, width, dtype=torch.float32 if float32 else torch.bfloat16), column, 2, 9.0
-    )
-    program = Program(kernels)
-    program.embed(
-        weight, program.given("y", target.stride, float32), column, scale if float32 else 1.0
-    )
-    program.run(Rows(tokens, [0] * n), {"y": target.whole})
-    assert torch.equal(
-        target.read().double(), reference.embed(weight, tokens, scale if float32 else 1.0)
-    )
-
-
-@every_set
-@cases
-@given(
-    n=st.sampled_from(WIDTHS),
-    width=st.integers(1, 70),
-    floats=st.tuples(st.booleans(), st.booleans()),
-    add=st.booleans(),
-    of=st.integers(0, 20),
-    column=st.integers(0, 20),
-)
-def test_copies(isa, n, width, floats, add, of, column):
-    kernels, types = load(isa), (torch.bfloat16, torch.float32)
-    to_float = floats[1] or add
-    x = number(n, width, like=types[floats[0]])
-    before = number(n, width, like=types[to_float], seed=1)
-    source, target = Framed(x, of, 2, NAN), Framed(before, column, 2, 9.0)
-    program = Program(kernels)
-    named = (
-        program.given("x", source.stride, floats[0]),
-        program.given("y", target.stride, to_float),
-    )
-    program.copy(*named, width=width, of=of, column=column, add=add)
-    program.run(plain_rows(n), {"x": source.whole, "y": target.whole})
-    assert torch.equal(
-        target.read(), reference.copy(x, before if add else None).to(types[to_float])
-    )
-
-
-@every_set
-@cases
-@given(
-    n=st.sampled_from(WIDTHS),
-    inputs=st.sampled_from(INPUTS),
-    blocks=st.lists(st.integers(0, 11), min_size=1, max_size=14),
-    biased=st.booleans(),
-    float32=st.booleans(),
-)
-def test_chosen_blocks(isa, n, inputs, blocks, biased, float32):
-    import numpy as np
-
-    kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
-    bias = number(12 * BLOCK, like=torch.float32, seed=2) if biased else None
-    program = Program(kernels)
-    y = torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16)
-    source, target = program.given("x", inputs), program.given("y", 0, float32)
-    operations.chosen(program, Packed(kernels, [weight], bias), source, target)
-    program.set(0, target_stride=y.shape[1])
-    program.run(plain_rows(n), {"x": x, "y": y}, blocks=np.array(blocks, dtype=np.int64))
-    allowed = (
-        (inputs + 4)
-        * SINGLE
-        * reference.chosen(
-            x.abs(), weight.abs(), None if bias is None else bias.abs(), blocks, BLOCK
-        )
-    )
-    within(y, reference.chosen(x, weight, bias, blocks, BLOCK), allowed)
 
 
 @every_set

@@ -1,13 +1,10 @@
 """The n-gram index against a search of the whole text."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam.drafters.base import Source
 from quickbeam.drafters.ngram import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 
@@ -23,10 +20,6 @@ def search(ids, suffix, min_n, max_n):
             if list(ids[start : start + n]) == list(suffix[-n:]):
                 return Match(start + n, n)
     return None
-
-
-def indexed(ids, min_n=1, max_n=3):
-    return Ngram(min_n, max_n).begin(ids)
 
 
 @examples(300, derandomize=True)
@@ -65,67 +58,9 @@ def test_matches_are_all_that_a_full_search_finds(chunks, size, limit):
     assert all(index.extent(match) >= min(match.length, 16) for match in index.matches(text, limit))
 
 
-@examples(100, derandomize=True)
-@given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
-def test_continuation_is_the_text_read_on_into_itself(text, guessed, length):
-    index = indexed(text)
-    match = index.match(text + guessed)
-    if match is None:
-        return
-    continued = text + guessed
-    for i in range(length):
-        continued.append(continued[match.position + i])
-    assert index.continuation(match, length, guessed) == continued[len(text) + len(guessed) :]
-
-
-@pytest.mark.parametrize("max_n", [1, 3, 6])
-def test_memory_is_linear(max_n):
-    text = random.Random(0).choices(range(1000), k=3000)
-    index = indexed(text, max_n=max_n)
-    index.match([0])
-    assert 0 < len(index._after) + len(index._older) <= max_n * len(text)
-    repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
-    repeated.match([1])
-    assert 0 < len(repeated._after) <= 4 * max_n
-
-
-def test_work_per_token_does_not_grow():
-    """Counts the entries written per token, early and late in the text."""
-
-    class Counting(dict[tuple[int, ...], int]):
-        writes = 0
-
-        def __setitem__(self, key, value):
-            self.writes += 1
-            super().__setitem__(key, value)
-
-    index = NgramIndex(max_n=4)
-    index._after = counting = Counting()
-    index.extend([1, 2, 3, 1, 2] * 2)
-    index.match([3])
-    for _ in range(200):
-        before = counting.writes
-        index.extend([3])
-        assert counting.writes == before  # until a match is looked for
-        index.match([3])
-        assert counting.writes == before + 4
-
-
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])
 def test_sizes_that_make_no_sense(min_n, max_n):
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
         NgramIndex(min_n, max_n)
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
         Ngram(min_n, max_n)
-
-
-def test_ngram_is_a_source_that_holds_no_text():
-    source: Source = Ngram(max_n=2)
-    states = [source.begin([1, 2]), source.begin([3, 4])]
-    assert source.name == "ngram"
-    for state, token in zip(states, (1, 3), strict=True):
-        assert isinstance(state, NgramIndex) and (state.min_n, state.max_n) == (1, 2)
-        state.extend([token])
-    first, second = states
-    assert (first.match([1]), first.match([3])) == (Match(1, 1), None)
-    assert (second.match([1]), second.match([3])) == (None, Match(1, 1))

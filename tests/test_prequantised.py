@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 
 from answers import answer
 from cases import spread
-from checkpoints import configure, rewrite
+from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
@@ -318,28 +318,6 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_another_zero_point_is_another_model(name, tmp_path):
-    of, change = WRONG[name]
-    model, _ = write(tmp_path, of)
-    configure(tmp_path, quantization_config=CASES[of].config | change)
-    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
-
-
-@pytest.mark.parametrize("part", ["g_idx", "scales"])
-def test_another_order_or_scale_is_another_model(part, tmp_path):
-    model, _ = write(tmp_path, "gptq-order")
-    stored = load_file(tmp_path / SINGLE)
-    rewrite(tmp_path, {n: t.flip(0).contiguous() for n, t in stored.items() if n.endswith(part)})
-    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
-
-
-def test_columns_in_another_order_are_another_model(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "NIBBLES", list(range(8)))
-    model, _ = write(tmp_path, "awq")
-    assert error(logits(Checkpoint(tmp_path, None)), right(model)) > 0.2
-
-
 @pytest.mark.parametrize(
     ("name", "temperature"),
     spread(["awq", "gptq-order", "packed-zero", "int8", "fp8-uneven"], [0.0, 0.8]),
@@ -351,7 +329,7 @@ def test_drafts_change_no_answer(name, temperature, tmp_path):
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
     said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
-    for policy in policies(torch.bfloat16).values():
+    for policy in policies(torch.bfloat16):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
@@ -479,7 +457,6 @@ def groups_of(count):
         (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),
         (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
         (lambda s: s.update({f"{AT}.qweight": s[f"{AT}.qweight"].char()}), NotDescribed, "type I8"),
-        (lambda s: s.update({f"{AT}.scales": s[f"{AT}.scales"].double()}), NotDescribed, "F64"),
         (lambda s: s.update(groups_of(3)), InvalidInput, "128 inputs in 3 groups"),
     ],
 )
@@ -493,10 +470,8 @@ def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
     "config",
     [
         [GPTQ],
-        GPTQ | {"dynamic": [1]},
         FP8 | {"weight_block_size": [0, 128]},
         compressed(PACK) | {"config_groups": "all"},
-        compressed(PACK) | {"config_groups": {"group_0": {"weights": 4}}},
         compressed(PACK) | {"sparsity_config": [2]},
     ],
 )
@@ -552,11 +527,8 @@ def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tm
     [
         {"shape": [-128]},
         {"shape": [64]},
-        {"shape": "ab"},
         {"shape": [1 << 40]},
-        {"data_offsets": None},
         {"data_offsets": [-256, 0]},
-        {"dtype": []},
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(change, tmp_path):

@@ -1,25 +1,21 @@
 """Recurrent layers: a node's bits are those of its path, and states belong to sequences."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 
-from answers import answer, request
+from answers import answer, conversation, drafting, drafts_change_nothing, request
 from cases import few, spread
 from kernels import SETS, load
-from models import SIZES, VOCAB, random_tree, tiny
+from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine import prefix_cache
 from quickbeam.engine.engine import Engine
-from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
-from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.logitspec import LogitSpec
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.native import library
@@ -30,27 +26,7 @@ from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
-KINDS: dict[str, PreTrainedConfig] = {
-    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], conv_bias=True),
-    "qwen3_5": Qwen3_5TextConfig(
-        **SIZES,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=20,
-    ),
-    "falcon_h1": FalconH1Config(
-        **SIZES,
-        mamba_d_ssm=40,
-        mamba_n_heads=2,
-        mamba_d_head=20,
-        mamba_d_state=8,
-        mamba_rms_norm=True,
-        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
-    ),
-}
+KINDS = table("recurrent")
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5"]))
 PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -197,20 +173,6 @@ def test_a_mistake_is_seen(kind, mistake, monkeypatch):
 
 
 @every_kind
-@torch.inference_mode()
-def test_a_convolution_whose_window_is_off_by_one_is_seen(kind):
-    plain = tiny("", torch.float32, config=KINDS[kind])
-    right = plain(input_ids=torch.tensor([IDS[:40]]), use_cache=False).logits[0, -1]
-    for by in (0, 1):
-        changed = copy.deepcopy(plain)
-        for parameter in changed.parameters():
-            if parameter.dim() == 3:  # of a convolution
-                parameter.copy_(parameter.roll(by, 2))
-        off = (of_path(make_model(changed), IDS[:40]) - right).abs().max() / right.abs().max()
-        assert (off > 2e-4) == bool(by)
-
-
-@every_kind
 def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
     model, generator = made(kind), torch.Generator().manual_seed(0)
     cache = read(model, IDS[:70])
@@ -279,27 +241,6 @@ def test_what_cannot_be_committed_is_refused(kind, far):
 # --- answers ---
 
 
-def policies(kind):
-    """The drafter has recurrent layers, too."""
-    drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
-    return {
-        "logitspec": LogitSpec(Ngram(), LastLogits()),
-        "dyspec": DySpec(drafter),
-        "auto": Auto(drafter, Ngram(), LastLogits()),
-    }
-
-
-def conversation(model, params):
-    """Prompts of several pages, and answers by plain decoding without a cache."""
-    found, prompt = [], [*IDS[:100], *IDS[:40]]
-    for more in (IDS[5:70], IDS[9:12]):
-        engine = Engine(model, share=False)
-        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
-        found.append((prompt, said))
-        prompt = [*prompt, *said, *more]
-    return found
-
-
 FORMATS = ("bfloat16", "float32", "int8", "int4")
 
 
@@ -312,21 +253,13 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, 
     dtype = torch.float32 if wide else torch.bfloat16
     model = made(kind, dtype, weights="bfloat16" if wide else weights, chunk=PAGE + 32)
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
-    right, engine, found = conversation(model, params), Engine(model), policies(kind)
-    for policy in found.values():
-        for prompt, said in right:
-            state = answer(model, policy, params, prompt, engine=engine, budget=8)
-            assert state.output.token_ids == said
+    # of several pages
+    right = conversation(model, params, [*IDS[:100], *IDS[:40]], [IDS[5:70], IDS[9:12]])
+    # which has recurrent layers, too
+    drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
+    last = drafts_change_nothing(model, drafting(drafter), params, right)
     # the second turn began behind the whole pages of the first one's prompt and answer
-    assert state.statistics.cached_tokens > len(right[0][0])
-    states = [
-        (engine.add(request(model, policy, params, prompt, budget=8)), said)
-        for policy in found.values()
-        for prompt, said in right
-    ]
-    while any(not state.over for state, _ in states):
-        engine.step()
-    assert all(one.error is None and one.output.token_ids == said for one, said in states)
+    assert last.statistics.cached_tokens > len(right[0][0])
 
 
 @every_kind

@@ -1,18 +1,11 @@
-"""Against transformers: every layout, trees and chains, prefill in chunks, any commit."""
+"""Against transformers: logits and hidden states of every layout, trees, prefill in chunks, any
+commit."""
 
 import copy
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma4TextConfig,
-    JambaConfig,
-    LlamaConfig,
-    MambaConfig,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig
 
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
@@ -29,20 +22,62 @@ def close(got, expected):
     torch.testing.assert_close(got / scale, expected / scale, atol=5e-5, rtol=0)
 
 
+@torch.inference_mode()
+def states(model, ids, layers):
+    """Hidden states after `layers`; the one behind all of them is taken after the final norm, the
+    last layer's own before it."""
+    count, into = model.config.num_hidden_layers, []
+    norm = next(
+        getattr(model.base_model, name)
+        for name in ("norm", "ln_f", "final_layer_norm")
+        if hasattr(model.base_model, name)
+    )
+    handle = norm.register_forward_pre_hook(lambda module, args: into.append(args[0]))
+    asked = dict(output_hidden_states=True, use_cache=False)
+    every = model(torch.tensor([list(ids)]), **asked).hidden_states
+    handle.remove()
+    return torch.cat([(into[0] if i == count else every[min(i, count)])[0] for i in layers], -1)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tree_logits_equal_separate_paths(name):
+def test_trees_in_one_pass_or_two_are_separate_paths(name):
     reference = tiny(name)
-    target = Target(copy.deepcopy(reference), chunk=4)
-    generator = torch.Generator().manual_seed(1)
-    close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
-    ids = list(PREFIX)
+    count = reference.config.num_hidden_layers
+    watched = (count + 1, *range(1, count + 1))
+    target, generator = Target(copy.deepcopy(reference), chunk=4), torch.Generator().manual_seed(1)
+    target.model.watch(watched)
+    target.prefill([*PREFIX[:6], 3, 4])
+    right = reference(input_ids=torch.tensor([PREFIX])).logits[0, -1]
+    close(target.prefill(PREFIX, keep=6), right)
+    ids, taken = list(PREFIX), 6
     for nodes in (1, 2, 9, 17):
         tree = random_tree(generator, nodes)
-        close(target.verify(tree), path_logits(reference, ids, tree))
+        right, half = path_logits(reference, ids, tree), nodes // 3
+        if half:
+            close(target.verify(tree.first(half)), right[:half])
+        close(target.verify(tree, half), right[half:])
         path = tree.path(int(torch.randint(len(tree), (1,), generator=generator)))
         target.commit(tree, path)
         ids += [tree.token[node] for node in path]
-        assert target.ids == ids
+        assert (target.ids, target.taken) == (ids, taken)
+        if nodes != 2:
+            close(target.take_hidden(), states(reference, ids, watched)[taken:])
+            taken = len(ids)
+
+
+@pytest.mark.parametrize("native", (False, True))
+def test_watching_anew_ends_the_watch_before(native):
+    model = tiny("gpt2")
+    target = Target(make_model(copy.deepcopy(model), native=native))
+    target.prefill(PREFIX)
+    assert len(target.take_hidden()) == 0
+    target.model.watch((1, 2))
+    target.model.watch((2,))
+    target.prefill(PREFIX)
+    close(target.take_hidden(), states(model, PREFIX, (2,)))
+    for layers in ((), (0,), (1, 5), (-1,)):
+        with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
+            target.model.watch(layers)
 
 
 def test_layers_that_share_keys_and_values_read_those_of_all_rows():
@@ -72,24 +107,6 @@ def test_prefill_in_any_chunks_and_from_any_common_prefix():
 
 SMALL = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [MambaConfig(**SMALL, state_size=4), JambaConfig(**SMALL, **HEADS)],
-    ids=["mamba", "jamba"],
-)
-def test_recurrent_and_hybrid_models_are_refused(config):
-    with pytest.raises(InvalidInput, match="can't take a draft back"):
-        Target(AutoModelForCausalLM.from_config(config))
-
-
-def test_encoder_decoders_are_refused():
-    model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(InvalidInput, match="encoder-decoder"):
-        Target(model)
 
 
 def test_layers_that_bypass_the_attention_interface_are_refused():

@@ -145,24 +145,6 @@ def test_pieces_make_up_the_decoded_text(kind, parts):
     assert shown + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@examples(150)
-@given(text=texts, data=st.data())
-def test_any_segmentation_into_tokens(text, data):
-    tokenizer = byte_level(True)
-    vocab = {token: i for token, i in tokenizer.get_vocab().items() if token not in SPECIAL}
-    rest, ids = "".join(tokenizer.convert_ids_to_tokens(encode(tokenizer, text))), []
-    while rest:
-        choices = [rest[:n] for n in range(1, 12) if rest[:n] in vocab]
-        token = data.draw(st.sampled_from(list(dict.fromkeys(choices))))
-        ids.append(vocab[token])
-        rest = rest[len(token) :]
-    detokenizer, shown = Detokenizer(tokenizer), ""
-    for token in ids:
-        shown += detokenizer.append(token)
-        assert text.startswith(shown)
-    assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
-
-
 class Counting:
     """A tokenizer that remembers how many tokens it was asked to decode each time."""
 

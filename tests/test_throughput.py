@@ -128,12 +128,9 @@ def test_the_command(toy_folder, tmp_path):
     "options",
     [
         ["--methods", "hf"],
-        ["--rate", "0"],
         ["--concurrency", "none"],
         ["--logit-bias", "5"],
-        ["--logit-bias", "five=1"],
         ["--logit-bias", "5=1", "--logit-bias", "5=2"],
-        ["--logit-bias", "5=nan"],
         ["--top-p", "2"],
         ["--json", "no-such-folder/record.json"],
     ],

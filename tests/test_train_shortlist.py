@@ -143,18 +143,6 @@ def test_text_without_answers_is_refused(network, tmp_path):
             collect_places(network, CodedTarget(), shards, chosen, 3, 100)
 
 
-@pytest.mark.parametrize("size", [5, 10, 30])
-def test_neighbours_in_the_order_are_alike(size):
-    torch.manual_seed(1)
-    groups = torch.arange(90) % 3
-    rows = (torch.eye(8)[groups] + 0.01 * torch.randn(90, 8)) * (0.1 + 5 * torch.rand(90, 1))
-    order = halve(rows, size)
-    assert torch.equal(order.sort().values, torch.arange(90))
-    pure = sum(len(groups[part].unique()) == 1 for part in order.split(size))
-    assert pure >= 0.7 * 90 / size
-    assert torch.equal(order, halve(rows, size)) and not torch.equal(order, halve(rows, size, 1))
-
-
 @pytest.mark.parametrize("name", CLUSTERINGS)
 def test_a_router_finds_what_the_context_lacks(network, collected, name):
     features = CLUSTERINGS[name](network, HEAD, collected)

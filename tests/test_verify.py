@@ -45,15 +45,6 @@ def test_sampled_output_has_the_targets_probs(seed):
     assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / SEEDS
 
 
-@pytest.mark.parametrize("certain", [0.0, 1.0])
-def test_drawn_only_and_certain_only_trees_have_the_targets_probs(certain):
-    model = ToyModel(seed=11)
-    counts = sample_sequences(
-        model, partial(random_tree, model, certain=certain), count=3000, seed=1
-    )
-    assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / 2
-
-
 def test_reference_has_the_targets_probs():
     model = ToyModel(seed=0)
     counts = sample_sequences(
@@ -105,25 +96,6 @@ def test_distributions_that_depend_on_the_path_are_kept():
     )
     assert chi_square(counts, exact_probs(probs, model.vocab)) > 1e-3
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6  # the penalties matter
-
-
-def test_toy_trees_are_deep_wide_and_mixed():
-    model, rng = ToyModel(seed=0), random.Random(0)
-    trees = [random_tree(model, [0], rng) for _ in range(500)]
-    assert sum(max(tree.depth) >= 3 for tree in trees) > 100
-    kinds = [
-        tuple(tree.source[child] for child in children.values())
-        for tree in trees
-        for children in tree.children
-    ]
-    for kind in [
-        ("drawn", "drawn"),
-        ("drawn", "certain"),
-        ("certain", "drawn"),
-        ("certain", "certain"),
-    ]:
-        assert sum(found[:2] == kind for found in kinds) > 10
-    assert any(0.0 in model.draft([a, b]).tolist() for a in range(6) for b in range(6))
 
 
 # --- sampling: against the reference, and edges ---------------------------------------------------
@@ -302,15 +274,3 @@ def test_greedy_follows_plain_decoding(seed, vocab, hit):
         tree.parent[child] == node
         for node, child in zip(verdict.path, verdict.path[1:], strict=False)
     )
-
-
-def test_no_draft_is_plain_decoding():
-    p = torch.tensor([0.1, 0.6, 0.3])
-    assert verify_equal(TokenTree(4), lambda node: 1) == Verdict([0], 1)
-    counts = [0, 0, 0]
-    used = generator(3)
-    for _ in range(3000):
-        verdict = verify_residual(TokenTree(4), lambda node: p, used)
-        assert verdict.path == [0]
-        counts[verdict.token] += 1
-    assert torch.allclose(torch.tensor(counts) / 3000, p, atol=0.03)

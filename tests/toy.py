@@ -9,7 +9,7 @@ exact_probs(model))` must not be tiny.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from quickbeam.sampling import uniform
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_residual
 
-Probs = Callable[
-    [Sequence[int]], torch.Tensor
-]  # context ids to the probs [vocab] of the next token
 Grow = Callable[[list[int], random.Random], TokenTree]
 Verify = Callable[[TokenTree, Callable[[int], torch.Tensor], torch.Generator], Verdict]
 
@@ -214,35 +211,3 @@ def pick(weights, generator):
 def normalised(weights):
     total = sum(weights)
     return [weight / total for weight in weights] if total else weights
-
-
-def reached(tree, probs):
-    """Return the probability that verification (`verify.py`) accepts each node, 1 for the root.
-
-    It is the product, over the nodes of its path, of
-
-        a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
-
-    where i is a node's position among its siblings, and R and Q are those of `verify.py`.
-    `probs(node)` is the target's distribution `[vocab]` after `node`.
-    """
-    chances = [1.0] + [0.0] * (len(tree) - 1)
-    for node, children in enumerate(tree.children):
-        if not children or not chances[node]:
-            continue
-        residual, left = probs(node).double(), chances[node]
-        tokens = torch.tensor(list(children), device=residual.device)
-        for i, (token, child) in enumerate(children.items()):
-            drafted = tree.probs[child]
-            if drafted is None:
-                proposal = torch.zeros_like(residual).index_fill_(0, tokens[i : i + 1], 1.0)
-            else:
-                proposal = drafted.to(residual).index_fill(0, tokens[:i], 0.0)
-                proposal /= proposal.sum()
-            accepted = min(1.0, float(residual[token] / proposal[token]))
-            chances[child], left = left * accepted, left * (1 - accepted)
-            residual = (residual - proposal).clamp_(min=0.0)
-            if not (mass := float(residual.sum())) > 0:
-                break
-            residual /= mass
-    return chances
