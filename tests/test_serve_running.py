@@ -339,6 +339,13 @@ def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
     assert of(str(copy)) != of(toy_folder) and of("nobody/knows-this") == "nobody/knows-this"
     (tmp_path / "cache" / fingerprint.KNOWN).write_text("[broken")
     assert fingerprint.fingerprint_of(llm) == first
+    (tmp_path / "cache" / fingerprint.KNOWN).unlink()
+    monkeypatch.setattr(Path, "replace", full)
+    assert fingerprint.fingerprint_of(llm) == first and not [*(tmp_path / "cache").iterdir()]
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):

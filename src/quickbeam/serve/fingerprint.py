@@ -57,6 +57,8 @@ def digest_of(model: str) -> str:
             cache.parent.mkdir(parents=True, exist_ok=True)
             work.write_text(json.dumps(digests), encoding="utf-8")
             work.replace(cache)
+        with suppress(OSError):  # a full disk leaves it empty
+            work.unlink(missing_ok=True)
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
