@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from cases import examples
 from fake_runner import FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
-from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.methods import (
+    MethodItem,
+    Question,
+    load_questions,
+    load_runners,
+    parse_methods,
+    spread,
+)
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
 from quickbeam.errors import InvalidInput
