@@ -78,49 +78,35 @@ MISTRAL = ToolFormat(
 
 def tool_format(tokenizer: Any) -> ToolFormat:
     """Return how this tokenizer's chat template writes calls. Raises `Refused` if nothing tells."""
-    template = _chat_template(tokenizer)
+    try:
+        template = str(tokenizer.get_chat_template(tools=[{}]))
+    except ValueError:  # there is none
+        template = ""
     if not re.search(r"\btools\b", template):
         raise Refused(
             "tools: this model's chat template does not take tools; ask without, or serve a model "
             "that was trained to call them",
             "tools",
         )
-    known = _known(template)
-    if (spec := getattr(tokenizer, "response_template", None)) and (
-        field := spec["fields"].get("tool_calls")
-    ):
-        return ToolFormat(
-            field,
-            known and known.writing,
-            str(field.get("open") or field.get("open_pattern", "").replace("\\", "")),
-            bool(known and known.short_ids),
-        )
+    known = None  # by words in the template
+    if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
+        known = HERMES
+    elif "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        known = MISTRAL
+    elif "<|start_header_id|>" in template and '"parameters"' in template:
+        known = LLAMA3
+    spec = getattr(tokenizer, "response_template", None)
+    if field := spec and spec["fields"].get("tool_calls"):
+        marker = str(field.get("open") or field.get("open_pattern", "").replace("\\", ""))
+        short = bool(known and known.short_ids)
+        return ToolFormat(field, known and known.writing, marker, short)
     if known is None:
         raise Refused(
             "tools: this server does not know how this model's chat template writes calls; it "
-            "knows Hermes and Qwen, Llama 3, Mistral, and "
-            "tokenizers with a response_template",
+            "knows Hermes and Qwen, Llama 3, Mistral, and tokenizers with a response_template",
             "tools",
         )
     return known
-
-
-def _chat_template(tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.get_chat_template(tools=[{}]))
-    except ValueError:  # there is none
-        return ""
-
-
-def _known(template: str) -> ToolFormat | None:
-    """Return the format that words in the chat template point to; None if there is none."""
-    if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
-    if "<|start_header_id|>" in template and '"parameters"' in template:
-        return LLAMA3
-    return None
 
 
 def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
@@ -147,26 +133,19 @@ def strict_grammar(
     """
     if (writing := form.writing) is None:
         return None
-    begin = writing.before + writing.parts[0]
-    marker = max(
-        (token for token in tokenizer.get_added_vocab() if begin.startswith(token)),
-        key=len,
-        default=None,
-    )
+    added, begin = tokenizer.get_added_vocab(), writing.before + writing.parts[0]
+    marker = max((token for token in added if begin.startswith(token)), key=len, default=None)
     if marker is None:
         return None
-    loose = [tool if tool.function.strict else _any_arguments(tool) for tool in tools]
+    loose = [tool.model_copy(deep=True) for tool in tools]
+    for tool in loose:
+        if not tool.function.strict:
+            tool.function.parameters = {"type": "object"}
     # without a closing mark, text after the calls would be read as part of them
     goes_on = "close" in form.field or "close_pattern" in form.field
     rest = f"(calls text){'*' if several else '?'}" if goes_on else "calls?"
-    text = f"text: <[^{tokenizer.get_added_vocab()[marker]}]>*"
+    text = f"text: <[^{added[marker]}]>*"
     return f"start: text {rest}\n{text}\n{_calls(writing, loose, several, tokenizer)}"
-
-
-def _any_arguments(tool: Tool) -> Tool:
-    return tool.model_copy(
-        update={"function": tool.function.model_copy(update={"parameters": {"type": "object"}})}
-    )
 
 
 def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
