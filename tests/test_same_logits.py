@@ -68,22 +68,22 @@ GOOD: dict[str, PreTrainedConfig] = {name: config for name, config in CONFIGS.it
     "stablelm": StableLmConfig(**SIZES),
     "starcoder2": Starcoder2Config(**SIZES),
 }
-OWN_CODE = "0 of its [23] layers attend through transformers' attention interface"
-COUNTS = "it counts positions itself"
+OWN_CODE = "[0-9] of its [0-9]+ layers attend through transformers' attention interface"
+OFF = "its logits are .* off those of transformers: it counts positions itself"
 BAD: dict[str, tuple[PreTrainedConfig, str]] = {
     "diffllama": (DiffLlamaConfig(**SIZES), "layer 0 attends more than once in a pass"),
-    "bart": (BartConfig(**BART), COUNTS),
-    "mbart": (MBartConfig(**BART), COUNTS),
-    "marian": (MarianConfig(**BART, pad_token_id=0), COUNTS),
-    "trocr": (TrOCRConfig(**BART | {"cross_attention_hidden_size": 32}), COUNTS),
-    "roberta": (RobertaConfig(**BERT, is_decoder=True), "it doesn't count positions from 0"),
+    "bart": (BartConfig(**BART), OWN_CODE),
+    "mbart": (MBartConfig(**BART), OWN_CODE),
+    "marian": (MarianConfig(**BART, pad_token_id=0), OWN_CODE),
+    "trocr": (TrOCRConfig(**BART | {"cross_attention_hidden_size": 32}), OWN_CODE),
+    "roberta": (RobertaConfig(**BERT, is_decoder=True), OFF),
     "bert": (BertConfig(**BERT), "its attention is bidirectional"),
     "gemma3-bidirectional": (
         Gemma3TextConfig(**SIZES, head_dim=8, **WINDOW, use_bidirectional_attention=True),
         "its attention is bidirectional",
     ),
-    "bloom": (BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=4), COUNTS),
-    "mpt": (MptConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=4), COUNTS),
+    "bloom": (BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=4), OWN_CODE),
+    "mpt": (MptConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=4), OWN_CODE),
     "falcon": (FalconConfig(**SIZES, num_kv_heads=2), OWN_CODE),
     "gpt-neo": (
         GPTNeoConfig(**GPT, hidden_size=32, num_layers=2, attention_types=[[["global"], 2]]),
@@ -157,18 +157,7 @@ def test_what_reads_earlier_tokens_beside_attention_is_refused(dtype, errors):
             layer.mlp = Convolved(layer.mlp)
         with pytest.raises(InvalidInput, match=r"Olmo2ForCausalLM can't be used: on a text of 20 "):
             make_model(model, native=False)
-    logits, rounding = errors[::2], errors[1::2]
-    assert min(logits) > 2 * same_logits.TOLERANCE[torch.bfloat16]
-    assert min(logits) > 5 * same_logits.KERNELS * max(rounding)
-
-
-def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(monkeypatch):
-    errors = iter([0.3, 0.11, 0.3, 0.09])
-    monkeypatch.setattr(same_logits, "relative_error", lambda *_: next(errors))
-    target = Target(make_model(tiny("olmo2"), native=False))
-    assert target.prefill([1, 2, 3]).isfinite().all()
-    with pytest.raises(InvalidInput, match=r"30.0% off"):
-        make_model(tiny("olmo2"), native=False)
+    assert min(errors) > 2 * same_logits.TOLERANCE[torch.bfloat16]
 
 
 def test_a_window_that_only_the_mask_knows_of_is_heeded():

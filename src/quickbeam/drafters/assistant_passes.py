@@ -16,8 +16,8 @@ from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Attention, Linear, Stack, Tensor
+from quickbeam.models.stack_tensors import Parameters
 
 
 class Part(NamedTuple):

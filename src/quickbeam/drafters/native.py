@@ -13,15 +13,14 @@ from torch import nn
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
-from quickbeam.models.compiled import CompiledStack
-from quickbeam.models.linear import NativeLinear
+from quickbeam.models.compiled import CompiledStack, NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.pages import PagePool
-from quickbeam.models.parameters import Parameters
+from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.stored import Stored
 from quickbeam.models.tensor_files import TensorFiles
 

@@ -19,15 +19,13 @@ import torch
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.families import FAMILIES, stack_of
-from quickbeam.models.families.fields import check_field, check_fields
+from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import Weight
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
 from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import experts, linears, names
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
     Stored,
@@ -107,11 +105,10 @@ def read_config(folder: Path) -> ModelConfig:
     Of a model that reads more than text, it is that of the language part (`language_part`).
 
     Configurations of other versions are read by transformers once, and kept in the cache folder.
-    Raises `InvalidInput` where that fails, and for fields that hold something else than they are
-    for.
+    Raises `InvalidInput` where that fails.
     """
     fields = read_json(folder / "config.json")
-    language = _language_part(fields)
+    language = language_part(fields)
     if str(fields.get("transformers_version")).startswith(WHOLE):
         return ModelConfig(language)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
@@ -131,16 +128,7 @@ def read_config(folder: Path) -> ModelConfig:
             os.replace(part, kept)
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(_language_part(found))
-
-
-def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what `language_part` does, once what it holds is checked."""
-    check_field("model_type", fields.get("model_type"))
-    part = language_part(fields)
-    check_field("model_type", part.get("model_type"))
-    check_fields(part if part.get("model_type") in FAMILIES else {})
-    return part
+    return ModelConfig(language_part(found))
 
 
 def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
@@ -159,10 +147,7 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
 
     try:
         found = snapshot_download(
-            model,
-            revision=revision,
-            allow_patterns=list(wanted),
-            ignore_patterns=list(UNWANTED),
+            model, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
         return Path(found)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:

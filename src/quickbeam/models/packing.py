@@ -12,9 +12,8 @@ from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.quantised import BlockRows, Packed, Packer, Weight
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import experts, linears, names, rows_of
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names, rows_of
 
 CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 

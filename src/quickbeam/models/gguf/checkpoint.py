@@ -22,10 +22,9 @@ from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
 from quickbeam.models.stack import Matrices, Stack
-from quickbeam.models.stack_tensors import experts, names, norms
+from quickbeam.models.stack_tensors import Parameters, experts, names, norms
 
 SAMPLED = {
     "temp": "temperature",
