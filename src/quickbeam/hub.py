@@ -250,8 +250,9 @@ def _make(
     def make(work: Path) -> Path:
         from quickbeam.conversion import convert
 
-        gguf, converting = fetch(work), f"converting {name}, once"
-        convert(gguf, work / "model", ends, lambda done: progress(converting, done))
+        gguf = fetch(work)
+        progress(f"converting {name}, once", None)
+        convert(gguf, work / "model", ends)
         return work / "model"
 
     waiting = f"waiting for another process that {does} {name}"

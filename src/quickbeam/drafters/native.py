@@ -52,7 +52,8 @@ class NativePacker:
         """Pack weights that are stacked one below the other, or with `gated` a gate's and the
         rest's."""
         name = self._name or rows_format(torch.cat(weights))
-        return Packer(self.kernels, name).pack(list(weights), bias, gated)
+        packed: Packed = Packer(self.kernels, name).pack(list(weights), bias, gated)
+        return packed
 
     def head(self, head: Any) -> Packed:
         """Pack a head. If the target keeps it quantised, its own rows are used."""

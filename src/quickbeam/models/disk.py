@@ -21,7 +21,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import BlockRows, Packed
+from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters
@@ -286,7 +286,7 @@ class WeightsOnDisk(Streamed):
         if self._ring is not None:
             self._ring.close()
 
-    def head(self) -> Packed:
+    def head(self) -> Any:
         """Return a copy of the packed head."""
         place = self._packed.head_place
         data = torch.empty(place.last - place.first, dtype=torch.uint8)

@@ -248,17 +248,6 @@ def placed(
     return few or (Whole(stored[name]) if name in stored else None)
 
 
-def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
-    """Return where the blocks and scales of a parameter are, or None.
-
-    `stored`: the stored name of each parameter.
-    """
-    blocks, scales = f"{name}_blocks", f"{name}_scales"
-    if blocks not in stored or scales not in stored:
-        return None
-    return Mxfp4(stored[blocks], stored[scales])
-
-
 def in_float8(
     name: str, stored: Mapping[str, str], files: TensorFiles, method: Method | None
 ) -> OneByOne | None:

@@ -153,14 +153,9 @@ class Luck(Structure):
     """The structure `Luck` of noise.h."""
 
     _fields_ = (
-        ("peak", c_void_p),
-        ("ease", c_void_p),
-        ("owner", c_void_p),
-        ("chunks", c_int64),
-        ("position", c_int64),
-        ("choice", c_int64),
-        ("key0", c_uint32),
-        ("key1", c_uint32),
+        *_all(c_void_p, "peak ease owner"),
+        *_all(c_int64, "chunks position choice"),
+        *_all(c_uint32, "key0 key1"),
     )
 
 
