@@ -18,7 +18,7 @@ from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConfig, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.linear import NativeLinear
+from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.native.library import kernels
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Program

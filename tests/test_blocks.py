@@ -161,11 +161,11 @@ def test_weights_of_several_formats_are_one_product(isa):
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
     pack = Packer(kernels, BFLOAT16)
     room = torch.zeros(pack.size(parts), dtype=torch.uint8)
-    packed = pack.pack_apart(parts, bias, place=room)
+    packed = pack.pack(parts, bias, place=room)
     alone = [run(isa, pack.pack([part]), len(part), x) for part in parts]
     assert torch.equal(run(isa, packed, 88, x), torch.cat(alone, 1) + bias)
     dense = numbers(88, 512).mul(0.05)
-    mixed = pack.pack_apart([parts[0], dense[:48]])
+    mixed = pack.pack([parts[0], dense[:48]])
     assert torch.equal(run(isa, mixed, 88, x)[:, :40], alone[0])
     exact = x.double() @ dense[:48].double().T
     torch.testing.assert_close(run(isa, mixed, 88, x)[:, 40:].double(), exact, rtol=1e-3, atol=1e-2)
@@ -176,7 +176,7 @@ def test_weights_of_several_formats_are_one_product(isa):
 def test_gated_weights_of_one_and_of_two_formats(isa, names):
     kernels, x = load(isa), numbers(5, 512)
     weights = [blocks(name, 40, 512, seed) for seed, name in enumerate(names)]
-    packed = Packer(kernels, BFLOAT16).pack_apart(weights, gated=True)
+    packed = Packer(kernels, BFLOAT16).pack(weights, gated=True)
     program = Program(kernels)
     source, target = program.given("x", 512), program.given("y", 40, True)
     product(program, packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
@@ -212,7 +212,7 @@ def test_inputs_in_another_order(isa, name):
     assert torch.equal(packed.dense(), back) and torch.equal(dense_rows(kernels, ordered), back)
     pack = Packer(kernels, BFLOAT16)
     assert pack.together([ordered, ordered]) and not pack.together([ordered, rows])
-    both = pack.pack_apart([ordered, rows])
+    both = pack.pack([ordered, rows])
     apart = torch.cat([run(isa, packed, 48, x), run(isa, plain, 48, x)], 1)
     assert torch.equal(run(isa, both, 96, x), apart)
     program = Program(kernels)

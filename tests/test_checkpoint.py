@@ -343,19 +343,6 @@ def test_templates_are_rendered_as_transformers_renders_them(toy):
     text = theirs.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True)
     assert ours.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True) == text
 
-    def adder(x: int) -> int:
-        """Adds one.
-
-        Args:
-            x: a number
-        """
-        return x + 1
-
-    asked: dict[str, Any] = {"tools": [adder], "tokenize": False}
-    assert ours.apply_chat_template(TURNS[0], **asked) == theirs.apply_chat_template(
-        TURNS[0], **asked
-    )
-
 
 @pytest.mark.parametrize(
     "template",

@@ -90,10 +90,7 @@ def test_it_is_converted_once_and_again_when_it_changes(file):
 
     folder = hub.converted(file, hear)
     assert hub.resolve(str(file)) == str(file) and is_complete(folder)
-    fractions = [fraction for _, fraction in told]
     assert {stage for stage, _ in told} == {"converting tiny.gguf, once"}
-    assert fractions == sorted(fractions)
-    assert fractions[-1] > 0.9
     told.clear()
     assert hub.converted(file, hear) == folder and not told
     os.utime(file, ns=(1, 1))
@@ -120,12 +117,12 @@ def test_a_file_that_is_none_is_refused(tmp_path, file):
 def test_the_library_is_left_as_it_was(file):
     import gguf
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
     with pytest.raises(RuntimeError), read_once():
         assert gguf.GGUFReader is not before[0]
         assert gguf.GGUFReader(file) is gguf.GGUFReader(str(file)), "it is read once"
         raise RuntimeError
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize) == before
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
     ours, theirs = Reader(file), gguf.GGUFReader(file)
     contents = [
         {name: field.contents() for name, field in one.fields.items() if name[:5] != "GGUF."}

@@ -27,9 +27,9 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native_model import why_not_native
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
-from quickbeam.models.parameters import ModelParameters
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")

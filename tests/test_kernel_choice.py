@@ -116,19 +116,16 @@ def test_building_says_what_is_where(tmp_path):
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "cache" / "kernels"
-    assert run("plain") == (0, f"kernels: compiling plain\nkernels: plain in {folder}\n", "")
-    assert run("plain") == (0, f"kernels: plain in {folder}\n", "")
+    made = f"kernels: plain {folder / build.file_name('plain')}\n"
+    assert run("plain") == (0, f"kernels: compiling plain\n{made}", "")
+    assert run("plain") == (0, made, "")
     assert [path.name for path in folder.iterdir()] == [build.file_name("plain")]
     code, said, _ = run("avx2", "plain", CXX="/nonexistent")
-    assert code == 1 and said.splitlines()[1] == (
+    assert code == 1 and said.splitlines()[0] == (
         "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
     )
     code, said, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
-    assert (
-        code == 0
-        and said.count("\n") == 1
-        and said.endswith("is not there; quickbeam uses PyTorch's\n")
-    )
+    assert code == 0 and said.endswith("is not there\n")
     assert run("plan")[::2] == (
         2,
         "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, "

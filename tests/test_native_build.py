@@ -17,8 +17,8 @@ import foreign
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
+from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.gathered import RowStore
-from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import build, library
 from quickbeam.models.pages import PagedStore
 from quickbeam.models.target import Target

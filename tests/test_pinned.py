@@ -11,9 +11,8 @@ from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import _by_transformers, make_model
 from quickbeam.models.pinned import (
     BUFFERS,
-    Direct,
+    Copies,
     PinnedLayers,
-    SideStream,
     layer_bytes,
     pin_layers,
 )
@@ -26,11 +25,11 @@ LAYOUTS = ("llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gemma2-softcap-
 DEEP = 7  # layers
 
 
-class Late(Direct):
+class Late(Copies):
     """Copies when somebody waits for them, and no sooner."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(CPU)
         self.asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(self, slot, target, source):
@@ -81,17 +80,19 @@ def same(one, other):
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("copies", [Direct, Late])
+@pytest.mark.parametrize("copies", [None, Late])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout, copies):
     expected = outputs(Target(make_model(deep(layout))))
-    assert same(outputs(pinned(deep(layout), limits(deep(layout))[1], copies())), expected)
+    assert same(
+        outputs(pinned(deep(layout), limits(deep(layout))[1], copies and copies())), expected
+    )
 
 
 @pytest.mark.parametrize("held", range(DEEP - BUFFERS))
 def test_every_division_of_the_memory_gives_the_same_bits(held):
     limit = limits(deep("qwen2"))[held]
-    early, late = (pinned(deep("qwen2"), limit, copies()) for copies in (Direct, Late))
+    early, late = (pinned(deep("qwen2"), limit, copies) for copies in (None, Late()))
     first = pinned(deep("qwen2"), limits(deep("qwen2"))[0])
     for a, b, c in zip(outputs(early), outputs(late), outputs(first), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
@@ -126,7 +127,7 @@ class Trusting(PinnedLayers):
             self._fetch(number)
 
 
-@pytest.mark.parametrize(("wrong", "copies"), [(Hasty, Direct), (Trusting, Late)])
+@pytest.mark.parametrize(("wrong", "copies"), [(Hasty, lambda: Copies(CPU)), (Trusting, Late)])
 def test_wrong_orders_of_copies_are_caught(wrong, copies):
     expected = outputs(Target(make_model(deep("llama"))))
     model = deep("llama")
@@ -197,7 +198,7 @@ def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype):
         make_model(
             plain,
             pinned=PinnedLayers(
-                plain, list(decoder_layers(plain)), range(3, DEEP), device, SideStream(device)
+                plain, list(decoder_layers(plain)), range(3, DEEP), device, Copies(device)
             ),
         )
     )
@@ -211,4 +212,3 @@ def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype):
         )
         target.reset()
         everything.reset()
-    assert found.rate > 0

@@ -16,10 +16,10 @@ from quickbeam.models.target import Target
 GOOD, REFUSED = CONFIGS | table("eager"), table("refused")
 REASONS = {
     "layer 0 attends more than once in a pass": "diffllama",
-    "it counts positions itself": "bart mbart marian trocr bloom mpt",
-    "it doesn't count positions from 0": "roberta",
+    "its logits are .* off those of transformers: it counts positions itself": "roberta",
     "its attention is bidirectional": "bert gemma3-bidirectional",
-    "0 of its [23] layers attend through transformers' attention interface": "falcon gpt-neo xglm",
+    "[0-9] of its [0-9]+ layers attend through transformers' attention interface": "bart mbart "
+    "marian trocr bloom mpt falcon gpt-neo xglm",
 }
 BAD = [(name, reason) for reason, names in REASONS.items() for name in names.split()]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -84,18 +84,7 @@ def test_what_reads_earlier_tokens_beside_attention_is_refused(dtype, errors):
             layer.mlp = Convolved(layer.mlp)
         with pytest.raises(InvalidInput, match=r"Olmo2ForCausalLM can't be used: on a text of 20 "):
             make_model(model, native=False)
-    logits, rounding = errors[::2], errors[1::2]
-    assert min(logits) > 2 * same_logits.TOLERANCE[torch.bfloat16]
-    assert min(logits) > 5 * same_logits.KERNELS * max(rounding)
-
-
-def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(monkeypatch):
-    errors = iter([0.3, 0.11, 0.3, 0.09])
-    monkeypatch.setattr(same_logits, "relative_error", lambda *_: next(errors))
-    target = Target(make_model(tiny("olmo2"), native=False))
-    assert target.prefill([1, 2, 3]).isfinite().all()
-    with pytest.raises(InvalidInput, match=r"30.0% off"):
-        make_model(tiny("olmo2"), native=False)
+    assert min(errors) > 2 * same_logits.TOLERANCE[torch.bfloat16]
 
 
 def test_a_window_that_only_the_mask_knows_of_is_heeded():

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -93,10 +93,5 @@ def sweep(made: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files under `folder`. Files that vanish meanwhile count as 0."""
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            with suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(parent, file)).st_size
-    return total
+    """Return the bytes of all files under `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,22 +35,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def convert(
-    gguf: Path,
-    folder: Path,
-    end_tokens: Sequence[str] = (),
-    report: Callable[[float], None] = lambda done: None,
-) -> None:
+def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     """Write a .gguf model as a bfloat16 Hugging Face folder.
 
     The folder holds config, weights, tokenizer with chat template, and generation config.
 
-    `end_tokens`: any of these ends an answer; without them, the file's own do. `report` is called
-    with the fraction of the weights that is done. Raises `OSError` if the weights can't be written.
+    `end_tokens`: any of these ends an answer; without them, the file's own do. Raises
+    `OSError` if the weights can't be written.
     """
     folder.mkdir()
     # the loaders draw their tqdm bars on stderr
-    with redirect_stderr(io.StringIO()), read_once(report):
+    with redirect_stderr(io.StringIO()), read_once():
         model, tokenizer = load(gguf)
     # A new config, because the loaded one would send every reader of the folder through the
     # GGUF quantizer.
@@ -128,34 +123,18 @@ class Reader(gguf.GGUFReader):
 
 
 @contextmanager
-def read_once(report: Callable[[float], None] = lambda done: None) -> Iterator[None]:
+def read_once() -> Iterator[None]:
     """Within this context, read a file's metadata and make each table of tensor names only once.
 
-    It replaces functions of the `gguf` module meanwhile, for one thread at a time. `report` hears
-    what share of the weights is dequantised, from 0 to 1.
+    It replaces functions of the `gguf` module meanwhile, for one thread at a time.
     """
     library: Any = gguf
-    names, dequantize = library.get_tensor_name_map, library.dequantize
-    total, done = 1, 0
-
-    def open_reader(path: Any, *arguments: Any) -> Any:
-        nonlocal total
-        file = kept(str(path))
-        total = max(1, sum(tensor.n_bytes for tensor in file.tensors))
-        return file
-
-    def counted(data: Any, kind: Any) -> Any:
-        nonlocal done
-        weights = dequantize(data, kind)
-        done += data.nbytes
-        report(min(1.0, done / total))
-        return weights
-
     kept = functools.lru_cache(maxsize=1)(Reader)
-    mended = {"GGUFReader": open_reader, "get_tensor_name_map": functools.cache(names)}
-    mended["dequantize"] = counted
+    mended = {
+        "GGUFReader": lambda path, *_: kept(str(path)),
+        "get_tensor_name_map": functools.cache(library.get_tensor_name_map),
+    }
     with _patching, ExitStack() as patches:
-        patches.callback(kept.cache_clear)
         for name, function in mended.items():
             patches.callback(setattr, library, name, getattr(library, name))
             setattr(library, name, function)

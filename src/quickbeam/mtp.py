@@ -36,11 +36,7 @@ class MtpLayout(NamedTuple):
 
 # Qwen3-Next and Qwen3.5
 QWEN = MtpLayout(
-    "mtp.layers.0",
-    "mtp.fc",
-    "mtp.pre_fc_norm_embedding",
-    "mtp.pre_fc_norm_hidden",
-    "mtp.norm",
+    "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
 )
 
 

@@ -13,8 +13,8 @@ from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.machine import in_own_thread
 from quickbeam.models.formats import parse_dtype, pick_device
-from quickbeam.models.generation import model_eos_ids
 from quickbeam.models.loading import load_model
+from quickbeam.models.opening import model_eos_ids
 from quickbeam.params import SamplingParams
 
 LOOKUP = {"prompt_lookup_num_tokens": 10}  # the value transformers' documentation uses

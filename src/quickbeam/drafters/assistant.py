@@ -36,10 +36,9 @@ from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import FLOAT32
 from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Attention, Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.tree import TokenTree
 
 KINDS = "gemma4_assistant", "gemma4_unified_assistant"

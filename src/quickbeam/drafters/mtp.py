@@ -24,24 +24,22 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config
 from quickbeam.models.gguf.architecture import architecture_of
 from quickbeam.models.gguf.checkpoint import GgufParameters
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import mtp_names
-from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import FewBits, method_of
 from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Linear, Norm, Stack, Tensor
-from quickbeam.models.stack_tensors import names
+from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.models.stored import Stored, Whole, one_by_one, own_names, placed
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout

@@ -11,13 +11,12 @@ from torch import nn
 
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.base import Model
-from quickbeam.models.compiled import CompiledStack
-from quickbeam.models.linear import NativeLinear
+from quickbeam.models.compiled import CompiledStack, NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
-from quickbeam.models.parameters import Parameters
+from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.stored import Stored
 from quickbeam.models.tensor_files import TensorFiles
 
@@ -49,7 +48,8 @@ class NativePacker:
         """Pack weights that are stacked one below the other, or with `gated` a gate's and the
         rest's."""
         name = self._name or rows_format(torch.cat(weights))
-        return Packer(self.kernels, name).pack(list(weights), bias, gated)
+        packed: Packed = Packer(self.kernels, name).pack(list(weights), bias, gated)
+        return packed
 
     def head(self, head: Any) -> Packed:
         """Pack a head. If the target keeps it quantised, its own rows are used."""

@@ -10,7 +10,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
-from quickbeam.models.linear import NativeLinear
+from quickbeam.models.compiled import NativeLinear
 from quickbeam.options import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 
 SHARES = {

@@ -123,11 +123,12 @@ class Streamed(ABC):
     def in_words(self) -> str:
         """How much of the weights that is, how fast it goes, and the peak memory."""
         told = self.record()
-        read, rate = told["streamed_bytes"] / 1e6, (told["bytes_per_second"] or 0) / 1e9
+        read, rate = told["streamed_bytes"] / 1e6, told["bytes_per_second"]
+        speed = f" at {rate / 1e9:.2f} GB/s" if rate else ""
         peak = "unknown" if told["peak_bytes"] is None else f"{told['peak_bytes'] / 1e6:.0f} MB"
         return (
-            f"{read:.0f} of {read + told['resident_bytes'] / 1e6:.0f} MB a pass from {self.source} "
-            f"at {rate:.2f} GB/s, peak memory {peak}"
+            f"{read:.0f} of {read + told['resident_bytes'] / 1e6:.0f} MB a pass from {self.source}"
+            f"{speed}, peak memory {peak}"
         )
 
     def close(self) -> None:  # noqa: B027

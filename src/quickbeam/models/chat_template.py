@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -109,18 +109,6 @@ def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _tools(tools: Sequence[Any] | None) -> list[Any] | None:
-    if tools is None:
-        return None
-    functions = [tool for tool in tools if not isinstance(tool, Mapping)]
-    if not functions:
-        return [plain(tool) for tool in tools]
-    from transformers.utils import get_json_schema  # it reads types and docstrings
-
-    schema: Callable[[Any], Any] = get_json_schema
-    return [plain(tool if isinstance(tool, Mapping) else schema(tool)) for tool in tools]
-
-
 def _tagged(content: Any) -> tuple[Any, str]:
     """Return a message's content with `TAG` behind its last text, and that text."""
     if isinstance(content, str):
@@ -156,7 +144,7 @@ def render(
         messages[-1]["content"], final = _tagged(content)
     text: str = compiled(template).render(
         messages=messages,
-        tools=_tools(tools),
+        tools=None if tools is None else [plain(tool) for tool in tools],
         documents=None,
         add_generation_prompt=add_generation_prompt,
         **{name: plain(value) for name, value in variables.items()},

@@ -19,21 +19,19 @@ import torch
 from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
-from quickbeam.models.families import FAMILIES, stack_of
-from quickbeam.models.families.fields import check_field, check_fields
+from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import Weight
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
-from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
+from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import experts, linears, names
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
+    Mxfp4,
     Stored,
     Whole,
     in_float8,
-    in_mxfp4,
     language_part,
     one_by_one,
     own_names,
@@ -107,11 +105,10 @@ def read_config(folder: Path) -> ModelConfig:
     Of a model that reads more than text, it is that of the language part (`language_part`).
 
     Configurations of other versions are read by transformers once, and kept in the cache folder.
-    Raises `InvalidInput` where that fails, and for fields that hold something else than they are
-    for.
+    Raises `InvalidInput` where that fails.
     """
     fields = read_json(folder / "config.json")
-    language = _language_part(fields)
+    language = language_part(fields)
     if str(fields.get("transformers_version")).startswith(WHOLE):
         return ModelConfig(language)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
@@ -131,16 +128,7 @@ def read_config(folder: Path) -> ModelConfig:
             os.replace(part, kept)
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(_language_part(found))
-
-
-def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what `language_part` does, once what it holds is checked."""
-    check_field("model_type", fields.get("model_type"))
-    part = language_part(fields)
-    check_field("model_type", part.get("model_type"))
-    check_fields(part if part.get("model_type") in FAMILIES else {})
-    return part
+    return ModelConfig(language_part(found))
 
 
 def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
@@ -159,10 +147,7 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
 
     try:
         found = snapshot_download(
-            model,
-            revision=revision,
-            allow_patterns=list(wanted),
-            ignore_patterns=list(UNWANTED),
+            model, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
         return Path(found)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
@@ -209,10 +194,7 @@ class Checkpoint(Parameters):
         self._as_stored: set[str | None] = {of.routing.correction for of in experts(self.stack)}
         if self.quantised:  # most often in half precision
             self._as_stored |= {name for name in self._stored if len(self.shape(name)) == 1}
-        shapes = expected(self.stack, self.config)
-        odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
-        refuse_incomplete([], [one for one in odd if one[1] != one[2]])
-        refuse_other_sizes(self.stack, self.shape)
+        check_shapes(self.stack, self.shape, expected(self.stack, self.config))
 
     def _places(self, stack: Stack) -> dict[str, Stored]:
         """Return where each parameter of the stack is stored."""
@@ -234,13 +216,15 @@ class Checkpoint(Parameters):
             elif name in named:
                 found[name] = stacked(name, named[name], self._files, config.hidden_size)
         for name in wanted - found.keys():
-            if (apart := one_by_one(name, place, self._files) or in_mxfp4(name, named)) is not None:
+            blocks, scales = f"{name}_blocks", f"{name}_scales"
+            if (apart := one_by_one(name, place, self._files)) is not None:
                 found[name] = apart
+            elif {blocks, scales} <= named.keys():
+                found[name] = Mxfp4(named[blocks], named[scales])
         read = {name for one in found.values() for name in one.names}
         like = {name: one.like(self._files) for name, one in found.items()}
-        blocks = {
-            part for name, one in like.items() if one is not None for part in found[name].names
-        }
+        blocks_of = (found[name].names for name, one in like.items() if one is not None)
+        in_blocks = set[str]().union(*blocks_of)
         read |= {named[name] for name in stack.unread if name in named}
         odd = [name for name, one in named.items() if one not in read]
         if self._method is not None:
@@ -250,7 +234,7 @@ class Checkpoint(Parameters):
         refuse_incomplete(wanted - found.keys(), [])
         if self._in_blocks:
             refuse_mixed_experts(stack, like.__getitem__)
-        if kinds := {self._files.kind(name) for name in read - blocks} - NUMBERS:
+        if kinds := {self._files.kind(name) for name in read - in_blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
 

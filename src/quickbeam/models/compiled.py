@@ -2,35 +2,111 @@
 
 The equations are those of the modelling code of transformers. The residual stream, products and
 rotary angles are in float32 here, where that code rounds each of them to the model's number format.
+Embedding and head are modules as well, for drafters.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.angles import AngleTable
-from quickbeam.models.beside import add_per_layer_inputs
 from quickbeam.models.compiled_layer import add_layer
 from quickbeam.models.compiler import Compiler, Numbers
 from quickbeam.models.disk import WeightsOnDisk
+from quickbeam.models.experts import add_per_layer_inputs
 from quickbeam.models.formats import weights_format
-from quickbeam.models.linear import NativeLinear, embedding_of
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
-from quickbeam.models.native.library import Recurrence
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.library import Kernels, Recurrence
+from quickbeam.models.native.operands import KVShape, Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, WHOLE
+from quickbeam.models.native.quantised import (
+    BFLOAT16,
+    WHOLE,
+    BlockRows,
+    Packed,
+    Weight,
+    dense_rows,
+)
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.pages import PagePool
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.weight_file import WeightFile
+
+
+class NativeLinear(nn.Module):
+    """A packed product as a module: `[..., in]` to `[..., out]`.
+
+    Both are bfloat16, or float32 for float32 weights.
+
+    A row's bits don't depend on the other rows. `forward` raises `ValueError` for another dtype or
+    width.
+    """
+
+    def __init__(self, found: Kernels, packed: Packed) -> None:
+        super().__init__()
+        self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
+        self._program, self._dtype = Program(found), packed.dtype
+        wide = self._dtype is torch.float32
+        source, target = (
+            self._program.given("x", packed.inputs, wide),
+            self._program.given("y", packed.outputs, wide),
+        )
+        self._program.linear(packed, source, target)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not self._dtype or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"a product of {x.dtype} {list(x.shape)}: must be {self._dtype} [..., "
+                f"{self.in_features}]"
+            )
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        if rows := x.numel() // self.in_features:
+            self._program.run(plain_rows(rows), {"x": x, "y": out})
+        return out
+
+
+class BlockEmbedding(nn.Module):
+    """Token ids `[...]` to rows of blocks, times `scale`, `[..., d]` bfloat16."""
+
+    def __init__(self, kernels: Kernels, rows: BlockRows, scale: float) -> None:
+        super().__init__()
+        self._kernels, self._rows, self._scale = kernels, rows, scale
+        self.num_embeddings, self.embedding_dim = rows.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        chosen = self._rows[ids.flatten()]
+        rows = dense_rows(self._kernels, chosen) * self._scale
+        return rows.to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows times a factor."""
+
+    scale = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
+def embedding_of(kernels: Kernels, weight: Weight, scale: float) -> nn.Module:
+    """Return the module from token ids `[...]` to what the first layer reads, `[..., d]`."""
+    if isinstance(weight, BlockRows):
+        return BlockEmbedding(kernels, weight, scale)
+    kind: Any = nn.Embedding if scale == 1 else ScaledEmbedding
+    found: nn.Embedding = kind.from_pretrained(weight)
+    if isinstance(found, ScaledEmbedding):
+        found.scale = scale
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +130,7 @@ class CompiledStack:
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
     the file where packed weights are found or written. `memory`: the bytes that weights may take,
     where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
-    embedding stays as it is.
+    embedding stays as it is; `embedding` is the module from token ids to what a layer reads.
     """
 
     def __init__(
@@ -76,18 +152,16 @@ class CompiledStack:
         # the likeliest token of each row of the last pass whose logits were wanted, -1 where they
         # are not finite; None where they are not known
         self.best: list[int] | None = None
-        # in place of what lies on disk, made when they are asked for
-        self._table: nn.Module | None = None
-        self._linear_head: NativeLinear | None = None
+        self._linear_head: NativeLinear | None = None  # made when it is asked for
+        self._embedded = parameters.mapped(stack.embedding)
+        self.embedding = embedding_of(self._kernels, self._embedded, stack.scale)
         name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
         if kept is not None and memory is not None:
-            self.disk = WeightsOnDisk(kept, self._packed, parameters, stack.embedding, memory)
+            self.disk = WeightsOnDisk(kept, self._packed, memory)
             self._place(None, name)
         else:
-            self._embedded = parameters.mapped(stack.embedding)
-            self._table = embedding_of(self._kernels, self._embedded, stack.scale)
             self._load(name, kept)
 
     def _load(self, name: str, kept: WeightFile | None) -> None:
@@ -115,14 +189,6 @@ class CompiledStack:
         stage = "packing weights" if name in WHOLE else f"quantising to {name}"
         self._program = self._make(kept, stage)
         self._parameters.release(self.stack.inside, None)
-
-    @property
-    def embedding(self) -> nn.Module:
-        """The module from token ids to what the first layer reads."""
-        if self.disk is not None and self._table is None:
-            self._table = embedding_of(self._kernels, self.disk.table(), self.stack.scale)
-        assert self._table is not None
-        return self._table
 
     @property
     def head(self) -> NativeLinear:
@@ -175,11 +241,6 @@ class CompiledStack:
 
     def _embed(self, program: Program, target: Buffer) -> None:
         """Add the tokens' embeddings to the program."""
-        if self.disk is not None:
-            wide = self._float32 or self.disk.in_blocks
-            given = program.given("embedded", self._width, wide)
-            program.copy(given, target, scale=self.stack.scale)
-            return
         program.embed(self._embedded, target, scale=self.stack.scale)
 
     def _project(self, program: Program, source: Buffer) -> None:
@@ -219,7 +280,6 @@ class CompiledStack:
             program.run(rows, given, angles)
             self.best = given["best"].tolist()
         else:
-            given["embedded"] = self.disk.embedded(rows.tokens)
             self.disk.run(program, rows, given, angles)
         self.hidden = given["hidden"]
         return given["logits"]

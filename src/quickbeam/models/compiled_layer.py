@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.beside import add_beside, add_per_layer_input
 from quickbeam.models.compiler import Compiler
-from quickbeam.models.experts import add_experts
+from quickbeam.models.experts import add_beside, add_experts, add_per_layer_input
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, place

@@ -21,17 +21,16 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
 from quickbeam.models.native.operands import BLOCK, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import BlockRows, Packed, Weight, dense_rows
+from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.packing import PackedWeights
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.stack import Stack
+from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.weight_file import ALIGNED, WeightFile
 from quickbeam.models.weight_reader import Extent, File, Ring, aligned
 
 BUFFERS = 4  # for reading; fewer, but at least 2, where memory is short
 PIECE = 16 << 20  # bytes of a buffer; more only for larger experts
 PARTS = 16  # fewest groups of a small model, as far as its weights can be cut
-ROWS = 4096  # rows of the embedding that are read at once
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _spread(groups: Sequence[Group], room: int, piece: int) -> Iterator[Group]:
 
 
 class WeightsOnDisk(Streamed):
-    """The weights of a program, in a file that also holds the embedding.
+    """The weights of a program, in a file.
 
     Part of `memory` serves as buffers for reading: 2 to `BUFFERS`. The rest holds groups that are
     read only once. Each of them saves its reading in every pass.
@@ -180,27 +179,9 @@ class WeightsOnDisk(Streamed):
 
     source = "disk"
 
-    def __init__(
-        self,
-        file: WeightFile,
-        packed: PackedWeights,
-        parameters: Parameters,
-        name: str,
-        memory: int,
-    ) -> None:
-        self._packed, self._parameters, self._embedding = packed, parameters, name
-        tokens, width = parameters.shape(name)
-        like = parameters.like(name)
-        self._blocks = like if isinstance(like, BlockRows) else None
-        self._row = 0 if self._blocks is not None else width * parameters.dtype.itemsize
-
-        def pieces() -> Iterator[torch.Tensor]:
-            yield from packed.pieces()
-            for first in range(0, tokens if self._row else 0, ROWS):
-                rows = parameters.rows(name, first, min(first + ROWS, tokens))
-                yield rows.to(parameters.dtype).contiguous()
-
-        file.write(packed.size + tokens * self._row, pieces, "packing weights, once")
+    def __init__(self, file: WeightFile, packed: PackedWeights, memory: int) -> None:
+        self._packed = packed
+        file.write(packed.size, packed.pieces, "packing weights, once")
         assert file.path is not None
         self._file, self._kernels = File(file.path), packed.kernels
         packed.memory, packed.filled = reserved(packed.size), True
@@ -305,37 +286,12 @@ class WeightsOnDisk(Streamed):
         if self._ring is not None:
             self._ring.close()
 
-    # --- embedding and head ---
-
-    def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the rows of `tokens` in the embedding, `[n, d]`, those of blocks in float32.
-
-        Raises as `run` does.
-        """
-        if self._blocks is not None:
-            return dense_rows(self._kernels, self._blocks[torch.tensor(tokens)])
-        found = torch.empty(len(tokens), self._row, dtype=torch.uint8)
-        for token, row in zip(tokens, found, strict=True):
-            self._file.read_cached(ALIGNED + self._packed.size + token * self._row, row)
-        return found.view(self._parameters.dtype)
-
-    def table(self) -> Weight:
-        """Return the embedding, `[tokens, d]`: a copy, or mapped blocks."""
-        return self._parameters.rows(self._embedding) if self._blocks is None else self._blocks
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether the embedding is in blocks, which stay in their file."""
-        return self._blocks is not None
-
-    def head(self) -> Packed:
+    def head(self) -> Any:
         """Return a copy of the packed head."""
         place = self._packed.head_place
         data = torch.empty(place.last - place.first, dtype=torch.uint8)
         self._file.read_cached(ALIGNED + place.first, data)
         return self._packed.head(data)
-
-    # --- figures ---
 
     def record(self) -> dict[str, Any]:
         extents, ring = [one.extent for one in self._groups], self._ring

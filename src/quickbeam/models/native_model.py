@@ -31,10 +31,9 @@ from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.models.parameters import Parameters
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import experts
+from quickbeam.models.stack_tensors import Parameters, experts
 from quickbeam.models.weight_file import WeightFile
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ memory in every pass.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,21 +23,59 @@ from quickbeam.models.checkpoint import Checkpoint, local_folder, read_json
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
-from quickbeam.models.generation import eos_ids, model_eos_ids, sampling_defaults
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
-from quickbeam.models.parameters import ModelParameters
+from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.models.weight_file import WeightFile
+from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quickbeam.models.pinned import PinnedLayers
 
+
 logger = logging.getLogger(__name__)
+
+# parameters that a generation config may give defaults of
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def eos_ids(*owners: Any) -> set[int]:
+    """Return every id that ends an answer, from generation config, config and tokenizer.
+
+    Each owner is an object or a mapping, or None.
+    """
+    found: set[int] = set()
+    for owner in owners:
+        ids = (
+            owner.get("eos_token_id")
+            if isinstance(owner, Mapping)
+            else getattr(owner, "eos_token_id", None)
+        )
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
+
+
+def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the same of a model of transformers."""
+    return eos_ids(
+        getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
+    )
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters that a generation config names."""
+    found = {name: generation[name] for name in SAMPLED if generation.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidInput as error:
+        logger.warning("the model's generation config can't be used: %s", error)
+        return {}
+    return found
 
 
 class Opened(NamedTuple):
@@ -127,10 +166,7 @@ def open_model(
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
             refuse_place(weights, device, checkpoint.dtype)
-            model = _native(checkpoint, weights, memory, progress)
-            if isinstance(checkpoint, GgufCheckpoint):
-                return _of_file(checkpoint, model)
-            return _of_folder(checkpoint, model)
+            return _native(checkpoint, weights, memory, progress)
     try:
         return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
     except InvalidInput as error:
@@ -144,26 +180,21 @@ def _native(
     weights: str,
     memory: int | None,
     progress: Progress | None,
-) -> NativeModel:
+) -> Opened:
     stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
     kind = name if memory is None else f"{name}-disk"
     kept = WeightFile.of(str(checkpoint.path), None, kind, progress)
-    return NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
-
-
-def _of_folder(checkpoint: Checkpoint, model: NativeModel) -> Opened:
+    model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
+    if isinstance(checkpoint, GgufCheckpoint):
+        ends = checkpoint.ends | eos_ids(checkpoint.config)
+        return Opened(model, checkpoint.tokenizer, ends, sampling_defaults(checkpoint.sampling))
     folder = checkpoint.path
     generation = read_json(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder, checkpoint.config)
     ends = eos_ids(generation, checkpoint.config, tokenizer)
     return Opened(model, tokenizer, ends, sampling_defaults(generation))
-
-
-def _of_file(checkpoint: GgufCheckpoint, model: NativeModel) -> Opened:
-    ends = checkpoint.ends | eos_ids(checkpoint.config)
-    return Opened(model, checkpoint.tokenizer, ends, sampling_defaults(checkpoint.sampling))
 
 
 def open_checkpoint(

@@ -11,10 +11,9 @@ import torch
 from quickbeam.models.formats import head_format
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK
-from quickbeam.models.native.quantised import BlockRows, Packed, Packer, Weight
-from quickbeam.models.parameters import Parameters
+from quickbeam.models.native.quantised import BlockRows, Packer, Weight
 from quickbeam.models.stack import Linear, Stack, Tensor
-from quickbeam.models.stack_tensors import experts, linears, names, rows_of
+from quickbeam.models.stack_tensors import Parameters, experts, linears, names, rows_of
 
 CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 
@@ -64,14 +63,14 @@ class PackedWeights:
         bias = self._bias(linear)
         if self.filled or not place.packer.together(like):
             weights = like if self.filled else self._stored(linear.weights)
-            return place.packer.pack_apart(weights, bias, gated, room, self.filled)
+            return place.packer.pack(weights, bias, gated, room, self.filled)
         for some in self._chunks(linear, gated):
             end = begin + place.packer.size(some, gated)
             place.packer.pack(some, None, gated, room[begin:end])
             begin = end
         return place.packer.pack(like, bias, gated, room, True)
 
-    def head(self, memory: torch.Tensor) -> Packed:
+    def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
         linear, _, packer, _, _ = self.head_place
         return packer.pack(self._shapes(linear), self._bias(linear), False, memory, True)

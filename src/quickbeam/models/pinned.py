@@ -11,16 +11,15 @@ device, with events between two streams. The host does not wait.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.models.base import Streamed
 from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.memory import peak_bytes
@@ -29,64 +28,31 @@ BUFFERS = 2
 ALIGNED = 256  # bytes: tensors in a buffer begin at multiples of it
 
 
-class Copies(Protocol):
-    """Copies to the device that run beside what it computes.
+class Copies:
+    """Copies to the device: on CUDA in a stream of their own beside what it computes, else at once.
 
     `slot` is the number of the buffer that is written.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream
+        self._device, self._stream = device, stream(device) if device.type == "cuda" else None
+        self._events = dict[int, Any]()
+
     def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy. It runs once all work that the device was given so far is done."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            self._events[slot] = self._stream.record_event()
 
     def wait(self, slot: int) -> None:
         """Make later work of the device wait for the last copy to this buffer."""
-
-    def seconds(self) -> float:
-        """The seconds that the last copies to all buffers took together."""
-
-
-class Direct:
-    """Copies at once, for a device without streams."""
-
-    def __init__(self) -> None:
-        self._took: dict[int, float] = {}
-
-    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        began = time.perf_counter()
-        target.copy_(source)
-        self._took[slot] = time.perf_counter() - began
-
-    def wait(self, slot: int) -> None:
-        pass
-
-    def seconds(self) -> float:
-        return sum(self._took.values())
-
-
-class SideStream:
-    """Copies on a CUDA stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        stream: Any = torch.cuda.Stream
-        self._device, self._stream = device, stream(device)
-        self._events = dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]()
-
-    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        event: Any = partial(torch.cuda.Event, enable_timing=True)
-        events = event(), event()
-        with torch.cuda.stream(self._stream):
-            events[0].record()
-            target.copy_(source, non_blocking=True)
-            events[1].record()
-        self._events[slot] = events
-
-    def wait(self, slot: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._events[slot][1])
-
-    def seconds(self) -> float:
-        self._stream.synchronize()
-        return float(sum(began.elapsed_time(ended) for began, ended in self._events.values())) / 1e3
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._events[slot])
 
 
 class PinnedLayers(Streamed):
@@ -105,10 +71,8 @@ class PinnedLayers(Streamed):
         copies: Copies,
     ) -> None:
         self.source = "host memory"
-        self._copies, self.weight_bytes = (
-            copies,
-            sum(parameter.nbytes for parameter in model.parameters()),
-        )
+        self._copies = copies
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         moved = [layer for number, layer in enumerate(layers) if number not in held]
         self._sizes = [layer_bytes(layer) for layer in moved]
         self._host = [
@@ -134,10 +98,9 @@ class PinnedLayers(Streamed):
         try:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
             raise QuickbeamError(
                 f"memory: the host can't hold a layer of {size / 1e6:.0f} MB "
-                f"({reason}): take a smaller model"
+                f"({first_line(error)}): take a smaller model"
             ) from error
         for parameter, first, last in places(layer):
             host[first:last].view(parameter.dtype).view(parameter.shape).copy_(parameter.detach())
@@ -159,19 +122,12 @@ class PinnedLayers(Streamed):
         self._copies.start(slot, self._buffers[slot][: self._sizes[number]], self._host[number])
         self._holds[slot] = number
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second of the last copies; 0 before the first."""
-        copied = sum(self._sizes[number] for number in self._holds if number is not None)
-        seconds = self._copies.seconds()
-        return copied / seconds if seconds else 0.0
-
     def record(self) -> dict[str, Any]:
         return {
             "streamed_bytes": self.streamed_bytes,
             "resident_bytes": self.weight_bytes - self.streamed_bytes,
             "buffer_bytes": sum(buffer.numel() for buffer in self._buffers),
-            "bytes_per_second": self.rate,
+            "bytes_per_second": None,
             "waited_seconds": None,
             "peak_bytes": peak_bytes(),
         }
@@ -190,10 +146,8 @@ def pin_layers(
     or if the decoder layers are not found.
     """
     layers = list(decoder_layers(model))
-    sizes, inside = (
-        [layer_bytes(layer) for layer in layers],
-        {id(parameter) for layer in layers for parameter in layer.parameters()},
-    )
+    sizes = [layer_bytes(layer) for layer in layers]
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     if len(inside) < sum(1 for layer in layers for _ in layer.parameters()):
         raise InvalidInput(
             f"memory: layers of this {type(model).__name__} share weights; leave memory out"
@@ -212,13 +166,7 @@ def pin_layers(
     held = [
         i for i in range(len(layers)) if (i + 1) * count // len(layers) > i * count // len(layers)
     ]
-    return PinnedLayers(
-        model,
-        layers,
-        held,
-        device,
-        copies or (SideStream(device) if device.type == "cuda" else Direct()),
-    )
+    return PinnedLayers(model, layers, held, device, copies or Copies(device))
 
 
 def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:

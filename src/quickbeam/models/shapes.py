@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,12 +58,16 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
             )
 
 
-def refuse_other_sizes(stack: Stack, shape: Callable[[str], list[int]]) -> None:
-    """Raise `InvalidInput` for parts of a layer that don't fit one another.
+def check_shapes(
+    stack: Stack, shape: Callable[[str], list[int]], wanted: Mapping[str, list[int]]
+) -> None:
+    """Raise `InvalidInput` for parameters of other shapes than `wanted`, or that do not fit.
 
-    They are experts, biases, and norms of queries, keys and recurrences. `shape(name)`: of a
-    parameter.
+    The latter are experts, biases, and norms of queries, keys and recurrences. `shape(name)`: of a
+    parameter. `wanted`: shapes by name.
     """
+    found = [(name, shape(name), one) for name, one in wanted.items()]
+    refuse_incomplete([], [one for one in found if one[1] != one[2]])
     refuse_other_experts(stack, shape)
 
     def size(one: Tensor) -> int:

@@ -25,51 +25,20 @@ from quickbeam.models.tensor_files import TensorFiles
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
 # sounds, as the whole does.
 COMPOSITES = {
-    "exaone4_5",
-    "gemma3",
-    "gemma4",
-    "glm4v",
-    "got_ocr2",
-    "idefics3",
-    "internvl",
-    "lfm2_vl",
-    "lfm3_vl",
-    "lighton_ocr",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "ovis2",
-    "qwen2_5_vl",
-    "qwen2_audio",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "smolvlm",
-    "video_llava",
-    "vipllava",
-    "voxtral",
+    *("exaone4_5", "gemma3", "gemma4", "glm4v", "got_ocr2", "idefics3", "internvl", "lfm2_vl"),
+    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2"),
+    *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
+    *("qwen3_vl_moe", "smolvlm", "video_llava", "vipllava", "voxtral"),
 }
 # what the whole may say in its language part's place
 SHARED = (
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "quantization_config",
+    *("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config"),
     "torch_dtype",
 )
 # what stands before the names of a language model, the longest first
 PREFIXES = (
-    "model.language_model.model.",
-    "language_model.model.model.",
-    "model.language_model.",
-    "language_model.model.",
-    "model.text_model.",
-    "language_model.",
-    "text_model.",
+    *("model.language_model.model.", "language_model.model.model.", "model.language_model."),
+    *("language_model.model.", "model.text_model.", "language_model.", "text_model."),
 )
 # what stands before the head's name
 HEADS = ("", "language_model.", "model.")
@@ -277,17 +246,6 @@ def placed(
     if method is not None and name.endswith(".weight"):
         few = few_bits(name, stored, files, method)
     return few or (Whole(stored[name]) if name in stored else None)
-
-
-def in_mxfp4(name: str, stored: Mapping[str, str]) -> Mxfp4 | None:
-    """Return where the blocks and scales of a parameter are, or None.
-
-    `stored`: the stored name of each parameter.
-    """
-    blocks, scales = f"{name}_blocks", f"{name}_scales"
-    if blocks not in stored or scales not in stored:
-        return None
-    return Mxfp4(stored[blocks], stored[scales])
 
 
 def in_float8(

@@ -26,12 +26,7 @@ class Target:
     `model`: a `Model`, or a transformers model to make one from (`chunk` as in `make_model`).
     """
 
-    def __init__(
-        self,
-        model: Model | PreTrainedModel,
-        *,
-        chunk: int = CHUNK,
-    ) -> None:
+    def __init__(self, model: Model | PreTrainedModel, *, chunk: int = CHUNK) -> None:
         self.model = model if isinstance(model, Model) else make_model(model, chunk=chunk)
         self.store = self.model.pool.new()
         self.ids: list[int] = []

@@ -65,7 +65,7 @@ class TorchModel(Model):
             super().__init__(config, model.dtype, model.device, vocab_size, self._pool)
             self.chunk, self.streamed, self._reason = chunk, pinned, reason
             self._features: Features | None = None
-            refuse_other_logits(self, expected, model)
+            refuse_other_logits(self, *expected, model)
         table, head = (getattr(one, "weight", None) for one in (self.embedding, self.head))
         read = [one for one in model.parameters() if one is not table or one is head]
         self.weight_bytes = self.token_bytes = sum(one.nbytes for one in read)

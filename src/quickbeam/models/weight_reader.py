@@ -1,32 +1,27 @@
 """Reads parts of a file ahead of the code that uses them, into a few buffers.
 
-Reads bypass the page cache (`O_DIRECT`). Where the file system refuses that, they go through it,
-and it is told to drop what was read.
+Reads bypass the page cache (`O_DIRECT`). Where the file system refuses that, they go through it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.tensor_files import read_into
+from quickbeam.models.tensor_files import BINARY, read_into
 from quickbeam.models.weight_file import ALIGNED
 
-logger = logging.getLogger(__name__)
-
 READERS = 2  # threads: one reads while the other hands over its buffer
-REFUSED = (22, 95)  # EINVAL, EOPNOTSUPP: what file systems without direct reads say
 
 
 def aligned(size: int) -> torch.Tensor:
@@ -43,24 +38,14 @@ class File:
         """Open the file. Raises `QuickbeamError` if it can't be read."""
         self.path = path
         try:
-            self._cached = os.open(path, os.O_RDONLY)
+            self._cached = os.open(path, os.O_RDONLY | BINARY)
             weakref.finalize(self, os.close, self._cached)
-            self._seen, direct = self._state(), _direct(path)
+            self._size, direct = os.fstat(self._cached).st_size, _direct(path)
         except OSError as error:
             raise QuickbeamError(f"{path} can't be read: {error.strerror or error}") from error
         if direct is not None:
             weakref.finalize(self, os.close, direct)
-            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self.direct, self._fd = direct is not None, self._cached if direct is None else direct
-
-    def _state(self) -> tuple[int, int]:
-        state = os.fstat(self._cached)
-        return state.st_size, state.st_mtime_ns
-
-    def check(self) -> None:
-        """Raise `QuickbeamError` if the file's size or time changed since it was opened."""
-        if self._state() != self._seen:
-            raise QuickbeamError(f"{self.path} was changed while in use: load the model again")
 
     def read(self, offset: int, room: torch.Tensor) -> None:
         """Fill `room`, bytes at an aligned address, from byte `offset` on.
@@ -69,15 +54,13 @@ class File:
         file, if reading fails or the file is shorter than it was.
         """
         self._fill(self._fd, offset, room)
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, len(room), os.POSIX_FADV_DONTNEED)
 
     def read_cached(self, offset: int, room: torch.Tensor) -> None:
         """The same through the page cache, for few bytes that are wanted again."""
         self._fill(self._cached, offset, room)
 
     def _fill(self, fd: int, offset: int, room: torch.Tensor) -> None:
-        size = min(len(room), self._seen[0] - offset)
+        size = min(len(room), self._size - offset)
         try:
             # all of the room: direct reads are of whole pages, also where the file ends before
             done = read_into(room.numpy().data, fd, offset, size)
@@ -86,29 +69,23 @@ class File:
                 f"reading {self.path} at byte {offset} failed: {error.strerror or error}"
             ) from error
         if done < size:
-            raise QuickbeamError(
-                f"{self.path} ends at byte {offset + done}: it was cut while in use; load the "
-                "model again"
-            )
+            raise QuickbeamError(f"{self.path} ends at byte {offset + done}: load the model again")
 
 
 def _direct(path: Path) -> int | None:
-    """Open a file for reads past the page cache; None, and a warning, where that can't be."""
+    """Open a file for reads past the page cache; None where that can't be."""
     if not hasattr(os, "O_DIRECT"):
         return None
-    fd = -1
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        os.preadv(fd, [aligned(ALIGNED).numpy().data], 0)
-        return fd
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        if error.errno not in REFUSED:
-            raise
-        said = "%s can't be read past the page cache (%s): it is read through it"
-        logger.warning(said, path, error.strerror)
+    except OSError:
         return None
+    try:
+        os.preadv(fd, [aligned(ALIGNED).numpy().data], 0)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 class Extent(NamedTuple):
@@ -138,7 +115,7 @@ class Ring:
         memory = aligned(self.size)
         self._buffers = list(memory.view(buffers, -1))
         self._pool: ThreadPoolExecutor | None = None
-        self._pid = self.round = 0
+        self.round = 0
         self._ended = True  # whether the last round is over
         self._clear()
         self._lock = threading.Lock()
@@ -154,15 +131,11 @@ class Ring:
         return self.bytes / seconds if seconds else 0.0
 
     def begin(self) -> None:
-        """Begin a round. Reading starts anew if the one before was broken off or failed.
-
-        Raises `QuickbeamError` if the file changed.
-        """
-        self._file.check()
-        if not self._ended or self._pid != os.getpid():
+        """Begin a round. Reading starts anew if the one before was broken off or failed."""
+        if not self._ended:
             self.close()
         if self._pool is None:
-            self._pool, self._pid = ThreadPoolExecutor(READERS, "weights"), os.getpid()
+            self._pool = ThreadPoolExecutor(READERS, "weights")
         self._ended = False
         self.read_ahead()
 
@@ -185,19 +158,13 @@ class Ring:
         self.read_ahead()
 
     def end(self) -> None:
-        """End a round. Raises `QuickbeamError` if the file changed meanwhile."""
-        self._file.check()
+        """End a round."""
         self._ended, self.round = True, self.round + 1
 
     def close(self) -> None:
         """Stop reading, until the next round. Waits for the reads that are under way."""
-        if self._pool is not None and self._pid == os.getpid():
-            for _, future in self._ahead:
-                future.cancel()
-            wait([future for _, future in self._ahead])
-            self._pool.shutdown()
-        elif self._pool is not None:  # of the process that this one was forked from
-            self._lock, self._reading = threading.Lock(), 0
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
         self._pool = None
         self._clear()
 

@@ -24,9 +24,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
 from quickbeam.models.formats import pick_device
-from quickbeam.models.generation import model_eos_ids
 from quickbeam.models.loading import load_model
-from quickbeam.models.opening import make_model
+from quickbeam.models.opening import make_model, model_eos_ids
 from quickbeam.train import text
 from quickbeam.train.block import Held, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words

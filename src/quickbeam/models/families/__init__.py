@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.angles import angles_of
 from quickbeam.models.families.cohere import cohere, cohere2
 from quickbeam.models.families.deepseek import deepseek_v2, deepseek_v3
 from quickbeam.models.families.ernie import ernie4_5_moe
 from quickbeam.models.families.exaone4 import exaone4
-from quickbeam.models.families.fields import refuse, refuse_odd_sizes
 from quickbeam.models.families.gemma import gemma, gemma2, gemma3
 from quickbeam.models.families.gemma4 import gemma4
 from quickbeam.models.families.glm import glm, glm4, glm4_moe
@@ -43,66 +42,33 @@ from quickbeam.models.families.qwen import (
 from quickbeam.models.families.reading import Config, NotDescribed
 from quickbeam.models.families.stablelm import stablelm
 from quickbeam.models.families.starcoder2 import starcoder2
-from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import linears, names, tensor_of
+from quickbeam.models.stack import Matrices, Stack
+from quickbeam.models.stack_tensors import experts, linears, names, tensor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_NAMED_ALIKE = (
+    *(bamba, cohere, cohere2, deepseek_v2, deepseek_v3, ernie4_5_moe, exaone4, falcon_h1, gemma),
+    *(gemma2, glm, glm4, glm4_moe, gpt2, gpt_neox, gpt_oss, granite, granitemoe, lfm2, lfm2_moe),
+    *(lfm3, llama, ministral3, mistral, mixtral, nemotron, nemotron_h, olmoe, phi, phi3, phimoe),
+    *(qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, seed_oss, smollm3, stablelm, starcoder2),
+)
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
-    "bamba": bamba,
-    "cohere": cohere,
-    "cohere2": cohere2,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "ernie4_5_moe": ernie4_5_moe,
-    "exaone4": exaone4,
-    "falcon_h1": falcon_h1,
-    "gemma": gemma,
-    "gemma2": gemma2,
+    **{family.__name__: family for family in _NAMED_ALIKE},
     "gemma3_text": gemma3,
     "gemma4_text": gemma4,
-    "glm": glm,
-    "glm4": glm4,
     "glm4v_text": glm4,
-    "glm4_moe": glm4_moe,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "gpt_oss": gpt_oss,
-    "granite": granite,
-    "granitemoe": granitemoe,
     "granitemoehybrid": granite_hybrid,
     "hunyuan_v1_dense": hunyuan,
-    "lfm2": lfm2,
-    "lfm2_moe": lfm2_moe,
-    "lfm3": lfm3,
-    "llama": llama,
-    "ministral3": ministral3,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "nemotron": nemotron,
-    "nemotron_h": nemotron_h,
     "olmo2": olmo,
     "olmo3": olmo,
-    "olmoe": olmoe,
-    "phi": phi,
-    "phi3": phi3,
-    "phimoe": phimoe,
-    "qwen2": qwen2,
     "qwen2_5_vl_text": qwen2,
-    "qwen2_moe": qwen2_moe,
     "qwen2_vl_text": qwen2,
-    "qwen3": qwen3,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
     "qwen3_vl_moe_text": qwen3_vl_moe,
     "qwen3_vl_text": qwen3,
-    "seed_oss": seed_oss,
-    "smollm3": smollm3,
-    "stablelm": stablelm,
-    "starcoder2": starcoder2,
 }
 
 
@@ -117,13 +83,15 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
         named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
         raise NotDescribed(f"no family describes {named}")
     reading = Config(config, dtype)
-    for name in ("hidden_size", "vocab_size", "tie_word_embeddings"):  # which all loading needs
-        getattr(reading, name)
-    if reading.get("num_attention_heads", 1) > reading.hidden_size:
-        raise refuse("num_attention_heads", reading.num_attention_heads, "at most hidden_size")
-    stack = family(reading)
-    reading.refuse_unknown()
-    refuse_odd_sizes(stack)
+    try:
+        stack = family(reading)
+        reading.refuse_unknown()
+        _refuse_odd_sizes(stack)
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+        raise InvalidInput(
+            f"its configuration can't be read ({first_line(error)}): download the model again, or "
+            "correct it"
+        ) from error
     try:
         for rotary, turned in dict.fromkeys((one.rotary, one.turned) for one in stack.attentions):
             if rotary is not None:
@@ -131,6 +99,30 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
     except InvalidInput as error:
         raise NotDescribed(str(error)) from error
     return stack
+
+
+def _refuse_odd_sizes(stack: Stack) -> None:
+    """Raise `InvalidInput` for numbers of a layer that can't be together."""
+
+    def must(holds: bool, told: str) -> None:
+        if not holds:
+            raise InvalidInput(f"its configuration has {told}, which can't be together")
+
+    for of in stack.attentions:
+        must(of.heads % of.kv_heads == 0, f"{of.heads} heads of queries, {of.kv_heads} of keys")
+        must(of.window != 0, "a window of no tokens")
+        even = 0 <= of.turned <= of.head_dim and of.turned % 2 == 0
+        must(even, f"heads of {of.head_dim}, of which {of.turned} turn")
+    for one in stack.recurrents:
+        if isinstance(one, Matrices):
+            each = one.heads % one.key_heads == one.heads % one.groups == 0
+            must(each, f"{one.heads} heads in {one.key_heads} groups")
+    for routing, count in ((of.routing, len(of.chosen)) for of in experts(stack)):
+        own, rest = divmod(count, routing.groups)
+        fits = not rest and routing.best_of_group <= own and routing.top_groups <= routing.groups
+        fits = fits and 0 < routing.top <= routing.top_groups * own
+        groups = f"{routing.top_groups} of {routing.groups} groups"
+        must(fits, f"{routing.top} of {count} experts chosen in {groups}")
 
 
 def describe(model: PreTrainedModel) -> Stack:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 
 from quickbeam.models.families.glm import by_sigmoids
-from quickbeam.models.families.reading import (
-    Config,
-    before,
-    decoder,
-    experts,
-    gated,
-    tensors,
-)
+from quickbeam.models.families.reading import Config, before, decoder, experts, gated, tensors
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Norm, Rotary, Routing, Stack
 
 SMALL_EPSILON = 1e-6  # of the norms of small vectors, whatever the configuration says

@@ -24,11 +24,7 @@ def ernie4_5_moe(c: Config) -> Stack:
     def layer(i: int) -> Layer:
         at, bias = f"model.layers.{i}", bool(c.use_bias)
         mixer = attention(c, i, bias, rotary=Rotary(interleaved=True))
-        first, last, each = (
-            c.moe_layer_start_index,
-            c.moe_layer_end_index,
-            c.moe_layer_interval,
-        )
+        first, last, each = (c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval)
         if not first <= i <= last or (i + 1) % each:
             return before(c, i, mixer, gated(c, i, bias))
         routing = Routing(

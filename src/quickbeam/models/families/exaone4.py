@@ -5,14 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quickbeam.models.families.reading import (
-    Config,
-    attention,
-    decoder,
-    gated,
-    head_norms,
-    rms,
-)
+from quickbeam.models.families.reading import Config, attention, decoder, gated, head_norms, rms
 from quickbeam.models.stack import Layer, Stack
 
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.families.reading import (
-    Config,
-    attention,
-    decoder,
-    gated,
-    head_norms,
-    rms,
-)
+from quickbeam.models.families.reading import Config, attention, decoder, gated, head_norms, rms
 from quickbeam.models.stack import Layer, Rotary, Stack
 
 

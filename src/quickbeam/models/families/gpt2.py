@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from quickbeam.models.families.reading import (
-    Config,
-    activation,
-    decoder,
-    layer_norm,
-    tensors,
-)
+from quickbeam.models.families.reading import Config, activation, decoder, layer_norm, tensors
 from quickbeam.models.stack import Attention, FeedForward, Layer, Stack
 
 

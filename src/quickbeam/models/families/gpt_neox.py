@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from quickbeam.models.families.reading import (
-    Config,
-    attention,
-    decoder,
-    layer_norm,
-    plain,
-    tensors,
-)
+from quickbeam.models.families.reading import Config, attention, decoder, layer_norm, plain, tensors
 from quickbeam.models.stack import Layer, Linear, Rotary, Stack, Tensor
 
 

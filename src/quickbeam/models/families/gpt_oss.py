@@ -43,13 +43,7 @@ def gpt_oss(c: Config) -> Stack:
             tensors(f"{at}.mlp.router", bias=True), c.num_experts_per_tok, "softmax_of_chosen"
         )
         chosen = (expert(f"{at}.mlp.experts", n) for n in range(c.num_local_experts))
-        mixer = attention(
-            c,
-            i,
-            c.attention_bias,
-            rotary=Rotary(),
-            sinks=f"{at}.self_attn.sinks",
-        )
+        mixer = attention(c, i, c.attention_bias, rotary=Rotary(), sinks=f"{at}.self_attn.sinks")
         return before(c, i, mixer, Experts(routing, tuple(chosen)))
 
     return decoder(c, layer)

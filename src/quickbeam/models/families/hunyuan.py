@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from quickbeam.models.families.reading import (
-    Config,
-    attention,
-    before,
-    decoder,
-    gated,
-    head_norms,
-)
+from quickbeam.models.families.reading import Config, attention, before, decoder, gated, head_norms
 from quickbeam.models.stack import Layer, Stack
 
 

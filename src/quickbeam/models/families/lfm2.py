@@ -90,9 +90,7 @@ def lfm3(c: Config) -> Stack:
 
 
 def _stack(
-    c: Config,
-    feed_forward: Callable[[int], FeedForward | Experts],
-    rotary: Rotary,
+    c: Config, feed_forward: Callable[[int], FeedForward | Experts], rotary: Rotary
 ) -> Stack:
 
     def norm(module: str) -> Norm:

@@ -18,8 +18,7 @@ from quickbeam.models.stack import Experts, FeedForward, Routing, Stack
 
 def llama(c: Config) -> Stack:
     return decoder(
-        c,
-        lambda i: before(c, i, attention(c, i, c.attention_bias), gated(c, i, c.mlp_bias)),
+        c, lambda i: before(c, i, attention(c, i, c.attention_bias), gated(c, i, c.mlp_bias))
     )
 
 

@@ -192,11 +192,7 @@ def falcon_h1(c: Config) -> Stack:
         fed = gated(c, i, c.mlp_bias, name="feed_forward")
         fed = replace(fed, gate_scale=up, factor=down)
         of = attention(
-            c,
-            i,
-            c.attention_bias,
-            window=None,
-            factor=c.attention_out_multiplier * read,
+            c, i, c.attention_bias, window=None, factor=c.attention_out_multiplier * read
         )
         norm = rms(c, f"{at}.mamba.norm") if c.mamba_rms_norm else None
         mamba = _mamba(

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.families.fields import BY_LAYER, KINDS, OPTIONAL, check_field, refuse
-from quickbeam.models.families.published import ignored
 from quickbeam.models.stack import (
     Attention,
     Experts,
@@ -24,6 +22,68 @@ from quickbeam.models.stack import (
     Tensor,
 )
 
+# What published configurations set and transformers' code for the family doesn't read: by
+# `model_type`, names of attributes, with the only value that may be ignored, or `ANY`.
+ANY: Any = object()
+
+
+def _any(names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), ANY)
+
+
+TOKENS = ("_token_id", "_token_ids", "_token_index")  # how the names of special tokens end
+COHERE = {"use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0} | _any(
+    "cache_implementation layer_switch order_of_interleaved_layers position_embedding_type "
+    "use_embedding_sharing use_parallel_embedding"
+)
+LFM2 = {"block_use_swiglu": True, "use_pos_enc": True} | _any(
+    "block_dim block_ff_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
+    "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads"
+)
+QWEN3_5 = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []} | _any(
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+)
+STEPS = _any("time_step_floor time_step_limit time_step_max time_step_min time_step_rank")
+IGNORED: dict[str, dict[str, Any]] = {
+    "bamba": STEPS | _any("attn_rotary_emb"),
+    "cohere": COHERE,
+    "cohere2": COHERE,
+    "deepseek_v2": _any("n_group topk_group"),
+    "falcon_h1": STEPS | {"mamba_use_mlp": True} | _any("attn_layer_indices mlp_expansion_factor"),
+    "gemma": _any("cache_implementation hidden_activation"),
+    "gemma2": _any("cache_implementation hidden_act"),
+    "gemma3_text": _any("cache_implementation"),
+    "gemma4_text": _any("cache_implementation expert_intermediate_size"),
+    "gpt2": _any("n_ctx task_specific_params"),
+    "granite": _any("init_method"),
+    "granitemoe": _any("init_method"),
+    "granitemoehybrid": {"normalization_function": "rmsnorm"} | _any("init_method"),
+    "hunyuan_v1_dense": {"norm_type": "rms", "num_experts": 1}
+    | {"use_qk_norm": True, "use_rotary_pos_emb": True}
+    | _any("anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id")
+    | _any("mask_init_id org_vocab_size pool_type text_end_id text_start_id"),
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "llama": _any("neftune_noise_alpha perceiver_config pixel_shuffle_factor"),
+    "nemotron_h": {"use_mamba_kernels": True}
+    | STEPS
+    | _any("attention_head_dim hybrid_override_pattern num_query_groups rms_norm_eps"),
+    "phi3": _any("full_attn_mod interpolate_factor"),
+    "qwen3_5_moe_text": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_next": QWEN3_5,
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "starcoder2": {"mlp_type": "default", "norm_type": "layer_norm"}
+    | _any("attention_softmax_in_fp32 layer_norm_epsilon scale_attention_softmax_in_fp32"),
+}
+
+
+def ignored(kind: str, name: str, value: Any) -> bool:
+    """Whether an attribute of that value changes nothing for models of that `model_type`."""
+    accepted = IGNORED.get(kind, {}).get(name)
+    return name.endswith(TOKENS) or accepted is ANY or (accepted is not None and accepted == value)
+
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -36,53 +96,19 @@ ACTIVATIONS = {
     "relu2": "relu_squared",
 }
 # What a configuration may set without changing what the model computes: for training, for
-# generation, and for other programs.
-HARMLESS = {
-    "architectures",
-    "attention_dropout",
-    "attn_pdrop",
-    "auto_map",
-    "chunk_size_feed_forward",
-    "classifier_dropout",
-    "dtype",
-    "embd_pdrop",
-    "embedding_dropout",
-    "hidden_dropout",
-    "hidden_size",
-    "id2label",
-    "initializer_range",
-    "input_jitter_noise",
-    "intermediate_size",
-    "is_encoder_decoder",
-    "is_llama_config",
-    "label2id",
-    "max_position_embeddings",
-    "max_window_layers",
-    "model_type",
-    "moe_intermediate_size",
-    "n_positions",
-    "num_nextn_predict_layers",
-    "original_max_position_embeddings",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pretraining_tp",
-    "problem_type",
-    "quantization_config",  # who reads the weights heeds it
-    "resid_pdrop",
-    "residual_dropout",
-    "return_dict",
-    "router_aux_loss_coef",
-    "shared_expert_intermediate_size",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-    "vocab_size",
-}
+# generation, and for other programs. Who reads the weights heeds `quantization_config`.
+_HARMLESS = """
+    architectures attention_dropout attn_pdrop auto_map chunk_size_feed_forward
+    classifier_dropout dtype embd_pdrop embedding_dropout hidden_dropout hidden_size id2label
+    initializer_range input_jitter_noise intermediate_size is_encoder_decoder is_llama_config
+    label2id max_position_embeddings max_window_layers model_type moe_intermediate_size
+    n_positions num_nextn_predict_layers original_max_position_embeddings output_attentions
+    output_hidden_states output_router_logits pretraining_tp problem_type quantization_config
+    resid_pdrop residual_dropout return_dict router_aux_loss_coef
+    shared_expert_intermediate_size tie_word_embeddings torch_dtype transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_cache vocab_size
+"""
+HARMLESS = set(_HARMLESS.split())
 EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
 ATTRIBUTES: dict[str, dict[str, str]] = {
@@ -128,20 +154,12 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         if not hasattr(self._config, name):
             raise NotDescribed(f"its configuration has no {name}")
-        if (found := self.get(name)) is None and name not in OPTIONAL:
-            raise refuse(name, None, KINDS[name].told if name in KINDS else "a value")
-        return found
+        return self.get(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute, or `default` where it is missing or None.
-
-        Raises `InvalidInput` for one that holds something else than it is for.
-        """
+        """Return an attribute, or `default` where it is missing or None."""
         self._read.add(self._config.attribute_map.get(name, name))
         found = getattr(self._config, name, None)
-        check_field(name, found)
-        if name in BY_LAYER and found is not None and len(found) < self.num_hidden_layers:
-            raise refuse(name, found, f"one for each of {self.num_hidden_layers} layers")
         return default if found is None else found
 
     def must(self, name: str, *accepted: Any) -> None:
@@ -152,7 +170,6 @@ class Config:
     def layer(self, i: int) -> Config:
         """Return the configuration of layer `i`, for a model whose layers may have their own."""
         fields = self._config.to_dict()
-        check_field("per_layer_config", fields.get("per_layer_config"))
         each = {int(number): own for number, own in (fields.get("per_layer_config") or {}).items()}
         names = SimpleNamespace(attribute_map={}, **fields | each.get(i, {}))
         found = Config(names, self.number_format)
@@ -222,8 +239,6 @@ def turned(c: Config, dim: int, kind: str | None = None) -> int:
     for name in ("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_local_base_freq"):
         c.get(name)  # older names of what `rope_parameters` holds
     rope = c.rope_parameters if kind is None else c.rope_parameters.get(kind)
-    if not isinstance(rope, dict):
-        raise refuse("rope_parameters", c.rope_parameters, f"an object with {kind}")
     if rope.get("rope_type") == "proportional":  # the rest turns by no angle
         return dim
     return int(dim * (rope.get("partial_rotary_factor") or 1))

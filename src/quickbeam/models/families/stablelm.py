@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from quickbeam.models.families.reading import (
-    Config,
-    attention,
-    decoder,
-    gated,
-    layer_norm,
-)
+from quickbeam.models.families.reading import Config, attention, decoder, gated, layer_norm
 from quickbeam.models.stack import Layer, Norm, Stack
 
 

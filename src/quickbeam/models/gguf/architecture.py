@@ -13,10 +13,8 @@ from typing import Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.common import chosen, plain, windows
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.gemma4 import gemma4
-from quickbeam.models.gguf.metadata import Metadata
+from quickbeam.models.gguf.metadata import Metadata, chosen, gemma4, plain, windows
 from quickbeam.models.gguf.names import (
     AFTER,
     ATTENTION,

@@ -22,10 +22,9 @@ from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
-from quickbeam.models.parameters import Parameters
-from quickbeam.models.shapes import expected, refuse_mixed_experts, refuse_other_sizes
+from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
 from quickbeam.models.stack import Matrices, Stack
-from quickbeam.models.stack_tensors import experts, names, norms
+from quickbeam.models.stack_tensors import Parameters, experts, names, norms
 
 SAMPLED = {
     "temp": "temperature",
@@ -76,10 +75,7 @@ class GgufParameters(Parameters):
         for name in (tensor.name for gate in gates for tensor in gate.weights):
             if len(self.shape(name)) == 1:
                 self._lacking[name] = 0
-        shapes = expected(stack, config) | {**beside}
-        odd = [(name, self.shape(name), shape) for name, shape in shapes.items()]
-        refuse_incomplete([], [one for one in odd if one[1] != one[2]])
-        refuse_other_sizes(stack, self.shape)
+        check_shapes(stack, self.shape, expected(stack, config) | {**beside})
         if dtype is torch.bfloat16:
             refuse_mixed_experts(stack, self.like)
 

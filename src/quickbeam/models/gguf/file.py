@@ -1,7 +1,6 @@
 """A `.gguf` file: its metadata, and its tensors as they are stored.
 
-The layout is that of ggml's `gguf.md`, versions 2 and 3, little-endian. Nothing of the file is
-believed: every count, length and offset is held against the file's size.
+The layout is that of ggml's `gguf.md`, versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
@@ -24,22 +23,6 @@ STRING, ARRAY = 8, 9
 DIMENSIONS = 4  # most that a tensor has
 KINDS = {of.file_type: name for name, of in FORMATS.items() if of.file_type is not None}
 WHOLE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# formats that are not read, for errors
-OTHERS = {
-    10: "Q2_K",
-    11: "Q3_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
-}
 READ = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4"
 
 
@@ -66,25 +49,16 @@ class GgufFile:
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{path} can't be read: {error}") from error
         self.size, self._at = len(self._map), 0
-        if self._take(4) != b"GGUF":
-            raise self._bad("it doesn't begin with GGUF")
-        if (version := self._number("I")) not in (2, 3):
-            raise self._bad(f"version {version} of the layout; 2 and 3 are read, little-endian")
-        tensors, pairs = self._count(24), self._count(13)
         self.metadata: dict[str, Any] = {}
-        for _ in range(pairs):
-            key = self._string()
-            self.metadata[key] = self._value(self._number("I"), key)
-        found = [self._about() for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            raise self._bad(f"general.alignment is {alignment!r}")
-        begin = -(-self._at // alignment) * alignment
         self.tensors: dict[str, StoredTensor] = {}
-        for name, kind, shape, offset in found:
-            if name in self.tensors:
-                raise self._bad(f"it has two tensors {name!r}")
-            self.tensors[name] = self._placed(name, kind, shape, begin + offset)
+        try:
+            self._read()
+        except InvalidInput:
+            raise
+        except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+            raise InvalidInput(
+                f"{path} is no whole .gguf file: {error} (download it again, or take another)"
+            ) from error
         self._bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     def __getitem__(self, name: str) -> Weight:
@@ -104,14 +78,24 @@ class GgufFile:
 
     # --- reading ---
 
-    def _bad(self, reason: str) -> InvalidInput:
-        return InvalidInput(
-            f"{self.path} is no whole .gguf file: {reason} (download it again, or take another)"
-        )
+    def _read(self) -> None:
+        if self._take(4) != b"GGUF":
+            raise ValueError("it doesn't begin with GGUF")
+        if (version := self._number("I")) not in (2, 3):
+            raise ValueError(f"version {version} of the layout; 2 and 3 are read, little-endian")
+        tensors, pairs = self._number("Q"), self._number("Q")
+        for _ in range(pairs):
+            key = self._string()
+            self.metadata[key] = self._value(self._number("I"))
+        found = [self._about() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        begin = -(-self._at // alignment) * alignment
+        for name, kind, shape, offset in found:
+            self.tensors[name] = self._placed(name, kind, shape, begin + offset)
 
     def _take(self, size: int) -> bytes:
         if size > self.size - self._at:
-            raise self._bad(f"it ends at byte {self.size}, in the middle of its metadata")
+            raise ValueError(f"it ends at byte {self.size}, in the middle of its metadata")
         found = self._map[self._at : self._at + size]
         self._at += size
         return found
@@ -119,18 +103,8 @@ class GgufFile:
     def _number(self, letter: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
 
-    def _count(self, least: int) -> int:
-        """A count of things that take at least so many bytes each."""
-        count: int = self._number("Q")
-        if count * least > self.size:
-            raise self._bad(f"it tells of {count} entries in {self.size} bytes")
-        return count
-
     def _string(self) -> str:
-        try:
-            return self._take(self._count(1)).decode()
-        except UnicodeDecodeError as error:
-            raise self._bad(f"a text is no UTF-8 ({error.reason})") from error
+        return self._take(self._number("Q")).decode()
 
     def _strings(self, count: int) -> list[str]:
         found, whole, at, take = [], self._map, self._at, int.from_bytes
@@ -139,57 +113,50 @@ class GgufFile:
             at = begin + take(whole[at:begin], "little")
             found.append(whole[begin:at])
             if at > self.size:
-                raise self._bad("a text in its metadata is longer than the file")
+                raise ValueError("a text in its metadata is longer than the file")
         self._at = at
-        try:
-            return [one.decode() for one in found]
-        except UnicodeDecodeError as error:
-            raise self._bad(f"a text is no UTF-8 ({error.reason})") from error
+        return [one.decode() for one in found]
 
-    def _value(self, kind: int, key: str) -> Any:
+    def _value(self, kind: int) -> Any:
         if kind == STRING:
             return self._string()
         if kind == ARRAY:
-            inner = self._number("I")
+            inner, count = self._number("I"), self._number("Q")
             if inner == STRING:
-                return self._strings(self._count(8))
-            letter = self._letter(inner, key)
-            count = self._count(struct.calcsize(f"<{letter}"))
-            dtype = np.dtype(letter).newbyteorder("<")
+                return self._strings(count)
+            dtype = np.dtype(NUMBERS[inner]).newbyteorder("<")
             return np.frombuffer(self._take(count * dtype.itemsize), dtype=dtype)
-        return self._number(self._letter(kind, key))
-
-    def _letter(self, kind: int, key: str) -> str:
-        if kind >= len(NUMBERS) - 1 or NUMBERS[kind] == ".":
-            raise self._bad(f"{key[:80]!r} has a value of the unknown type {kind}")
-        return NUMBERS[kind]
+        return self._number(NUMBERS[kind])
 
     def _about(self) -> tuple[str, int, tuple[int, ...], int]:
         name, dimensions = self._string(), self._number("I")
         if not 0 < dimensions <= DIMENSIONS:
-            raise self._bad(f"{name[:80]!r} has {dimensions} dimensions")
+            raise ValueError(f"{name[:80]!r} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         return name, self._number("I"), shape, self._number("Q")
 
     def _placed(self, name: str, kind: int, shape: tuple[int, ...], offset: int) -> StoredTensor:
         if kind in WHOLE:
-            bytes_of_row = shape[-1] * WHOLE[kind].itemsize
+            inputs, bytes_of = 1, WHOLE[kind].itemsize
         elif kind in KINDS:
-            of = FORMATS[KINDS[kind]]
-            if len(shape) < 2:
-                raise self._bad(f"{name[:80]!r} is one row in blocks")
-            if shape[-1] % of.inputs:
-                raise self._bad(f"{name!r} has rows of {shape[-1]}, not of whole blocks")
-            bytes_of_row = shape[-1] // of.inputs * of.bytes
+            inputs, bytes_of = FORMATS[KINDS[kind]].inputs, FORMATS[KINDS[kind]].bytes
         else:
             raise InvalidInput(
                 f"{self.path}: the weight {name[:80]} is stored as "
-                f"{OTHERS.get(kind, f'type {kind}')}, which is not read; read are {READ}: "
+                f"{_kind_name(kind)}, which is not read; read are {READ}: "
                 "take a file of the same model in one of these, such as Q4_K_M"
             )
-        size = math.prod(shape[:-1]) * bytes_of_row
+        if shape[-1] % inputs or (len(shape) < 2 and inputs > 1):
+            raise ValueError(f"{name[:80]!r} has shape {shape}, not of whole blocks")
+        size = math.prod(shape) // inputs * bytes_of
         if size == 0 or offset + size > self.size:
-            raise self._bad(
+            raise ValueError(
                 f"{name[:80]!r} should be at bytes {offset} to {offset + size} of {self.size}"
             )
         return StoredTensor(kind, shape, offset, size)
+
+
+def _kind_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name if kind in [*GGMLQuantizationType] else f"type {kind}"

@@ -289,7 +289,7 @@ def build_all(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build libraries, and print in a few lines where they are. Returns the exit code.
+    """Build libraries, and print where they are. Returns the exit code.
 
     It is 2 for an unknown name, 1 if sets were asked for (by name or `--all`) and one can't be
     built, else 0.
@@ -309,21 +309,12 @@ def main(arguments: Sequence[str]) -> int:
     missing = [name for name in names if not cached(name).is_file()]
     if missing and compiler() is not None:
         print(f"kernels: compiling {', '.join(missing)}", flush=True)
-    results = build_all(names)
-    built = [(name, path) for name, path in results.items() if isinstance(path, Path)]
-    for folder in dict.fromkeys(path.parent for _, path in built):
-        print(
-            f"kernels: {', '.join(name for name, path in built if path.parent == folder)} in "
-            f"{folder}"
-        )
-    reasons = {
-        name: str(result) for name, result in results.items() if isinstance(result, CannotBuild)
-    }
-    for reason in dict.fromkeys(reasons.values()):
-        failed = ", ".join(name for name in reasons if reasons[name] == reason)
-        instead = "" if built else "; quickbeam uses PyTorch's"
-        print(f"kernels: {failed} not built: {reason}{instead}")
-    return int(bool(arguments and reasons))
+    failed = False
+    for name, result in build_all(names).items():
+        failed = failed or isinstance(result, CannotBuild)
+        told = "not built: " if isinstance(result, CannotBuild) else ""
+        print(f"kernels: {name} {told}{result}")
+    return int(bool(arguments) and failed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
@@ -67,8 +67,7 @@ class Op(Structure):
             "key_stride key_head value_stride value_head norm_stride rotary angles query_scale",
         ),
         *_all(
-            c_int32,
-            "activation centred interleaved norm_last value_norm values_are_keys borrowed",
+            c_int32, "activation centred interleaved norm_last value_norm values_are_keys borrowed"
         ),
         ("experts", c_void_p),
         *_all(c_int64, "first_expert last_expert"),
@@ -154,14 +153,9 @@ class Luck(Structure):
     """The structure `Luck` of noise.h."""
 
     _fields_ = (
-        ("peak", c_void_p),
-        ("ease", c_void_p),
-        ("owner", c_void_p),
-        ("chunks", c_int64),
-        ("position", c_int64),
-        ("choice", c_int64),
-        ("key0", c_uint32),
-        ("key1", c_uint32),
+        *_all(c_void_p, "peak ease owner"),
+        *_all(c_int64, "chunks position choice"),
+        *_all(c_uint32, "key0 key1"),
     )
 
 
@@ -195,23 +189,9 @@ class Kernels:
     or if the system does not let this process use the instruction set.
     """
 
-    run: Any
-    pack: Any
-    block_bytes: Any
-    quantise: Any
-    repack: Any
-    to_blocks: Any
-    dense: Any
-    put: Any
-    unpack: Any
-    move: Any
-    read: Any
-    fold: Any
-    philox: Any
-    find: Any
-    largest: Any
-    perturb: Any
-    ranked: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name

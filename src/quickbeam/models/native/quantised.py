@@ -216,22 +216,11 @@ class Packer(NamedTuple):
         gated: bool = False,
         place: torch.Tensor | None = None,
         filled: bool = False,
-    ) -> Packed:
-        """Pack weights that get one format. Arguments and errors are those of `Packed`."""
-        how: dict[str, Any] = {"gated": gated, "place": place, "filled": filled}
-        return Packed(self.kernels, weights, bias, name=self._named(weights[0]), **how)
-
-    def pack_apart(
-        self,
-        weights: Sequence[Weight],
-        bias: torch.Tensor | None = None,
-        gated: bool = False,
-        place: torch.Tensor | None = None,
-        filled: bool = False,
-    ) -> Packed | SplitPacked:
-        """Pack weights that may get several formats. As `pack` otherwise."""
+    ) -> Any:
+        """Pack weights: as `Packed`, whose arguments and errors these are, or as `SplitPacked`."""
         if self.together(weights):
-            return self.pack(weights, bias, gated, place, filled)
+            how: dict[str, Any] = {"gated": gated, "place": place, "filled": filled}
+            return Packed(self.kernels, weights, bias, name=self._named(weights[0]), **how)
         parts, column, used = [], 0, 0
         for weight in weights:
             of = None if bias is None else bias[column : column + len(weight)]
