@@ -195,9 +195,9 @@ def test_every_method_that_a_drafter_decides_grows_trees_over_it(name, pairs):
     method_as_plain(pair.target, DRAFTED[name](pair.drafter), [3, 1, 4])
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=native_alone), False])
-def test_the_engine_has_it_draft_from_the_right_hidden_state(native, tmp_path):
-    pair = opened(tmp_path, head="all", native=native)
+@native_alone
+def test_the_engine_has_it_draft_from_the_right_hidden_state(tmp_path):
+    pair = opened(tmp_path, head="all")
     for prompt in PROMPTS[:3]:
         with held(pair.drafter, pair.expected):
             method_as_plain(pair.target, DRAFTED["dyspec"](pair.drafter), prompt)
