@@ -16,8 +16,7 @@ from torch import nn
 from common import arguments, finish, milliseconds, numbers, script
 from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConfig, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native.library import kernels

@@ -5,7 +5,7 @@
 FOLDER is one that `quickbeam train` left, with its text and shortlist. Routers are trained on four
 conversations of five; places of the fifth are counted. "Places" are clusters of tokens that follow
 in the same places (PIFA), "rows" clusters of alike rows of the head (DynaSpec). The figure is the
-recall with the context's tokens beside; the JSON has it without them, too (`alone`).
+recall with the context's tokens beside.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from pathlib import Path
 import torch
 
 from common import arguments, finish, numbers, script
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.train.clusters import CLUSTERINGS, halve
 from quickbeam.train.places import collect_places
-from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
-from quickbeam.train.shortlist import DrafterFolder
+from quickbeam.train.router import CLUSTERINGS, RouterRecipe, halve, recall, routed, train_router
+from quickbeam.train.shortlist import ShortlistTraining
 
 HELD_OUT = 5  # one in this many conversations is counted
 # clusters of what, tokens of a cluster, and whether the router learns only what the context lacks
 WAYS = (("pifa", 16, True), ("pifa", 64, True), ("pifa", 8, True), ("kmeans", 16, True))
 WAYS += (("kmeans", 512, False),)  # the paper's
 NAMES = {"pifa": "places", "kmeans": "rows"}
-Found = Iterator[tuple[int, Recall]]
+Found = Iterator[tuple[int, float]]
 
 
 def ways(
-    given: Namespace, folder: DrafterFolder, ranking: torch.Tensor
+    given: Namespace, folder: ShortlistTraining, ranking: torch.Tensor
 ) -> Iterator[tuple[str, Found]]:
     """Yield all ways by name, with their figures by the number of rows."""
     sizes, listed = [int(one) for one in numbers(given.rows)], given.listed
@@ -54,7 +53,7 @@ def ways(
     network, head = folder.network, folder.head
     rank = torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
     rank = rank[held.target]
-    yield "frequency", ((rows, recall(held, rank < rows, rank < rows)) for rows in sizes)
+    yield "frequency", ((rows, recall(held, rank < rows)) for rows in sizes)
     rest = ranking[listed:].sort().values
     for name, size, residual in WAYS:
         features = CLUSTERINGS[name](network, head, places)
@@ -65,7 +64,7 @@ def ways(
         for rows in sizes:
             if (count := (rows - listed) // size) > 0:
                 hit = routed(network, router, held, layout.cluster_of, count) | (rank < listed)
-                figures.append((rows, recall(held, hit, rank < rows)))
+                figures.append((rows, recall(held, hit)))
         yield f"{size} a cluster, {NAMES[name]}", iter(figures)
 
 
@@ -80,13 +79,13 @@ def main() -> None:
     if given.drafter is None:
         raise InvalidInput("--drafter: name a folder that `quickbeam train` left")
     out, rows, records = Path(given.drafter), [], []
-    ranking, folder = Artefact.load(out).ranking, DrafterFolder(given.model, out)
+    ranking, folder = Artefact.load(out).ranking, ShortlistTraining(given.model, out)
     for name, figures in ways(given, folder, ranking):
         row: dict[str, object] = {"chosen by": name}
         row |= {f"{int(one):,}": "-" for one in numbers(given.rows)}
         for size, one in figures:
-            row[f"{size:,}"] = f"{one.recall:.4f}"
-            records.append({"name": name, "rows": size, **one._asdict()})
+            row[f"{size:,}"] = f"{one:.4f}"
+            records.append({"name": name, "rows": size, "recall": one})
         rows.append(row)
     finish(given, rows, text=folder.shards.tokens, ways=records)
 

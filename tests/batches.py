@@ -8,8 +8,7 @@ import random
 import signal
 
 from quickbeam.batch.journal import Journal
-from quickbeam.batch.requests import read
-from quickbeam.batch.run import Reply, check, run
+from quickbeam.batch.run import Reply, check, read, run
 
 
 async def echo(url, body):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quickbeam.drafters.checkpoints import load_eagle
-from quickbeam.drafters.folder import TargetParts
+from quickbeam.drafters.eagle_model import MODEL_TYPE
+from quickbeam.drafters.folder import TargetParts, write_folder
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
 LLAMA: dict[str, Any] = dict(
@@ -104,7 +106,7 @@ def write(folder, config, state, how="safetensors"):
         index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=how == "bin")
+        torch.save(state, folder / "pytorch_model.bin")
     return folder
 
 
@@ -130,3 +132,9 @@ def rewrite(folder, tensors):
     path = folder / "model.safetensors"
     kept = {name: one for name, one in (load_file(path) | tensors).items() if one is not None}
     save_file(kept, path, {"format": "pt"})
+
+
+def save(network, folder, dtype=torch.bfloat16):
+    """Write an `EagleHead` in quickbeam's own layout."""
+    record = {"model_type": MODEL_TYPE, **asdict(network.config)}
+    write_folder(folder, record, network.state_dict(), dtype)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from checkpoints import save
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Artefact
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,7 +106,7 @@ def save_drafter(folder, vocab, size, layers):
     of_target = {"layers": (1, layers), "target_size": size, "vocab_size": vocab}
     config = EagleConfig(size, 48, **heads, **of_target, feature_norms=True)
     embedding, head = torch.nn.Embedding(vocab, size), torch.nn.Linear(size, vocab, bias=False)
-    EagleHead(config, embedding, head).save(folder)
+    save(EagleHead(config, embedding, head), folder)
     layout = Layout(torch.randperm(vocab), 33, 16, vocab)
     router = Router(RouterConfig(size, size, 8, layout.clusters))
     Artefact(layout, torch.randperm(vocab), router).save(folder)

@@ -92,6 +92,12 @@ class LLM:
         spell = lambda ids, **_: "".join(f"<{i}>" for i in ids)  # noqa: E731
         self.tokenizer = SimpleNamespace(decode=spell)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
     def describe(self):
         return self.kernels
 

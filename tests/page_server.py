@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from quickbeam.serve.page import page
+from quickbeam.serve.app import page
 from running import in_thread
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -4,10 +4,12 @@ that answers stay the same."""
 import random
 
 import pytest
+from typer.testing import CliRunner
 
 from answers import request
 from models import VOCAB, tiny
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.cli.app import app
 from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
@@ -149,6 +151,14 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog):
     again._keep = tmp_path / "missing" / "folder"
     again.close()
     assert "answers are not kept" in caplog.text and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("command", (["generate", "a b c"], ["chat"]))
+def test_a_command_keeps_its_answers(toy_folder, tmp_path, command):
+    kept = tmp_path / "kept"
+    options = ["--model", toy_folder, "--keep", str(kept), "--max-tokens", "8"]
+    assert CliRunner().invoke(app, [*command, *options], input="a b c\n").exit_code == 0
+    assert (AnswerMemory(1 << 20, kept, toy_folder).of(None).ring() > 0).sum() > 8
 
 
 def test_a_model_keeps_its_answers(toy_folder, tmp_path):

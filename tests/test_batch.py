@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from batches import echo, go, lines, records
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
-from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES, parse, read
-from quickbeam.batch.run import Reply, run
+from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
 from quickbeam.cli.app import app
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "seed": 7}

@@ -79,19 +79,11 @@ def test_methods_take_turns_at_going_first():
     assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
 
 
-def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations():
-    question = Question(1, "chat", ("hello", "and then?"))
+def test_only_first_turns_are_asked_and_all_methods_see_the_same_ids():
     runners = two_methods()
-    assert len(measured(runners, [question]).trials) == 1
-    runners = two_methods()
-    results = measured(dict(reversed(runners.items())), [question], all_turns=True)
-    assert results.reference == "ar" and len(results.trials) == 2
-    assert runners["ar"].conversations[1] == [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "said by ar"},
-        {"role": "user", "content": "and then?"},
-    ]
-    assert runners["ar"].prompts == runners["fast"].prompts, "all methods see the same ids"
+    results = measured(dict(reversed(runners.items())), [Question(1, "chat", ("hi", "and?"))])
+    assert results.reference == "ar" and len(results.trials) == 1
+    assert runners["ar"].prompts == runners["fast"].prompts == [[ord("h"), ord("i")]]
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
@@ -157,16 +149,13 @@ def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(toy_fol
         assert any(ids[0] != ids[-1] for ids in pairs) == (not compared)
 
 
-def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
+def test_refused_prompt_is_left_out_for_all_methods(caplog):
     runners = two_methods()
     runners["fast"].fails = {"q1": InvalidInput("prompt too long")}
-    questions = [
-        Question(i, "x", turns) for i, turns in enumerate((("q0",), ("q1", "late"), ("q2",)))
-    ]
-    results = measured(runners, questions, all_turns=True)
+    results = measured(runners, questions_of("x", "x", "x"))
     assert [trial.question.question_id for trial in results.trials] == [0, 2] and results.complete
-    assert results.skipped == [{"question_id": 1, "turn": 0, "reason": "prompt too long"}]
-    assert "late" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
+    assert results.skipped == [{"question_id": 1, "reason": "prompt too long"}]
+    assert "question 1" in caplog.text
     assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
 
 
@@ -175,7 +164,7 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
     runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
     runners["short"] = FakeRunner("short", runners["ar"].calls, tokens=(1, 2))
     results = measured(runners, questions_of("x"))
-    where = {"question_id": 0, "turn": 0, "position": 2, "reference_token": 3, "gap": 4 / 8}
+    where = {"question_id": 0, "position": 2, "reference_token": 3, "gap": 4 / 8}
     late, short = results.differences
     assert late == {"method": "late", "token": 9, **where}
     assert short == {"method": "short", "token": None, **where}

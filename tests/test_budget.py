@@ -9,10 +9,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam.engine.budget import Budget, worth_asking
-from quickbeam.engine.cost import WIDTHS, CostModel
+from quickbeam.drafters.base import MarginalCost
+from quickbeam.engine.budget import worth_asking
 
-# --- which calls are made, and who gets the nodes -------------------------------------------------
+# --- marginal costs -------------------------------------------------------------------------------
+
+
+@examples(100, derandomize=True)
+@given(
+    st.lists(st.floats(0, 4), min_size=1, max_size=8),
+    st.lists(st.integers(1, 9), min_size=8, max_size=8),
+)
+def test_marginal_costs_are_the_slopes_of_the_largest_convex_bound(more, gaps):
+    widths = list(itertools.accumulate(gaps[: len(more)], initial=1))
+    passes = list(itertools.accumulate(more, initial=1.0))
+    cost, total = MarginalCost.of_passes(widths, passes), passes[0]
+    below = {1: total}
+    for n in range(1, widths[-1]):
+        total += cost.node(n)
+        below[n + 1] = total
+    assert all(a <= b + 1e-9 for a, b in pairwise(cost.node(n) for n in range(1, widths[-1])))
+    for n, bound in below.items():  # by brute force: the lowest chord over n
+        chords = [
+            passes[i] if a == b else passes[i] + (passes[j] - passes[i]) * (n - a) / (b - a)
+            for (i, a), (j, b) in itertools.product(enumerate(widths), repeat=2)
+            if a <= n <= b
+        ]
+        assert bound == pytest.approx(min(chords), abs=1e-6)
+
+
+# --- which calls are made -------------------------------------------------------------------------
 
 
 gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)
@@ -35,32 +61,4 @@ def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains, fi
     answered = worth_asking(gains, seconds, rate)
     assert profit(answered) == pytest.approx(
         max(map(profit, itertools.product([False, True], repeat=len(gains))))
-    )
-
-
-def by_worth(rows):
-    return [sorted(row, reverse=True) for row in rows]
-
-
-@examples(200, derandomize=True)
-@given(
-    st.lists(st.lists(st.floats(0, 1), max_size=5), min_size=1, max_size=4).map(by_worth),
-    st.lists(st.floats(0, 0.3), min_size=len(WIDTHS) - 1, max_size=len(WIDTHS) - 1).map(sorted),
-    st.integers(4, 60),
-    st.floats(0.1, 4),
-)
-def test_nodes_are_shared_as_the_best_choice_of_all(values, slopes, rows, rate):
-    """Each tree keeps its first nodes."""
-    steps = [slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(WIDTHS), strict=True)]
-    passes = itertools.accumulate(steps, initial=1.0)
-    budget = Budget(CostModel(dict(zip(WIDTHS, passes, strict=True))))
-
-    def profit(kept):
-        expected = sum(sum(row[:count]) for row, count in zip(values, kept, strict=True))
-        return expected - rate * budget.cost.alone(rows + sum(kept))
-
-    kept = budget.share(values, rows, rate)
-    assert all(0 <= count <= len(row) for count, row in zip(kept, values, strict=True))
-    assert profit(kept) == pytest.approx(
-        max(map(profit, itertools.product(*(range(len(row) + 1) for row in values))))
     )

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 import fake_llm
@@ -249,10 +246,7 @@ def test_demo_sets_both_answers_side_by_side(run):
 
 def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    listed = json.loads(run("pull", "--list", "--json").stdout)
-    assert [entry["pulled"] for entry in listed] == [False]
     assert "not pulled" in run("pull", "--list").stdout
-    refused(run("pull", "--json"), 2, "--list")
     # a path is never broken, however narrow the terminal
     assert f"  {tmp_path / 'smollm2-135m'}\n" in run("pull", "--list").stdout
     monkeypatch.setattr(hub, "make_folder", lambda folder, make, waiting: waiting())
@@ -282,7 +276,6 @@ EARLY = {
     "generate hi --model ./nope": "no such model folder",
     "generate hi --method eagle3": "unknown method 'eagle3'",
     "generate hi --method dyspec --model tiny": "'dyspec' drafts with",
-    f"generate {'word' + ',word' * 600} --model tiny": "exceed the model's context of 512",
     "generate hi --model some/model": "HF_HUB_OFFLINE",
     "chat --model ./nope": "no such model folder",
     "serve --method eagle3": "unknown method 'eagle3'",
@@ -298,9 +291,6 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     tiny = tmp_path / "tiny"
     tiny.mkdir()
     (tiny / "config.json").write_text('{"max_position_embeddings": 512}')
-    tokenizer = Tokenizer(WordLevel({"word": 0, "?": 1}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(tiny / "tokenizer.json"))
     code = (
         "import sys, quickbeam; assert 'typer' not in sys.modules\n"
         "from quickbeam.cli.app import app\n"

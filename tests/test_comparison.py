@@ -46,7 +46,7 @@ def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_g
     budget = Budget(CostModel({1: 1.0, 64: 1.5}))
 
     def of(sequences, setting="a method"):
-        budget.begin(dict.fromkeys(range(sequences), 0), {})
+        budget.begin(sequences)
         return budget.comparison(setting, [ASKED, PLAIN], "drafter")
 
     four = of(4)

@@ -15,12 +15,11 @@ from quickbeam import LLM
 from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.errors import QuickbeamError
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.children import proposals, ruled_out_below
-from quickbeam.noise import CHUNK, LIKELY, Noise
+from quickbeam.noise import CHUNK, Noise
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler, most_probable
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_probs, path_tokens, random_tree
@@ -234,46 +233,6 @@ def test_chances_of_children_come_true():
     assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
 
 
-@pytest.mark.parametrize("vocab", [40, 64, 700, 3000])
-@pytest.mark.parametrize("likely", [1, 8])
-def test_all_nodes_at_once_emit_what_each_does(vocab, likely, monkeypatch):
-    """The way of accelerators, whose logits are far away."""
-    monkeypatch.setattr("quickbeam.sampling.LIKELY", likely)
-    torch.manual_seed(vocab)
-    for temperature in (0.3, 1.0):
-        sampler = Sampler(SamplingParams(temperature=temperature), [0], vocab)
-        noise = Noise(vocab, 0, vocab)
-        logits = (2 * torch.randn(60, vocab)).bfloat16()
-        logits[:, 3:9] = -math.inf
-        positions = [i // 3 for i in range(60)]
-        expected = [
-            sampler.emitted(row, noise, position)
-            for row, position in zip(logits, positions, strict=True)
-        ]
-        assert sampler.emitted_all(logits, noise, positions) == expected
-    logits[7, vocab // 2] = math.nan
-    expected[7] = -1  # nobody may come to that node
-    assert sampler.emitted_all(logits, noise, positions) == expected
-    found = most_probable(logits, refuse=False)
-    assert found.pop(7) == -1 and found == most_probable(logits[torch.arange(60) != 7])
-    with pytest.raises(QuickbeamError, match="NaN"):
-        most_probable(logits)
-
-
-def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten():
-    """Eight chunks promise more than the ninth, which holds the token, and all others less."""
-    vocab, position = 20 * CHUNK, 5
-    noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
-    peaks, owners = noise.peaks(position)
-    numbers = noise.of(np.arange(vocab), np.full(vocab, position)).reshape(-1, CHUNK)
-    logits = torch.full((1, vocab), -50.0)
-    for chunk in range(LIKELY):
-        logits[0, chunk * CHUNK + numbers[chunk].argmin()] = 10 - peaks[chunk]
-    logits[0, owners[LIKELY]] = 9.5 - peaks[LIKELY]
-    assert sampler.emitted(logits[0], noise, position) == owners[LIKELY]
-    assert sampler.emitted_all(logits, noise, [position]) == [owners[LIKELY]]
-
-
 def test_a_row_with_one_possible_token_emits_it():
     vocab = 20 * CHUNK
     noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
@@ -281,7 +240,7 @@ def test_a_row_with_one_possible_token_emits_it():
     logits = torch.full((len(tokens), vocab), -math.inf)
     for row, token in zip(logits, tokens, strict=True):
         row[token] = 0.0
-    assert sampler.emitted_all(logits, noise, range(len(tokens))) == tokens
+    assert [sampler.emitted(row, noise, i) for i, row in enumerate(logits)] == tokens
 
 
 def test_tokens_that_filters_rule_out_are_not_drafted():

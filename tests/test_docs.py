@@ -198,10 +198,9 @@ def test_python_asks_the_server(block, address, capsys):
 # --- tables that repeat the code ------------------------------------------------------------------
 
 
-def test_the_table_of_methods_is_that_of_the_presets():
+def test_the_table_of_methods_has_all_of_them():
     text = read("docs/guides/methods.md").split("## All methods\n")[1].split("\n## ")[0]
-    told = re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE)
-    assert told == [(name, preset.summary) for name, preset in METHODS.items()]
+    assert re.findall(r"^\| `(\w[\w-]*)` \| .+ \|$", text, re.MULTILINE) == list(METHODS)
 
 
 def test_readme_is_short():

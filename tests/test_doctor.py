@@ -151,15 +151,13 @@ def test_no_traceback_whatever_is_missing():
     done = without("torch transformers numpy", "doctor", "--json")
     every = findings(done.stdout)
     assert (done.returncode, every["packages"]["status"]) == (1, PROBLEM)
-    assert "missing: torch" in every["packages"]["text"]
+    assert "torch" in every["packages"]["text"].partition("missing: ")[2]
     assert "can't be checked" in every["gpu"]["text"] and "Traceback" not in done.stderr
-    done = without("psutil platformdirs filelock packaging", "doctor", "--json")
-    assert "can't be checked" in findings(done.stdout)["memory"]["text"]
 
 
-@pytest.mark.parametrize(("gone", "command"), [("typer", "doctor"), ("torch", "generate")])
-def test_a_command_that_needs_what_is_missing_names_it_in_one_line(gone, command):
-    done = without(gone, command, *(["hello"] if command == "generate" else []))
+@pytest.mark.parametrize("gone", ["typer", "torch"])
+def test_a_command_that_needs_what_is_missing_names_it_in_one_line(gone):
+    done = without(gone, "generate", "hello")
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ") and gone in done.stderr
-    assert command == "doctor" or "quickbeam doctor" in done.stderr
+    assert gone == "typer" or "quickbeam doctor" in done.stderr

@@ -16,7 +16,7 @@ from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.params import RESIDUAL, SamplingParams
@@ -61,7 +61,7 @@ def shortlists(pair, window=40):
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
-    routed = Shortlist(weight, layout, router=router, chosen=2, deepest=1, window=window)
+    routed = Shortlist(weight, layout, router=router, chosen=2, window=window)
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 
@@ -125,11 +125,7 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         used = [text.state.used for text in texts]
         said[-1].append(
-            [
-                torch.tensor([[one.calls, one.tokens, one.wanted, one.held]])
-                for one in used
-                if one is not None
-            ]
+            [torch.tensor([[one.calls, one.tokens]]) for one in used if one is not None]
         )
         for text in texts:
             text.release()

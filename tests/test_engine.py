@@ -13,7 +13,7 @@ from answers import answer, request
 from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.engine.accept import Randomness, accept
+from quickbeam.engine.commit import accept
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods import METHODS, make_method
@@ -128,8 +128,8 @@ def test_drawn_nodes_are_judged_behind_their_path():
     params = SamplingParams(temperature=0.01, presence_penalty=2.0, coupling="residual")
     tree, passed = TokenTree(0), Passed(torch.tensor([[0.0, 1.0, 0.5]] * 3), None)
     tree.add(tree.add(0, 1, "x"), 1, "x")
-    chance = Randomness(None, torch.Generator())
-    assert accept(Sampler(params, [0], 3), tree, passed, chance, 1) == Verdict([0, 1], 2)
+    chance = None, torch.Generator()
+    assert accept(Sampler(params, [0], 3), tree, passed, *chance, 1) == Verdict([0, 1], 2)
 
 
 # --- how answers end before their time ------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_a_fork_is_told_that_it_has_no_engine(llm):
     with os.fdopen(read) as pipe:
         said = pipe.read()
     os.waitpid(child, 0)
-    assert "forked" in said and "spawn" in said
+    assert "was forked" in said and "spawn" in said
 
 
 def test_an_observer_that_asks_the_same_model_is_told(llm, alone):

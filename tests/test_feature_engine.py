@@ -9,6 +9,7 @@ import torch
 
 from answers import answer
 from cases import THOROUGH
+from checkpoints import save
 from drafters import DRAFTED
 from features import WIDE, Pair, held
 from quickbeam import LLM, hub
@@ -148,9 +149,8 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
 @pytest.fixture(scope="module")
 def head_folder(tmp_path_factory):
     torch.manual_seed(5)
-    EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)).save(
-        folder := tmp_path_factory.mktemp("head"), torch.float32
-    )
+    folder = tmp_path_factory.mktemp("head")
+    save(EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)), folder, torch.float32)
     return folder
 
 

@@ -14,7 +14,7 @@ from grammars import LETTERS, allowed, compiler, masks
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.accept import Randomness, accept
+from quickbeam.engine.commit import accept
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods.auto import Auto
@@ -121,10 +121,6 @@ def test_after_the_end_nothing_is_asked():
 def test_no_shortcut_goes_around_a_mask():
     # what `accept` asks before it takes one
     assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits
-    with pytest.raises(ValueError, match="grammar"):
-        Sampler(SamplingParams(grammar=Grammar.regex("a")), [0], V)
-    with pytest.raises(ValueError, match="grammar"):
-        Sampler(SamplingParams(), [0], V, grammar=masks("a", V - 1))
 
 
 # --- what is sampled ------------------------------------------------------------------------------
@@ -187,9 +183,7 @@ def coupled_answers(model, params, seeds, length=4):
                 ]
             )
             passed = Passed(logits, None)
-            path, token = accept(
-                sampler, tree, passed, Randomness(noise, torch.Generator()), len(context)
-            )
+            path, token = accept(sampler, tree, passed, noise, torch.Generator(), len(context))
             new = [*(tree.token[node] for node in path[1:]), token]
             sampler.extend(new)
             context += new
@@ -237,7 +231,7 @@ def residual_p(name, wrong=False, count=1500, length=3):
         sampler = sampler_of(params, context)
         assert sampler.grammar is not None
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
-        growth = constrained(policy.grow(where, 6, 4), sampler.grammar, 6, 4)
+        growth = constrained(policy.grow(where, 6, 4), where, 6, 4)
         tree = grown(growth, drafter.answer).tree
         for node in range(1, len(tree)):
             if wrong and tree.probs[node] is not None:
@@ -275,7 +269,7 @@ def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
         policy.sources
     )
     return grown(
-        constrained(policy.grow(context, budget, depth), found, budget, depth),
+        constrained(policy.grow(context, budget, depth), context, budget, depth),
         policy.sources[0].answer,
     )
 

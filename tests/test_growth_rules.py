@@ -410,7 +410,7 @@ def test_sequoia_learns_what_is_accepted():
     policy, ids = Sequoia(zipf_drafter()), [0]
     first = tree_of(policy, context_of(ids, 0.0), 16, 20)
     for _ in range(400):
-        tree, learn, _ = grow(policy, context_of(ids, 0.0), 16, 20)
+        tree, learn = grow(policy, context_of(ids, 0.0), 16, 20)
         path = [0]
         while len(tree.children[path[-1]]) > 1:
             token, node = list(tree.children[path[-1]].items())[1]

@@ -334,3 +334,16 @@ def test_what_is_no_file_of_weights_is_refused(folder):
     (folder / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(InvalidInput, match="can't load"):
         load(folder)
+    # as Git leaves it without its extension for large files
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
+        LLM(str(folder))
+
+
+def test_a_tokenizer_that_is_broken_or_missing_is_named(folder):
+    (folder / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(InvalidInput, match=r"its tokenizer can't be read .*: download it again"):
+        LLM(str(folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InvalidInput, match=r"it has no tokenizer\.json: download it again"):
+        LLM(str(folder))

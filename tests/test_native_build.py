@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
     monkeypatch.setattr(build, "cached", lambda name: tmp_path / "file" / "below" / f"{name}.so")
     with pytest.raises(build.CannotBuild, match="file/below can't be written"):
+        build.build("plain")
+
+
+def test_on_a_full_disk_nothing_is_compiled_in_vain(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "cached", lambda name: tmp_path / "kernels" / f"{name}.so")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
+    with pytest.raises(build.CannotBuild, match="kernels can't be written: No space left"):
         build.build("plain")
 
 
@@ -186,6 +194,7 @@ def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_
 SANITIZED = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from quickbeam.models.native import library
 kernels = library.Kernels(sys.argv[1], Path(sys.argv[2]))
 library.load = lambda name: kernels

@@ -9,7 +9,7 @@ from scipy import stats
 from kernels import every_set, load
 from quickbeam import noise
 from quickbeam.models.native.noise import NativeNoise
-from quickbeam.noise import CHUNK, Noise, Places, Wanted, philox, uniform
+from quickbeam.noise import CHUNK, Noise, philox, uniform
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
 KNOWN = """
@@ -146,11 +146,11 @@ def test_the_compiled_loops_take_scores_however_they_lie(isa):
         expected = Noise(2, 0, vocab).largest(plain, position, 3.0)
         for given in (plain, locked, scores[::2], plain.astype(np.float64)):
             assert way(2, 0, vocab).largest(given, position, 3.0) == expected
-    places, wanted = Places([5], [0.0], [0.0]), Wanted(1.0, 4)
+    places = [5], [0.0], [0.0], 1.0, 4
     rows = np.exp(locked)[None] / np.exp(locked).sum()
-    expected = way(2, 0, vocab).perturb(rows, None, places, wanted)
+    expected = way(2, 0, vocab).perturb(rows, None, *places)
     rows.flags.writeable = False
-    assert way(2, 0, vocab).perturb(rows, None, places, wanted) == expected
+    assert way(2, 0, vocab).perturb(rows, None, *places) == expected
 
 
 @every_set
@@ -168,10 +168,9 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
             rows[:3] /= rows[:3].sum(1, keepdims=True) + 1e-9
             rows[3] = 0.0
             for temperature in (0.4, 1.0):
-                places = Places([3, 4, 3, 90], [0.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.05, 0.0])
-                wanted = Wanted(temperature, 9)
+                places = [3, 4, 3, 90], [0.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.05, 0.0]
                 plain, own = (
-                    way(4, 1, vocab).perturb(rows, tokens, places, wanted)
+                    way(4, 1, vocab).perturb(rows, tokens, *places, temperature, 9)
                     for way in (Noise, native)
                 )
                 for (columns, chances), (others, same) in zip(plain, own, strict=True):
@@ -196,9 +195,8 @@ def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa):
     found, plain = NativeNoise(load(isa), 4, 1, 999), Noise(4, 1, 999)
     peaks, owners = found.peaks(0)
     scores = np.random.default_rng(0).standard_normal((2, 999)).astype(np.float32)
-    choose = found.chooser(scores)
     for position in [*range(3 * noise.HELD + 1), 0]:  # what held the first place holds another one
-        assert choose(1, position) == plain.largest(scores[1], position)
+        assert found.largest(scores[1], position) == plain.largest(scores[1], position)
     assert len(found.held) == noise.HELD
     again = NativeNoise(load(isa), 4, 1, 999).peaks(0)
     assert np.array_equal(peaks, again[0]) and np.array_equal(owners, again[1])

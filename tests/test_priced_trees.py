@@ -6,6 +6,7 @@ import pytest
 
 from drafters import context_of, tree_of, zipf_drafter
 from quickbeam.drafters.base import MarginalCost
+from quickbeam.methods import make_method
 from quickbeam.methods.acceptance import as_printed
 from quickbeam.methods.dyspec import DySpec
 
@@ -55,3 +56,21 @@ def test_a_drafter_that_is_never_right_ends_nothing(promised):
     assert 0 < policy.calibration.accepted_per_expected <= 1
     context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
+
+
+@pytest.mark.parametrize("name", ["pld", "logitspec"])
+def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
+    policy, sizes = make_method(name), list[int]()
+    context = context_of([5, 9, 2, 7, 1, 8, 3] * 3, 0.0).begin(policy.sources)
+    for node in (0.001, 0.1, 0.3, 0.7):
+        context.marginal_cost = flat(node)
+        tree = tree_of(policy, context, 64, 20)
+        assert all(value > node for value in tree.value[1:])
+        sizes.append(len(tree))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > 1
+    for _ in range(300):  # the text goes on differently each time
+        growth = policy.grow(context, 64, 20)
+        with pytest.raises(StopIteration) as end:
+            next(growth)
+        end.value.value.learn(end.value.value.tree, [0])
+    assert len(end.value.value.tree) == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.serve.admission import Busy, Gate, Phase
+from quickbeam.serve.admission import Busy, Gate
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
 
@@ -23,7 +23,7 @@ def llm(toy_folder):
 
 def gate(places=1, **settings):
     found = Gate(ServeSettings(**settings))
-    found.places, found.phase = places, Phase.ready
+    found.places, found.phase = places, "ready"
     return found
 
 

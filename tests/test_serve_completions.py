@@ -9,8 +9,7 @@ from tokenizers import AddedToken
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.models.token_texts import TokenTexts
-from quickbeam.serve.convert import INFILL
-from quickbeam.serve.logprobs import CompletionLogprobs
+from quickbeam.serve.completions import INFILL, CompletionLogprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
@@ -141,10 +140,8 @@ def test_a_prompt_is_scored_once_for_all_its_answers(llm, stream):
     asyncio.run(runner.close())
 
 
-def test_how_many_logprobs_a_response_holds(runner):
-    response = ask(runner, PATH, body(n=100, logprobs=100, max_tokens=400))
-    assert "ask for a stream" in refused(response, "logprobs")
-    asked = dict(prompt=[1] * 512, echo=True, logprobs=0)  # a prompt that fills the context
+def test_a_prompt_that_fills_the_context_is_scored(runner):
+    asked = dict(prompt=[1] * 512, echo=True, logprobs=0)
     assert len(choices(runner, **asked, max_tokens=0)[0][0]["logprobs"]["tokens"]) == 512
     response = ask(runner, PATH, body(**asked, max_tokens=1))
     assert response.status_code == 400 and "max_tokens asks for 1:" in response.text

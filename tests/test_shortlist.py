@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam.drafters.shortlist.context import WINDOW, ContextTokens
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
-from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.shortlist.native import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import WINDOW, ContextTokens, Shortlist
 from quickbeam.errors import InvalidInput
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -51,11 +50,10 @@ def nodes(n, seed=1):
     return torch.randn(n, D), torch.randn(n, EMBED)
 
 
-def route(shortlist, hidden, embedded, depths, above=None):
+def route(shortlist, hidden, embedded):
     """The clusters of one call, as a drafter asks for them."""
-    if not shortlist.routes(depths, above):
-        return shortlist.kept(above)
-    assert shortlist.router is not None
+    if shortlist.router is None:
+        return shortlist.none
     with torch.inference_mode():
         return shortlist.choose(shortlist.router(hidden, embedded))
 
@@ -63,27 +61,15 @@ def route(shortlist, hidden, embedded, depths, above=None):
 # Room
 
 
-def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did():
-    shortlist = make(deepest=1)
-    hidden, embedded = nodes(2)
-    root = route(shortlist, hidden[:1], embedded[:1], [0])
-    first = route(shortlist, hidden, embedded, [1, 2], root)
-    assert first is not root
-    assert first.tolist() == route(shortlist, hidden, embedded, [1, 2]).tolist()
-    assert route(shortlist, hidden, embedded, [2, 3], first) is first
-    # nothing above: routed
-    assert len(route(shortlist, hidden, embedded, [2, 2])) == 4
-
-
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
     layout = Layout(torch.arange(115), 15, 10, 120)
-    assert [layout.room(share) for share in (9999, 115, 114, 65, 34, 25)] == [10, 10, 9, 5, 1, 1]
-    with pytest.raises(InvalidInput, match="must be at least 25"):
-        layout.room(24)
-    with pytest.raises(InvalidInput, match="no clusters"):
-        Layout.by_frequency(torch.arange(50), 20, 50).room(24)
+    rooms = [layout.within(share)[1] for share in (9999, 115, 114, 65, 34, 25)]
+    assert rooms == [10, 10, 9, 5, 1, 1]
+    for one in (layout, Layout.by_frequency(torch.arange(50), 20, 50)):
+        with pytest.raises(InvalidInput, match="must be at least"):
+            one.within(9)
     short = Layout(torch.arange(18), 15, 10, 120)  # one cluster of 3
-    assert short.room(18) == 1
+    assert short.within(18) == (short, 1)
 
 
 # Context
@@ -109,7 +95,6 @@ def test_the_context_holds_what_was_seen_last(calls, window, skipped):
             seen = seen[-max(fresh, window - window // 4) :]
         held = context.tokens.tolist()
         assert sorted(held) == sorted(seen) and len(seen) <= window
-        assert [token in context for token in range(20)] == [token in seen for token in range(20)]
         assert held == before[1] or context.version != before[0]
 
 
@@ -121,7 +106,7 @@ def test_inference_mode_may_come_and_go(first):
     with nullcontext() if first else torch.inference_mode():
         state.extend(range(60))
         hidden, embedded = nodes(2)
-        state.score(hidden, route(shortlist, hidden, embedded, [0, 1]))
+        state.score(hidden, route(shortlist, hidden, embedded))
     state.extend(range(VOCAB))
 
 
@@ -189,7 +174,7 @@ def test_making_a_shortlist_leaves_chance_alone():
 
 def test_without_a_router_nothing_is_routed():
     for kind in ("frequency", "context"):
-        assert route(make(kind), *nodes(2), [0, 1]).tolist() == []
+        assert route(make(kind), *nodes(2)).tolist() == []
 
 
 # Scoring
@@ -204,32 +189,32 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
     total = 0
     for seed in range(4):
         hidden, embedded = nodes(3, seed)
-        routed = route(shortlist, hidden, embedded, [0, 1, 5])
+        routed = route(shortlist, hidden, embedded)
         found, full = spread(state.score(hidden, routed), VOCAB), hidden @ weight.T
-        held = torch.tensor([state.holds(token, routed) for token in range(VOCAB)])
-        assert torch.equal(found[0] > -torch.inf, held) and int(held.sum()) < VOCAB
+        held, layout = found[0] > -torch.inf, shortlist.layout
+        expected = layout.scored(routed).tolist()
+        expected += [*range(0, VOCAB, 7), 1, 2, 3] if kind in ("context", "all") else []
+        assert set(held.nonzero()[:, 0].tolist()) == set(expected) and int(held.sum()) < VOCAB
         torch.testing.assert_close(found[:, held], full[:, held], rtol=1e-4, atol=1e-4)
         total += int(held.sum())
-        if kind in ("context", "all"):
-            assert all(state.holds(token, routed) for token in (0, 7, 119, 1, 2, 3))
     assert state.scored == total
 
 
 @pytest.mark.parametrize("kind", ["context", "all"])
 def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     shortlist, (hidden, embedded) = make(kind), nodes(1)
-    routed = route(shortlist, hidden, embedded, [0])
-    empty = shortlist.begin([])
-    rare = [token for token in range(VOCAB) if not empty.holds(token, routed)]
+    routed = route(shortlist, hidden, embedded)
+    always = set(shortlist.layout.scored(routed).tolist())
+    rare = [token for token in range(VOCAB) if token not in always]
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
     alone = spread(second.score(hidden, routed), VOCAB)
     first.extend([rare[3]])
-    first.score(hidden, routed)
-    assert [token for token in rare if first.holds(token, routed)] == [rare[0], rare[1], rare[3]]
-    assert [token for token in rare if second.holds(token, routed)] == [rare[2]]
+    found = spread(first.score(hidden, routed), VOCAB)[0] > -torch.inf
+    assert set(found.nonzero()[:, 0].tolist()) == always | {rare[0], rare[1], rare[3]}
     assert torch.equal(spread(second.score(hidden, routed), VOCAB), alone)
-    held = [sum(one.holds(token, routed) for token in range(VOCAB)) for one in (first, second)]
-    assert [first.scored, second.scored] == [held[0], 2 * held[1]]
+    held = (alone[0] > -torch.inf).nonzero()[:, 0].tolist()
+    assert set(held) == always | {rare[2]}
+    assert [first.scored, second.scored] == [int(found.sum()), 2 * len(held)]
     if kind == "context":
         assert set(first.score(hidden, routed).tokens.tolist()) == {rare[1], rare[0], rare[3]}
 
@@ -237,7 +222,7 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
 def test_a_context_alone_must_hold_a_token():
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
-        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden, [0]))
+        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
 
 
 def test_parts_that_do_not_fit_are_refused():

@@ -92,47 +92,15 @@ def test_a_record_comes_back_as_it_was_written(trace, tmp_path):
     assert trace["answer"]["mean_accepted_tokens"] == 2.0
 
 
-DAMAGE = {
-    "format": ("something", "not a trace; give a file that `quickbeam generate --trace` wrote"),
-    "version": (2, "a trace of version 2; this quickbeam reads version 1"),
-    "answer": ([], "trace.answer: '[]'; must be dict"),
-    "answer method": (3, "answer.method: '3'; must be str"),
-    "steps 1": ("x", "steps[1]: 'x'; must be dict"),
-    "steps 0 nodes": ([], "steps[0].nodes: none; a tree has its root"),
-    "steps 0 next": ({}, "steps[0].next: has no 'token'"),
-    "steps 0 nodes 3 parent": (3, "steps[0].nodes[3].parent: 3; must be an earlier node"),
-    "steps 0 nodes 0 parent": (-2, "steps[0].nodes[0].parent: -2"),
-    "steps 0 nodes 2 parent": (-1, "steps[0].nodes[2].parent: -1"),
-    "steps 0 nodes 2 accepted": (1, "nodes[2].accepted: '1'; must be bool"),
-    "steps 0 nodes 2 token": (True, "nodes[2].token: 'True'; must be int"),
-    "steps 0 nodes 2 value": (float("nan"), "nodes[2].value: 'nan'; must be int or float"),
-    "steps 0 seconds": (10**400, "steps[0].seconds: '1000"),
-}
-
-
-@pytest.mark.parametrize("where", DAMAGE)
-def test_damaged_records_are_named(trace, tmp_path, where):
-    (value, words), part = DAMAGE[where], trace
-    *keys, last = (int(key) if key.isdigit() else key for key in where.split())
-    for key in keys:
-        part = part[key]
-    part[last] = value
-    with pytest.raises(InvalidInput) as caught:
-        read_trace(written(tmp_path / "t.json", trace))
-    assert words in str(caught.value) and "t.json" in str(caught.value)
-
-
 def test_other_files_are_named(trace, tmp_path):
-    del trace["steps"]
-    with pytest.raises(InvalidInput, match="has no 'steps'"):
-        read_trace(written(tmp_path / "t.json", trace))
-    for content in (b"{", b"\xff", b"[]", b"[" * 99999):
+    for content in (b"{", b"\xff", b"[]"):
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(InvalidInput, match="not a trace" if content == b"[]" else "JSON"):
+        with pytest.raises(InvalidInput, match="not a trace" if content == b"[]" else "read"):
             read_trace(tmp_path / "x")
-    for path in (tmp_path / "y", tmp_path):
-        with pytest.raises(InvalidInput, match="can't be read"):
-            read_trace(path)
+    with pytest.raises(InvalidInput, match="a trace of version 2; this quickbeam reads version 1"):
+        read_trace(written(tmp_path / "x", trace | {"version": 2}))
+    with pytest.raises(InvalidInput, match="can't be read"):
+        read_trace(tmp_path / "y")
 
 
 def test_the_page_shows_everything_and_loads_nothing(trace):

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from models import VOCAB
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import shards
 from quickbeam.train.shards import (
     Conversation,
     Shards,
     ShardWriter,
-    Unwritten,
     read_prompts,
     split,
     spread_lengths,
@@ -58,9 +57,7 @@ def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
         "text-00001.safetensors",
     ]
     assert same(found, list(range(9))) and len(found) == 9
-    assert found.tokens == sum(len(c.tokens) for c in made) and found.length(4) == len(
-        made[4].tokens
-    )
+    assert found.tokens == sum(len(c.tokens) for c in made)
     assert found.answers == sum(int(c.answer.sum()) for c in made)
     assert torch.equal(
         found.counts(VOCAB),
@@ -86,24 +83,17 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage
     assert same(Shards(tmp_path), [0, 2, 3])
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
-    tmp_path, error, after, monkeypatch
-):
-    writer, replace = ShardWriter(tmp_path), os.replace
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    writer = ShardWriter(tmp_path)
     writer.add(conversation(1))
 
-    def broken_off(source, target):
-        if after:
-            replace(source, target)
-        raise error
+    def full(source, target):
+        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", broken_off)
-        with pytest.raises(Unwritten if isinstance(error, OSError) else KeyboardInterrupt):
-            writer.flush()
-    assert not list(tmp_path.glob("*.part"))
+    with monkeypatch.context() as patch, pytest.raises(QuickbeamError, match="make room"):
+        patch.setattr(os, "replace", full)
+        writer.flush()
+    assert not list(tmp_path.glob("*"))
     writer.add(conversation(2))
     writer.flush()
     assert same(Shards(tmp_path), [1, 2])
@@ -132,7 +122,7 @@ def test_prompts_have_three_forms(tmp_path):
         '{"text": "a"}',
     ):
         path.write_text(f'{{"prompt": "a"}}\n{line}\n')
-        with pytest.raises(InvalidInput, match="line 2: want"):
+        with pytest.raises(InvalidInput, match=r"line 2: .*want"):
             read_prompts(path)
     path.write_text("\n")
     with pytest.raises(InvalidInput, match="holds no prompts"):

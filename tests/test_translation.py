@@ -15,8 +15,7 @@ from features import context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
-from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.drafters.translation import TranslatedDrafter, Translation
+from quickbeam.drafters.draft_model import LMDrafter, Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
@@ -50,7 +49,7 @@ def pair(shift=0, own=10, seed=7):
     translation = Translation(ours, tokenizer(named), (VOCAB, VOCAB))
     if shift:
         translation.columns = translation.columns.roll(shift)
-    return make_model(source), TranslatedDrafter(LMDrafter(twin, VOCAB), translation)
+    return make_model(source), LMDrafter(twin, VOCAB, translation=translation)
 
 
 def steps(target, drafter, **more):
@@ -78,7 +77,7 @@ def test_many_answers_in_one_call_are_plain_decodings():
 
 def test_a_node_whose_token_the_model_lacks_has_no_distribution():
     _, drafter = pair(own=10)
-    partner = drafter._translation.partner
+    partner = drafter.translation.partner
     lacked, known = next(i for i in range(VOCAB) if i not in partner), min({*partner} - {5})
     found = []
     for tokens in ((lacked, known), (known,)):

@@ -6,8 +6,6 @@ import math
 import sys
 
 import pytest
-import torch
-from transformers.activations import ACT2FN
 from typer.testing import CliRunner
 
 import fake_llm
@@ -16,7 +14,6 @@ from quickbeam.cli import common
 from quickbeam.cli.app import app
 from quickbeam.cli.common import harmless, strict_json
 from quickbeam.drafters.checkpoints import is_eagle
-from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.engine.result import Logprob
 from quickbeam.errors import InvalidInput
 
@@ -41,26 +38,8 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     (tmp_path / "elsewhere.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("b.safetensors", json.dumps(name)[1:-1]))
-    with pytest.raises(InvalidInput, match="which is outside its folder"):
+    with pytest.raises(InvalidInput, match="can't be read as weights"):
         read(folder)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_transformers(name):
-    x = torch.randn(1000) * 4
-    assert torch.equal(ACTIVATIONS[name](x), ACT2FN[name](x))
-
-
-@pytest.mark.parametrize("name", ["dropout", "threshold", "__name__", "tanh"])
-def test_other_activations_are_refused(tmp_path, name):
-    sizes = dict(hidden_size=8, intermediate_size=8, heads=1, kv_heads=1, head_dim=8)
-    sizes |= dict(target_size=8, vocab_size=9)
-    with pytest.raises(InvalidInput, match=f"unknown activation '{name}'; known: silu, "):
-        EagleHead(EagleConfig(**sizes, layers=(1, 2, 3), activation=name))
-    record = {"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes}
-    write(tmp_path, record, {"fc.weight": torch.zeros(1)})
-    with pytest.raises(InvalidInput, match=f"unknown activation '{name}'"):
-        read(tmp_path)
 
 
 def test_json_is_strict():

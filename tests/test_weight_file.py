@@ -2,8 +2,10 @@
 something fails."""
 
 import inspect
+import mmap
 import os
 import shutil
+import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,9 @@ from safetensors import safe_open
 
 from models import tiny
 from quickbeam.errors import QuickbeamError
+from quickbeam.models import memory
 from quickbeam.models.families import describe
+from quickbeam.models.memory import HUGE
 from quickbeam.models.native import build, library
 from quickbeam.models.native.quantised import Packed, Packer
 from quickbeam.models.packing import PackedWeights
@@ -42,6 +46,34 @@ def test_what_is_written_is_read_and_is_safetensors(tmp_path):
     assert read is not None and torch.equal(read, DATA) and file.read(len(DATA) + 1) is None
     with safe_open(path, "pt") as other:
         assert torch.equal(other.get_tensor("weights"), DATA)
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_large_files_are_mapped_where_that_is_as_fast(tmp_path, monkeypatch, huge):
+    """In both cases what is read is what was written, and stays when the file is replaced."""
+    data = torch.arange(3 * HUGE, dtype=torch.int32).view(torch.uint8)
+    inside = len(data) if huge else len(data) // 4
+    monkeypatch.setattr("quickbeam.models.memory._in_huge_pages", lambda begin: inside)
+    file = WeightFile(tmp_path / "w-a-b.safetensors")
+    file.write(len(data), lambda: [data], "packing")
+    read = file.read(len(data))
+    assert read is not None and torch.equal(read, data)
+    assert file.mapped == (huge or not hasattr(mmap, "MADV_HUGEPAGE"))
+    other = WeightFile(tmp_path / "w-a-c.safetensors")
+    other.write(len(data), lambda: [data.flip(0)], "packing")
+    assert torch.equal(read, data) and [one.name for one in tmp_path.glob("*.safetensors")] == [
+        "w-a-c.safetensors"
+    ]
+
+
+def test_huge_pages_of_a_mapped_file_are_counted(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(8 * HUGE))
+    mapped = memory.map_file(path)
+    if mapped is None:
+        pytest.skip("files are not in huge pages here")
+    assert memory._in_huge_pages(mapped.data_ptr()) >= 4 * HUGE or sys.platform != "linux"
+    assert memory._in_huge_pages(0) == 0
 
 
 def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):

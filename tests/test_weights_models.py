@@ -98,6 +98,17 @@ def test_kept_weights_give_the_same_bits(toy_folder, name, cache):
 
 
 @needs_kernels
+@pytest.mark.parametrize("least", [0, 1 << 40])
+def test_large_weights_are_kept_as_they_come(toy_folder, cache, monkeypatch, least):
+    monkeypatch.setattr("quickbeam.models.compiled.SMALL", least)
+    first, second = list[str](), list[str]()
+    a, b = (logits(toy_folder, "bfloat16", told) for told in (first, second))
+    kept = [file.name for file in (cache / "weights").glob("*-bfloat16-*.safetensors")]
+    assert torch.equal(a, b) and len(kept) == (not least)
+    assert ("packing weights" in first) == (not least) and "packing weights" not in second
+
+
+@needs_kernels
 def test_a_checkpoint_that_changes_is_quantised_again(toy_folder, tmp_path, cache):
     folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
     before = logits(folder, INT8, told)
@@ -107,7 +118,7 @@ def test_a_checkpoint_that_changes_is_quantised_again(toy_folder, tmp_path, cach
     model.save_pretrained(folder)
     told.clear()
     assert not torch.equal(logits(folder, INT8, told), before) and f"quantising to {INT8}" in told
-    assert len(list((cache / "weights").glob("*.safetensors"))) == 2
+    assert len(list((cache / "weights").glob("*.safetensors"))) == 1
 
 
 @needs_kernels

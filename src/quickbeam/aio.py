@@ -27,93 +27,19 @@ class Closed(QuickbeamError):
     """An `AsyncLLM` that begins no more answers: it was closed, or its thread has ended."""
 
 
-class Answer:
-    """The state of an answer on the event loop that waits for it.
+class AsyncStream(AsyncIterator[str]):
+    """The pieces of an answer's text as they come, for `async for`; `deltas` gives the tokens too.
 
-    It has no reference to its `AsyncStream`, so that only the user keeps the stream alive.
+    Dropping the stream, as when the loop is left early, ends the answer; so does `close`. The
+    answer's memory is freed after the next step.
     """
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
-        self.stream, self._trace, self._text = stream, trace, text
-        self.begun, self.changed = asyncio.Event(), asyncio.Event()
-        self.delta, self.over = NOTHING, False
-        self.closed = False  # whether nobody waits for it any more
-        self.on_begun: Callable[[], None] = lambda: None
-        self.on_over: Callable[[Stream], None] = lambda _: None
-
-    def update(self, over: bool) -> None:
-        """Take what is new, and wake whoever waits for it. `over`: nothing more will come."""
-        if self.over:
-            return
-        if not self.begun.is_set() and (over or self.stream.times.began is not None):
-            self.begun.set()
-            self.on_begun()
-        delta = self.stream.new()
-        if self._trace is not None:
-            delta = delta._replace(steps=self._trace.take(self._text))
-        self.delta, self.over = self.delta.plus(delta), over
-        if over:
-            self.on_over(self.stream)
-        self.changed.set()
-
-    async def next(self) -> Delta | None:
-        """Return everything new as soon as there is something; None at the end. Raises what ended
-        it."""
-        while not any(self.delta):
-            if self.over and self.stream.error is not None:
-                raise self.stream.error
-            if self.over or self.closed:
-                return None
-            self.changed.clear()
-            await self.changed.wait()
-        delta, self.delta = self.delta, NOTHING
-        return delta
-
-
-class Mailbox:
-    """Passes what the engine's thread notifies on to the answers of one event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread: EngineThread) -> None:
-        self._loop, self._thread = weakref.ref(loop), thread
-        self.answers: dict[SequenceState, Answer] = {}
-        # A sequence may end in the middle of a step, which counts and traces it afterwards. Between
-        # two steps the engine's thread notes here which are over.
-        self._over = weakref.WeakSet[SequenceState]()
-
-    def notify(self, sequences: Sequence[SequenceState]) -> None:
-        """Have these answers updated, in a single call, because each wakes the event loop up."""
-        self._over.update(sequence for sequence in sequences if sequence.over)
-        try:
-            if (loop := self._loop()) is not None:
-                loop.call_soon_threadsafe(self.update, sequences)
-                return
-        except RuntimeError:  # the loop is closed
-            pass
-        for sequence in sequences:
-            self.answers.pop(sequence, None)
-            self._thread.cancel(sequence)
-
-    def update(self, sequences: Sequence[SequenceState]) -> None:
-        """Update answers, on the event loop."""
-        for sequence in sequences:
-            if (answer := self.answers.get(sequence)) is not None:
-                answer.update(sequence in self._over)
-                if answer.over:
-                    del self.answers[sequence]
-
-
-class AsyncStream(AsyncIterator[str]):
-    """The pieces of an answer's text as they come, for `async for`.
-
-    `deltas` gives the tokens too. `completion` may be read at any time. Dropping the stream, as
-    when the loop is left early, ends the answer; so does `close`. The answer's memory is freed
-    after the next step.
-    """
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._finalizer = weakref.finalize(self, answer.stream.cancel)
-        self._finalizer.atexit = False
+        self._stream, self._trace, self._text = stream, trace, text
+        self._begun, self._changed = asyncio.Event(), asyncio.Event()
+        self._delta, self._over, self._closed = NOTHING, False, False
+        self._on_begun: Callable[[], None] = lambda: None
+        self._on_over: Callable[[Stream], None] = lambda _: None
 
     async def __anext__(self) -> str:
         while (delta := await self._next()) is not None:
@@ -122,53 +48,102 @@ class AsyncStream(AsyncIterator[str]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is new in the answer: a step, or several where they come faster than they are
-        taken."""
+        """Yield what is new in the answer: a step, or several where they come faster."""
         while (delta := await self._next()) is not None:
             yield delta
 
     async def _next(self) -> Delta | None:
-        try:
-            return await self._answer.next()
-        except asyncio.CancelledError:
-            self.close()
-            raise
+        """Return what is new as soon as there is something; None at the end. Raises an error."""
+        while not any(self._delta):
+            if self._over and self._stream.error is not None:
+                raise self._stream.error
+            if self._over or self._closed:
+                return None
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        delta, self._delta = self._delta, NOTHING
+        return delta
+
+    def update(self, over: bool) -> None:
+        """Take what is new, and wake whoever waits for it. `over`: nothing more will come."""
+        if self._over:
+            return
+        if not self._begun.is_set() and (over or self._stream.times.began is not None):
+            self._begun.set()
+            self._on_begun()
+        delta = self._stream.new()
+        if self._trace is not None:
+            delta = delta._replace(steps=self._trace.take(self._text))
+        self._delta, self._over = self._delta.plus(delta), over
+        if over:
+            self._on_over(self._stream)
+        self._changed.set()
 
     def watch(self, begun: Callable[[], None], over: Callable[[Stream], None]) -> None:
-        """Set two callbacks, each of which is called once, on the stream's event loop.
+        """Set callbacks for when the engine takes the answer up, and when it is over, however.
 
-        `begun` is called when the engine has taken the answer up. `over` is called with the
-        answer's stream when the answer is over, however it ends. Call `watch` right after the
-        stream was begun.
+        Each is called once, on the event loop. Call `watch` right after the stream was begun, and
+        keep the stream: the callbacks go with it.
         """
-        self._answer.on_begun, self._answer.on_over = begun, over
+        self._on_begun, self._on_over = begun, over
 
     async def begun(self) -> None:
-        """Wait until the engine has taken the answer up, or it is over. Raises what ended it by
-        then."""
-        await self._answer.begun.wait()
-        if self._answer.over and self._answer.stream.error is not None:
-            raise self._answer.stream.error
+        """Wait until the engine has taken the answer up. Raises what ended it by then."""
+        await self._begun.wait()
+        if self._over and self._stream.error is not None:
+            raise self._stream.error
 
     def close(self) -> None:
         """Stop here. The answer ends as `interrupted` unless it had ended."""
-        self._finalizer()
-        self._answer.closed = True
-        self._answer.changed.set()
+        self._stream.cancel()
+        self._closed = True
+        self._changed.set()
 
     async def aclose(self) -> None:
-        """Do the same as `close`, for `contextlib.aclosing`."""
         self.close()
 
     @property
     def times(self) -> Times:
         """When the request arrived, was taken up, and had its first token."""
-        return self._answer.stream.times
+        return self._stream.times
 
     @property
     def completion(self) -> Completion:
         """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
-        return self._answer.stream.completion
+        return self._stream.completion
+
+
+class Mailbox:
+    """Passes what the engine's thread notifies on to the streams of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: EngineThread) -> None:
+        self._loop, self._thread = loop, thread
+        self.answers = weakref.WeakValueDictionary[SequenceState, AsyncStream]()
+        # A sequence may end in the middle of a step, which counts and traces it afterwards. Between
+        # two steps the engine's thread notes here which are over.
+        self._over = weakref.WeakSet[SequenceState]()
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        """Have these answers updated, in a single call, because each wakes the event loop up."""
+        self._over.update(sequence for sequence in sequences if sequence.over)
+        try:
+            self._loop.call_soon_threadsafe(self.update, sequences)
+        except RuntimeError:  # the loop is closed
+            for sequence in sequences:
+                self._thread.cancel(sequence)
+
+    def update(self, sequences: Sequence[SequenceState]) -> None:
+        """Update answers, on the event loop."""
+        for sequence in sequences:
+            if (answer := self.answers.get(sequence)) is not None:
+                over = sequence in self._over
+                answer.update(over)
+                if over:
+                    del self.answers[sequence]
 
 
 class AsyncLLM:
@@ -181,7 +156,7 @@ class AsyncLLM:
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
-        self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._closed, tokenizer = False, self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
 
@@ -222,14 +197,16 @@ class AsyncLLM:
     ) -> AsyncStream:
         self._require_open()
         loop, kept = asyncio.get_running_loop(), Trace() if trace else None
+        for ended in [one for one in self._mailboxes if one.is_closed()]:
+            del self._mailboxes[ended]
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop, self.llm.thread))
+        observers = [one for one in (kept, observer) if one is not None]
 
         def observe(record: StepRecord) -> None:
-            for one in (kept, observer):
-                if one is not None:
-                    one(record)
+            for one in observers:
+                one(record)
 
-        watched = observe if kept is not None or observer is not None else None
+        watched = observe if observers else None
         begin = partial(start, observer=watched, client=mailbox, **options)
         try:
             stream = await asyncio.to_thread(begin)  # in a thread, because it may load a drafter
@@ -239,10 +216,10 @@ class AsyncLLM:
         if self._closed:
             stream.cancel()
             self._require_open()
-        mailbox.answers[stream.sequence] = answer = Answer(stream, kept, self._text)
+        answer = mailbox.answers[stream.sequence] = AsyncStream(stream, kept, self._text)
         # what came before the mailbox knew it; later, so that the caller may `watch` it
         loop.call_soon(mailbox.update, [stream.sequence])
-        return AsyncStream(answer)
+        return answer
 
     @staticmethod
     async def _finish(stream: AsyncStream) -> Completion:

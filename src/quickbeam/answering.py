@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
+from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
 from quickbeam.bans import bad_word_ids
@@ -18,7 +19,7 @@ from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
-from quickbeam.engine.stream import Ends, Stream, results
+from quickbeam.engine.stream import Stream
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
@@ -79,11 +80,11 @@ class Answering:
         self._bound_memory()
 
     def _bound_memory(self) -> None:
-        """Set how many pages of keys and values there may be, of the target and the drafter
-        together."""
+        """Set how many pages of keys and values there may be, of target and drafter together."""
         pool, drafter = self.model.pool, self.drafting.drafter
         if self._kv_memory is None:
-            self._kv_memory = int(SHARE * free_memory(self.model.device))
+            free = free_memory(self.model.device) - self.model.mapped_bytes
+            self._kv_memory = max(0, int(SHARE * free))
         beside = drafter.pool if drafter is not None else None
         pages = self._kv_memory // (pool.page_bytes + (beside.page_bytes if beside else 0))
         if pages < 2:
@@ -95,8 +96,7 @@ class Answering:
 
     @property
     def kernels(self) -> str:
-        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` with the
-        reason."""
+        """What computes the passes, as `native (avx2, int8)`, or `PyTorch's` with the reason."""
         return self.model.describe()
 
     def describe(self) -> str:
@@ -116,8 +116,8 @@ class Answering:
     def room(self, prompt: int, method: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
 
-        The context lengths of the model and its drafter and the memory for keys and values limit
-        it. 0 or less means that there is no room. Loads the drafter if `method` needs it.
+        Context lengths and the memory for keys and values limit it. Loads the drafter if `method`
+        needs it.
         """
         limits, pool = [self.model.context_length], self.model.pool
         if (drafter := self.prepare(self.drafting.method(method or self.method))) is not None:
@@ -129,10 +129,7 @@ class Answering:
     def prepare(
         self, method: str, vocab: str | None = None, shortlist: int | None = None
     ) -> Drafter | None:
-        """Load the drafter and its shortlist for `method`, unless they are loaded or not needed.
-
-        Returns the drafter, or None where there is none or none is needed.
-        """
+        """Load and return the drafter of `method`; None where there is none or none is needed."""
         if self.drafting.lacks(asked := (method, vocab, shortlist)):
             self.thread.call(partial(self._load_drafter, asked))
         return self.drafting.drafter if self.drafting.drafts(method) else None
@@ -203,13 +200,15 @@ class Answering:
                 f"{len(every)} parameters for {len(prompts)} prompts: give one for "
                 "all, or one for each"
             )
-        streams, ends = list[Stream](), Ends()
+        streams = list[Stream]()
         try:
             for prompt, own in zip(prompts, every, strict=True):
                 for number in range((own or SamplingParams()).n):
-                    streams.append(self.stream(prompt, own, choice=number, client=ends, **options))
+                    streams.append(self.stream(prompt, own, choice=number, **options))
             several = len(streams) > 1 and not one and sys.stderr.isatty()
-            answers = results(streams, ends, several if progress is None else progress)
+            shown = several if progress is None else progress
+            bar = tqdm(streams, disable=not shown, unit="answer", leave=False)
+            answers = [stream.result() for stream in bar]
         except BaseException:
             for stream in streams:
                 stream.cancel()
@@ -335,10 +334,7 @@ class Answering:
 
 
 def choose_budget(asked: Budget | None, method: str) -> int | None:
-    """Return the nodes of a tree of `method`; None stands for the measured budget.
-
-    Raises `InvalidInput` for what is no number of nodes of a tree.
-    """
+    """Return the nodes of a tree of `method`; None: the measured budget. Raises `InvalidInput`."""
     asked = 0 if asked == "auto" else asked
     if asked is not None and not (isinstance(asked, int) and 0 <= asked <= MAX_NODES_SLOW):
         raise InvalidInput(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.drafters.vocabulary import Shortlists, is_listed
+from quickbeam.drafters.vocabulary import is_listed, make_shortlist
 from quickbeam.methods import DRAFTER, METHODS, make_method, preset, stand_in
 from quickbeam.methods.base import Method
 from quickbeam.models.base import Model
-from quickbeam.options import BESIDE, FREQUENCY, FULL, SHORTENED, Setting
+from quickbeam.options import BESIDE, FREQUENCY, FULL, SHORTENED, Setting, plain_vocab
 from quickbeam.params import COUPLED, SamplingParams
 
 Load = Callable[[Model, Any], Drafter]
 Asked = tuple[str, str | None, int | None]  # a method, a vocabulary, the size of a shortlist
+KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
 
 
 class Drafting:
@@ -30,7 +32,7 @@ class Drafting:
         self._load, self._vocab, self._shortlist = load, vocab, shortlist
         self.drafter: Drafter | None = None
         self.listed = False  # whether the drafter comes with a list of frequent tokens
-        self._shortlists: Shortlists | None = None
+        self._shortlists: Callable[[str, int | None], Shortlist | None] | None = None
         # methods keep what they learned in earlier answers
         self.policies: dict[Setting, Method] = {}
         self._prepared = set[Asked]()
@@ -62,7 +64,8 @@ class Drafting:
             assert self._load is not None
             self.drafter = self._load(model, tokenizer)
             self.listed = is_listed(self.drafter)
-            self._shortlists = Shortlists(self.drafter, model)
+            made = partial(make_shortlist, self.drafter, model)
+            self._shortlists = lru_cache(maxsize=KEPT)(made)
         self.shortlist(self.setting(*asked))
         self._prepared.add(asked)
 
@@ -77,7 +80,7 @@ class Drafting:
         """Return what the drafter scores; None without a drafter, and for its full vocabulary."""
         if self._shortlists is None or not self.drafts(setting.method):
             return None
-        return self._shortlists.get(setting.vocab, setting.shortlist)
+        return self._shortlists(plain_vocab(setting.vocab), setting.shortlist)
 
     def policy(self, setting: Setting, params: SamplingParams) -> Method:
         """Return the method that drafts an answer.

@@ -55,7 +55,7 @@ def generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: Any = None,
-    synced_gpus: bool = False,
+    synced_gpus: bool = False,  # found in the call, by all versions
     drafter: str | None = None,
     tokenizer: Any = None,
     method: str = "auto",
@@ -82,10 +82,7 @@ def generate(
     them as `sequences`. Raises `InvalidInput` for what can't be done exactly.
     """
     streamer, config = streamer or _of_the_call("streamer"), generation_config
-    _refuse_call(
-        config, synced_gpus or _of_the_call("synced_gpus"), _of_the_call("assistant_model")
-    )
-    _refuse_model(model, model_kwargs)
+    _refuse_call(model, config, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs)
     params = params_of(logits_processor, stopping_criteria, config, input_ids.shape[1], prompts)
     llm = engine_of(model, drafter, tokenizer)
@@ -121,10 +118,9 @@ def generator(
 
 
 def _of_the_call(name: str) -> Any:
-    """Return an argument of the running `model.generate`; None if there is none.
+    """Return an argument of the running `model.generate` from its stack frame.
 
-    It is found in the call's stack frame. transformers (5.17 to 5.23) passes these arguments to its
-    own loops, but not to a callable; a streamer would get the prompt and nothing else.
+    transformers (5.17 to 5.23) passes these to its own loops, but not to a callable.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_code is not code:
@@ -134,75 +130,57 @@ def _of_the_call(name: str) -> Any:
     return frame.f_locals.get(name)
 
 
-def _refuse_call(config: GenerationConfig, synced: bool, assistant: Any) -> None:
-    """Raise `InvalidInput` if the call asks for something that this loop can't do."""
-    mode = config.get_generation_mode(assistant)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise InvalidInput(
-            f"{mode.value}: quickbeam decodes greedily or samples; leave out what asks for it "
-            "(num_beams, assistant_model, …)"
-        )
-    if synced:
-        raise InvalidInput("synced_gpus: quickbeam runs a model that is whole on one device")
-    if config.cache_implementation == "quantized":
-        raise InvalidInput(
-            "cache_implementation='quantized': quickbeam keeps keys and values as "
-            "the model computes them; leave it out"
-        )
+def _refuse(*reasons: tuple[Any, str]) -> None:
+    """Raise `InvalidInput` for the first reason that holds."""
+    for holds, why in reasons:
+        if holds:
+            raise InvalidInput(why)
+
+
+def _refuse_call(model: PreTrainedModel, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    """Raise `InvalidInput` for a call or a model that this loop can't do exactly."""
+    mode = config.get_generation_mode(_of_the_call("assistant_model"))
     extras = [name for name in EXTRAS if getattr(config, name)]
-    if config.return_dict_in_generate and extras:
-        raise InvalidInput(
-            f"{extras[0]}=True: quickbeam gives sequences alone; leave it out, or "
-            "use model.generate without custom_generate"
-        )
-
-
-def _refuse_model(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise `InvalidInput` if the model is none that can run here, or gets more than token ids."""
-    if model.training:
-        raise InvalidInput(
-            "the model is in training mode, where dropout changes its answers: call "
-            "model.eval() first"
-        )
-    if any(hasattr(module, "get_base_layer") for module in model.modules()):
-        raise InvalidInput(
-            "the model has adapters that are not merged: call merge_and_unload() of "
-            "the peft model first"
-        )
+    unread = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS]
+    cached = [one for one in CACHES if getattr(kwargs.get(one), "_is_user_defined", False)]
+    _refuse(
+        (mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE), f"{mode.value}: "
+            "quickbeam decodes greedily or samples; leave out what asks for it (num_beams, "
+            "assistant_model, …)"),
+        (_of_the_call("synced_gpus"),
+            "synced_gpus: quickbeam runs a model that is whole on one device"),
+        (config.cache_implementation == "quantized", "cache_implementation='quantized': quickbeam "
+            "keeps keys and values as the model computes them; leave it out"),
+        (config.return_dict_in_generate and extras, f"{', '.join(extras)}: quickbeam gives "
+            "sequences alone; leave it out, or use model.generate without custom_generate"),
+        (model.training, "the model is in training mode, where dropout changes its answers: call "
+            "model.eval() first"),
+        (any(hasattr(module, "get_base_layer") for module in model.modules()), "the model has "
+            "adapters that are not merged: call merge_and_unload() of the peft model first"),
+        (unread, f"{', '.join(unread)}: quickbeam gives the model token ids and nothing else; "
+            "leave it out"),
+        (cached, f"{', '.join(cached)}: quickbeam keeps its own keys and values, those of earlier "
+            "prompts too; leave it out"),
+    )  # fmt: skip
     refuse_unfit(type(model), model.config)
-    for name, value in kwargs.items():
-        if value is not None and name not in HARMLESS:
-            raise InvalidInput(
-                f"{name}: quickbeam gives the model token ids and nothing else; leave it out"
-            )
 
 
-def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
+def _prompts(ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
     """Return the rows' token ids without the padding on their left, which alone may be masked."""
-    if input_ids.dim() != 2 or not input_ids.shape[1]:
-        raise InvalidInput(
-            f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings"
-        )
-    mask = kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
-    if mask.shape != input_ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all():
-        raise InvalidInput(
-            "attention_mask: must be zeros (padding), then ones, in each row; make "
-            "the tokenizer with padding_side='left'"
-        )
-    positions, given = (mask.cumsum(1) - 1).clamp(min=0), kwargs.get("position_ids")
+    whole = ids.dim() == 2 and ids.shape[1] > 0
+    _refuse((not whole, f"input_ids of shape {list(ids.shape)}: give token ids, not embeddings"))
+    mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    mask = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
+    holes = mask.shape != ids.shape or (mask.diff(dim=1) < 0).any() or not mask[:, -1].all()
+    _refuse((holes, "attention_mask: must be zeros (padding), then ones, in each row; make the "
+        "tokenizer with padding_side='left'"))  # fmt: skip
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     if given is not None and not ((given.to(mask.device) == positions) | (mask == 0)).all():
         raise InvalidInput(
-            "position_ids: quickbeam counts positions from the first token of a "
-            "prompt; leave them out"
+            "position_ids: quickbeam counts positions from the first token of a prompt; leave them "
+            "out"
         )
-    for name in CACHES:
-        if getattr(kwargs.get(name), "_is_user_defined", False):
-            raise InvalidInput(
-                f"{name}: quickbeam keeps its own keys and values, those of "
-                "earlier prompts too; leave it out"
-            )
-    return [row[on.bool()].tolist() for row, on in zip(input_ids, mask, strict=True)]
+    return [row[on.bool()].tolist() for row, on in zip(ids, mask, strict=True)]
 
 
 def _columns(
@@ -214,10 +192,9 @@ def _columns(
 ) -> torch.Tensor:
     """Return all rows, decoded token by token: ids `[rows, prompt + answer]`.
 
-    As in `_sample` of transformers, the stopping criteria and the streamer are called after each
-    token. If an end-of-sequence token may end rows, finished rows get padding. Otherwise they go on
-    until all rows are finished. Raises the error that ended a stream, or `QuickbeamError` if the
-    engine was closed.
+    As in `_sample` of transformers, criteria and streamer are called after each token; where an
+    end-of-sequence token may end rows, finished ones get padding. Raises what ended a stream, or
+    `QuickbeamError` if the engine was closed.
     """
     ends = any(hasattr(one, "eos_token_id") for one in criteria)
     going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
@@ -247,25 +224,21 @@ _making = threading.Lock()
 
 
 def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> Answering:
-    """Return the engine of a model. The model itself is not changed.
-
-    It is made if there is none for this drafter and for the model's weights as they are now.
-    Raises `InvalidInput` if the weights are not all on one device.
-    """
+    """Return the engine of a model, made anew where the drafter or the weights are others."""
     weights = [*model.parameters(), *model.buffers()]
-    places = {weight.device for weight in weights}
-    if len(places) > 1 or any(place.type == "meta" for place in places):
-        raise InvalidInput(
-            f"the model lies on {', '.join(sorted(map(str, places)))}: quickbeam "
-            "needs all of it on one device"
-        )
+    places = sorted({str(weight.device) for weight in weights})
+    _refuse((len(places) > 1 or "meta" in places, f"the model lies on {', '.join(places)}: "
+        "quickbeam needs all of it on one device"))  # fmt: skip
     # An in-place change raises a tensor's version, unless it is made through `.data`.
     versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
     state = drafter, *versions
     with _making:
         if model not in _engines or _engines[model][0] != state:
             _engines.pop(model, None)  # frees its copies before new ones are made
-            tokenizer = _tokenizer(model, tokenizer) if drafter else NullTokenizer()
+            if not drafter:
+                tokenizer = NullTokenizer()
+            elif tokenizer is None:
+                tokenizer = _tokenizer_of(model)
             prepare_kernels(model.device, model.dtype)
             twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
             opened = Opened(twin, tokenizer, set(), {})  # the call says which ids end an answer
@@ -276,23 +249,19 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
         return _engines[model][1]
 
 
-def _tokenizer(model: PreTrainedModel, given: Any) -> Any:
+def _tokenizer_of(model: PreTrainedModel) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path) if given is None else given
+        return AutoTokenizer.from_pretrained(model.name_or_path)
     except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"no tokenizer in {model.name_or_path!r}: give "
-            "quickbeam.hf.generator(drafter=…, tokenizer=…)"
-        ) from error
+        how = "give quickbeam.hf.generator(drafter=…, tokenizer=…)"
+        raise InvalidInput(f"no tokenizer in {model.name_or_path!r}: {how}") from error
 
 
 def _biases(processor: Any) -> dict[str, Any]:
-    if longer := [sequence for sequence in processor.sequence_bias if len(sequence) > 1]:
-        raise InvalidInput(
-            f"{type(processor).__name__} of the sequence {list(longer[0])}: "
-            "quickbeam takes single tokens alone"
-        )
-    return {"logit_bias": {one[0]: float(bias) for one, bias in processor.sequence_bias.items()}}
+    name, bias = type(processor).__name__, processor.sequence_bias
+    longer = [list(sequence) for sequence in bias if len(sequence) > 1]
+    _refuse((longer, f"{name} of the sequences {longer}: quickbeam takes single tokens alone"))
+    return {"logit_bias": {one[0]: float(value) for one, value in bias.items()}}
 
 
 def _suppressed(processor: Any) -> dict[str, Any]:
@@ -328,31 +297,28 @@ def params_of(
     width: int,
     prompts: Sequence[Sequence[int]],
 ) -> SamplingParams:
-    """Return the parameters of all rows.
+    """Return the parameters of all rows, which are `width` tokens long with padding.
 
-    `width` is the length of the rows with padding, in tokens. Raises `InvalidInput` for a processor
-    without a counterpart, and names its class.
+    Raises `InvalidInput` for a processor without a counterpart, and names its class.
     """
     eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
     ends = {int(end) for ids in eos for end in ids.tolist()}
     padding = [width - len(prompt) for prompt in prompts]
     options, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
-        name = type(processor).__name__
-        if type(processor) not in READERS:
-            known = ", ".join(kind.__name__ for kind in READERS)
-            raise InvalidInput(f"logits processor {name}: not supported; known: {known}")
+        name = f"logits processor {type(processor).__name__}"
+        known = ", ".join(kind.__name__ for kind in READERS)
+        _refuse((type(processor) not in READERS, f"{name}: not supported; known: {known}"))
         place, read = READERS[type(processor)]
         own = read(processor)
-        if place < rank:
-            raise InvalidInput(
-                f"logits processor {name}: quickbeam applies it before those that "
-                "stand in front of it; put it first"
-            )
+        _refuse(
+            (place < rank, f"{name}: quickbeam applies it before those that stand in front of it; "
+                "put it first"),
+            (own.keys() & options.keys() - {"min_tokens"}, f"{name}: it is there twice; leave one "
+                "out"),
+        )  # fmt: skip
         rank = place
         _check(processor, own, padding, ends)
-        if own.keys() & options.keys() - {"min_tokens"}:
-            raise InvalidInput(f"logits processor {name}: it is there twice; leave one out")
         for token, bias in own.pop("logit_bias", {}).items():
             biases[token] = biases.get(token, 0.0) + bias
         least = own.get("min_tokens", 0), own.pop("min_length", 0) - width
@@ -370,23 +336,18 @@ def params_of(
 def _check(processor: Any, own: dict[str, Any], padding: list[int], ends: set[int]) -> None:
     """Raise `InvalidInput` for a setting of a processor that its parameters `own` can't have."""
     name, least = type(processor).__name__, getattr(processor, "min_tokens_to_keep", 1)
-    if least > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf:
-        raise InvalidInput(
-            f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"
-        )
-    if "repetition_penalty" in own:
-        # the first tokens of each row that are ignored must be exactly the row's padding
-        ignored = processor.prompt_ignore_length
-        if not isinstance(ignored, torch.Tensor):
-            ignored = torch.tensor([ignored or 0] * len(padding))
-        if ignored.tolist() != padding:
-            more = ", or give rows of one length, as this version of transformers counts padding"
-            raise InvalidInput(
-                f"{name}: quickbeam counts all of a prompt, and no padding; leave "
-                f"prompt_ignore_length out{more if any(padding) else ''}"
-            )
-    if own.keys() & {"min_length", "min_tokens"} and set(processor.eos_token_id.tolist()) != ends:
-        raise InvalidInput(
-            f"{name}: its eos_token_id is not the one that ends the answer "
-            f"({sorted(ends)}); give both the same"
-        )
+    filtered = least > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf
+    # the first tokens of each row that are ignored must be exactly the row's padding
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        ignored = torch.tensor([ignored or 0] * len(padding))
+    counted = "repetition_penalty" in own and ignored.tolist() != padding
+    more = ", or give rows of one length, as this version of transformers counts padding"
+    ending = own.keys() & {"min_length", "min_tokens"}
+    _refuse(
+        (filtered, f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"),
+        (counted, f"{name}: quickbeam counts all of a prompt, and no padding; leave "
+            f"prompt_ignore_length out{more if any(padding) else ''}"),
+        (ending and set(processor.eos_token_id.tolist()) != ends, f"{name}: its eos_token_id is "
+            f"not the one that ends the answer ({sorted(ends)}); give both the same"),
+    )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # a container's share of the processor
 T = TypeVar("T")
+_starting = threading.Lock()  # held while the size of stacks is another one
 
 
 def cpu_name() -> str:
@@ -41,14 +42,15 @@ def usable_cores() -> int:
         return cores
 
 
-def in_own_thread(work: Callable[[], T]) -> T:
+def in_own_thread(work: Callable[[], T], stack: int = 0) -> T:
     """Return what `work` returns, called in a thread that ends with it. Raises what it raises.
 
     OpenMP keeps a pool of threads for each thread that has computed in parallel, until that thread
     ends. Where all pools together have more threads than there are cores, none of them waits for
     work with its core in hand any more, and each parallel part of a pass begins some 50
     microseconds later. So whatever computes in parallel beside the engine's own thread, as loading
-    does, does it here. An interrupt does not wait for the work's end.
+    does, does it here. An interrupt does not wait for the work's end. `stack`: bytes of its stack,
+    of which only those that are used take memory; 0 for the usual size.
     """
     result = Future[T]()
 
@@ -59,7 +61,10 @@ def in_own_thread(work: Callable[[], T]) -> T:
             result.set_exception(error)
 
     thread = threading.Thread(target=run, name="quickbeam-work", daemon=True)
-    thread.start()
+    with _starting:
+        before = threading.stack_size(stack)
+        thread.start()
+        threading.stack_size(before)
     value = result.result()
     thread.join()
     return value

@@ -104,5 +104,6 @@ def _names(folder: Path) -> Collection[str]:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         return index["weight_map"].keys()  # type: ignore[no-any-return]
     with open(folder / SINGLE, "rb") as file:  # its header is JSON behind its size
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        size = int.from_bytes(file.read(8), "little")  # any number where it is another file
+        header = json.loads(file.read(min(size, (folder / SINGLE).stat().st_size)))
     return header.keys()  # type: ignore[no-any-return]

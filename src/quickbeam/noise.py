@@ -30,8 +30,8 @@ is skipped if the sum of its largest log p and its largest g is below the best s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,6 @@ def uniform(high: Array, low: Array) -> Array:
     return found
 
 
-Chooser = Callable[[int, int], int]  # from a row's number and a position to a token
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
 Row = tuple[list[int], list[float]]  # tokens, and their chances
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
@@ -85,25 +84,6 @@ Row = tuple[list[int], list[float]]  # tokens, and their chances
 CUT = 0.02
 USUAL = 2.3  # exp(-g) is below this 9 times in 10
 TINY = 2.0**-120  # the lowest bar that a token is held against
-
-
-class Wanted(NamedTuple):
-    """What `Noise.perturb` is to return: at most `most` tokens of each row, at a `temperature`."""
-
-    temperature: float
-    most: int
-
-
-class Places(NamedTuple):
-    """The places of the rows that `Noise.perturb` is given.
-
-    For each row of probabilities: its position, the least probability of a token that counts
-    (`least`), and the floor that a token's perturbed probability must exceed (`floors`).
-    """
-
-    positions: Sequence[int]
-    least: Sequence[float]
-    floors: Sequence[float]
 
 
 def _best_of(
@@ -191,51 +171,54 @@ class Noise:
                 return other
         return token
 
-    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
-        """Return a function that gives `largest` of a row of `rows` `[n, vocab]` at a position."""
-        rows = np.asarray(rows)
-        return lambda row, position: self.largest(rows[row], position, scale)
-
     def perturb(
-        self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
+        self,
+        rows: Numbers,
+        tokens: Numbers | None,
+        positions: Sequence[int],
+        least: Sequence[float],
+        floors: Sequence[float],
+        temperature: float,
+        most: int,
     ) -> list[Row]:
         """Return the likeliest tokens of each row after perturbing it with the noise of its place.
 
         `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
-        exp(temperature * number), and the results are normalised. At most `wanted.most` tokens
-        come back, each with its result, the largest first. `tokens` `[s]` names the token of each
-        column; None means that column i is token i.
+        exp(temperature * number), and the results are normalised. At most `most` tokens come back,
+        each with its result, the largest first. `tokens` `[s]` names the token of each column; None
+        means that column i is token i. For each row: its position, the `least` probability of a
+        token that counts, and the floor that a token's result must exceed.
 
         Tokens far less likely than the likeliest are left out without computing their numbers. The
         normalising sum counts them as if their number was 0.
         """
         rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
         spots, sizes = list[Array](), list[int]()
-        for q, position, least, floor in zip(rows, *places, strict=True):
+        for q, position, low, floor in zip(rows, positions, least, floors, strict=True):
             peaks, owners = self.peaks(position)
             # no token's number is larger than the largest of its chunk
-            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)
+            lifts = np.exp(temperature * peaks).astype(np.float32)
             lifted = q * (
                 np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
             )
-            likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
+            likeliest = float(q.max(initial=0.0)) * USUAL**-temperature
             # the numbers of the tokens that have their chunk's largest are known already
             if tokens is None:
                 likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
             bar = max(max(CUT, floor / 4) * likeliest, TINY)
-            spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
+            spots.append(((lifted > bar) & (q >= low)).nonzero()[0])
             sizes.append(len(spots[-1]))
         columns = np.concatenate(spots)
         gumbels = self.of(
             columns if tokens is None else tokens[columns],
-            np.repeat(np.array(places.positions), sizes),
+            np.repeat(np.array(positions), sizes),
         )
         found, first = list[Row](), 0
-        for q, spot, size, floor in zip(rows, spots, sizes, places.floors, strict=True):
-            chances = q[spot] * np.exp(wanted.temperature * gumbels[first : first + size])
+        for q, spot, size, floor in zip(rows, spots, sizes, floors, strict=True):
+            chances = q[spot] * np.exp(temperature * gumbels[first : first + size])
             first += size
             chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
-            order = np.argsort(-chances, kind="stable")[: wanted.most]
+            order = np.argsort(-chances, kind="stable")[:most]
             order = order[chances[order] > floor]
             names = spot[order] if tokens is None else tokens[spot[order]]
             found.append((names.tolist(), chances[order].tolist()))

@@ -1,5 +1,4 @@
-"""The options that a single call may set, the setting that an answer is made with, and the names of
-the parts of a vocabulary that a drafter may score."""
+"""Options of a single call, the setting of an answer, and the parts of a drafter's vocabulary."""
 
 from __future__ import annotations
 
@@ -79,10 +78,7 @@ def temperature_class(params: SamplingParams) -> int:
 
 
 def plain_vocab(vocab: str) -> str:
-    """Return the one of `VOCABS` that `vocab` means.
-
-    `+context` may follow any of their names. An unknown word comes back as it is.
-    """
+    """Return the one of `VOCABS` that `vocab` means; an unknown word comes back as it is."""
     base = vocab.removesuffix(BESIDE)
     if base in (vocab, FREQUENCY) or base not in VOCABS:
         return vocab
@@ -90,10 +86,7 @@ def plain_vocab(vocab: str) -> str:
 
 
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a name that means none of `VOCABS` and is not `SHORTENED`.
-
-    Also raises it for a shortlist `size` where the full vocabulary is scored.
-    """
+    """Raise `InvalidInput` for an unknown name, or a `size` where the full vocabulary is scored."""
     if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(
             f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"

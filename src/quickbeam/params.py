@@ -1,7 +1,4 @@
-"""What a request asks of its answer.
-
-This module knows nothing of logits: `sampling.py` turns these parameters into a distribution.
-"""
+"""What a request asks of its answer; `sampling.py` turns it into a distribution."""
 
 from __future__ import annotations
 
@@ -86,11 +83,17 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        for name, (good, accepted) in RULES.items():
-            if not good(getattr(self, name), self):
-                what = accepted.format(self)
-                given = reprlib.repr(getattr(self, name))  # short, whatever it is
-                raise InvalidInput(f"{name}={given}: must be {what}")
+        least, most = int(self.prompt_logprobs is None), self.max_tokens
+        rules = {
+            "max_tokens": (_whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
+            **RULES,
+            "min_tokens": (_whole(0, most), f"an integer between 0 and max_tokens={most!r}"),
+        }
+        for name, (good, accepted) in rules.items():
+            value = getattr(self, name)
+            if not good(value):
+                given = reprlib.repr(value)  # short, whatever it is
+                raise InvalidInput(f"{name}={given}: must be {accepted}")
 
     @property
     def greedy(self) -> bool:
@@ -125,88 +128,63 @@ class SamplingParams:
         return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
-Rule = Callable[[Any, SamplingParams], bool]
+Rule = Callable[[Any], bool]
 
 
 def _number(low: float, high: float, kind: Any = Real) -> Rule:
-    def check(value: Any, _: object) -> bool:
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        return is_number and bool(low <= value <= high)
-
-    return check
+    return lambda value: (
+        isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value <= high)
+    )
 
 
-def _integer(low: int, high: float = math.inf) -> Rule:
+def _whole(low: int, high: float = math.inf) -> Rule:
     return _number(low, high, Integral)
 
 
 def _optional(rule: Rule) -> Rule:
-    return lambda value, given: value is None or rule(value, given)
+    return lambda value: value is None or rule(value)
 
 
 def _each(rule: Rule) -> Rule:
-    def check(values: Any, given: SamplingParams) -> bool:
-        several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
-        return several and all(rule(value, given) for value in values)
-
-    return check
-
-
-def _most_tokens(value: Any, given: SamplingParams) -> bool:
-    """Whether `min_tokens` fits. Where `max_tokens` is none, its own check tells that."""
-    most = given.max_tokens
-    return _integer(0, most if isinstance(most, Integral) else math.inf)(value, given)
-
-
-def _biases(bias: Any, given: SamplingParams) -> bool:
-    number = _number(-1e30, 1e30)
-    return isinstance(bias, Mapping) and all(
-        _integer(0)(token, given) and (value == -math.inf or number(value, given))
-        for token, value in bias.items()
+    return lambda values: (
+        isinstance(values, Iterable)
+        and not isinstance(values, str | bytes)
+        and all(map(rule, values))
     )
 
 
-MODERATE = "a number between -1e30 and 1e30 (0: off)"
-FEW = "an integer between 0 and 100, or None"
-BIASES = "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"
-TEXTS = (_each(lambda text, _: isinstance(text, str) and bool(text)), "non-empty strings")
-FLAG = (lambda value, _: isinstance(value, bool), "True or False")
+def _is_bias(bias: Any) -> bool:
+    token, value = bias
+    return _whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
+
+
+MODERATE = (_number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
+FEW = (_optional(_whole(0, 100)), "an integer between 0 and 100, or None")
+TEXTS = (_each(lambda text: isinstance(text, str) and bool(text)), "non-empty strings")
+FLAG = (lambda value: isinstance(value, bool), "True or False")
 RULES: dict[str, tuple[Rule, str]] = {
-    "max_tokens": (
-        lambda value, given: _integer(int(given.prompt_logprobs is None))(value, given),
-        "an integer of at least 1, or 0 with prompt_logprobs",
-    ),
-    "temperature": (
-        _number(0, 1e30),
-        "finite, at least 0 and at most 1e30 (0: the most probable token)",
-    ),
-    "top_k": (_integer(0), "an integer of at least 0 (0: off)"),
-    "top_p": (
-        lambda value, given: _number(0, 1)(value, given) and value > 0,
-        "above 0 and at most 1 (1: off)",
-    ),
+    "temperature": (_number(0, 1e30), "finite, at least 0 and at most 1e30 (0: the most probable "
+        "token)"),
+    "top_k": (_whole(0), "an integer of at least 0 (0: off)"),
+    "top_p": (_number(5e-324, 1), "above 0 and at most 1 (1: off)"),
     "min_p": (_number(0, 1), "between 0 and 1 (0: off)"),
-    "repetition_penalty": (
-        _number(1e-6, 1e6),
-        "a finite number above 0, from 1e-6 to 1e6 (1: off)",
-    ),
-    "presence_penalty": (_number(-1e30, 1e30), MODERATE),
-    "frequency_penalty": (_number(-1e30, 1e30), MODERATE),
-    "logit_bias": (_biases, BIASES),
+    "repetition_penalty": (_number(1e-6, 1e6), "a finite number above 0, from 1e-6 to 1e6 (1: "
+        "off)"),
+    "presence_penalty": MODERATE,
+    "frequency_penalty": MODERATE,
+    "logit_bias": (lambda given: isinstance(given, Mapping) and all(map(_is_bias, given.items())),
+        "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"),
     "stop": TEXTS,
-    "stop_token_ids": (_each(_integer(0)), "token ids"),
-    "logprobs": (_optional(_integer(0, 100)), FEW),
-    "prompt_logprobs": (_optional(_integer(0, 100)), FEW),
-    "seed": (_optional(_integer(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
+    "stop_token_ids": (_each(_whole(0)), "token ids"),
+    "logprobs": FEW,
+    "prompt_logprobs": FEW,
+    "seed": (_optional(_whole(-(2**63), 2**64 - 1)), "an integer of at most 64 bits, or None"),
     "skip_special_tokens": FLAG,
-    "n": (_integer(1, 128), "an integer between 1 and 128"),
-    "min_tokens": (_most_tokens, "an integer between 0 and max_tokens={0.max_tokens!r}"),
+    "n": (_whole(1, 128), "an integer between 1 and 128"),
     "bad_words": TEXTS,
     "include_stop_str_in_output": FLAG,
-    "grammar": (
-        _optional(lambda value, _: isinstance(value, Grammar)),
-        "a Grammar, as Grammar.json_schema(…) makes one",
-    ),
-    "coupling": (lambda value, _: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
-}
-"""What each parameter must be: the check of its value, beside all others, and its words."""
+    "grammar": (_optional(lambda value: isinstance(value, Grammar)), "a Grammar, as "
+        "Grammar.json_schema(…) makes one"),
+    "coupling": (lambda value: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
+}  # fmt: skip
+"""What each parameter must be: the check of its value, and its words."""

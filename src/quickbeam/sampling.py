@@ -9,12 +9,11 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from quickbeam.bans import Bans
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.noise import CHUNK, LIKELY, Chooser, Noise
+from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ class Sampler:
     Ids outside the vocabulary are never generated and need no ban.
 
     Raises `InvalidInput` for a `logit_bias` or `stop_token_ids` outside the vocabulary and for bans
-    that leave no token. Raises `ValueError` if `bad` or `grammar` is given but the parameters don't
-    ask for it, or the other way round.
+    that leave no token.
     """
 
     def __init__(
@@ -94,16 +92,6 @@ class Sampler:
         if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
             raise InvalidInput(
                 f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one"
-            )
-        if bool(bad) != bool(params.bad_words):
-            raise ValueError(
-                f"bad={bad!r} with bad_words={params.bad_words!r}: give "
-                "bad=bad_word_ids(tokenizer, params.bad_words)"
-            )
-        if (grammar is None) != (params.grammar is None):
-            raise ValueError(
-                f"grammar={grammar!r} with params.grammar={params.grammar!r}: give "
-                "what Compiler.begin makes of it"
             )
         self.grammar = grammar
         self._bans: Bans | None = None
@@ -166,7 +154,7 @@ class Sampler:
 
         Raises `QuickbeamError` for NaN logits.
         """
-        return most_probable(self.process(logits, path)[None])[0]
+        return most_probable(self.process(logits, path))
 
     def emitted(
         self, logits: torch.Tensor, noise: Noise, position: int, path: Sequence[int] = ()
@@ -184,59 +172,6 @@ class Sampler:
         _require_finite(token >= 0)
         return token
 
-    def emitter(self, logits: torch.Tensor, noise: Noise) -> Chooser:
-        """Return a function that gives `emitted` for a row of raw logits `[n, vocab]` on the CPU.
-
-        It takes the row's number and a position. Use it only with parameters that neither adjust
-        logits nor filter.
-        """
-        if logits.requires_grad or logits.dtype is not torch.float32:
-            logits = logits.detach().float()
-        choose = noise.chooser(logits, 1 / max(self.params.temperature, 1e-30))
-
-        def emitted(row: int, position: int) -> int:
-            token = choose(row, position)
-            _require_finite(token >= 0)
-            return token
-
-        return emitted
-
-    def emitted_all(
-        self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]
-    ) -> list[int]:
-        """Return `emitted` for each row of `[n, vocab]` logits, each at its own position.
-
-        One transfer from the logits' device serves all rows. Of each row it brings over only the
-        chunks that are likeliest to hold the token. Use it only with parameters that neither adjust
-        logits nor filter. The token of a row that is not finite is -1.
-        """
-        scale = 1 / max(self.params.temperature, 1e-30)
-        n, vocab = logits.shape
-        chunks, taken = -(-vocab // CHUNK), min(LIKELY, -(-vocab // CHUNK))
-        rows = torch.nn.functional.pad(
-            logits.float(), (0, chunks * CHUNK - vocab), value=-math.inf
-        ).view(n, chunks, CHUNK)
-        peaks = torch.from_numpy(np.stack([noise.peaks(position)[0] for position in positions])).to(
-            logits.device
-        )
-        bounds = rows.amax(-1).double() * scale + peaks
-        order = bounds.topk(min(taken + 1, chunks))
-        best = order.indices[:, :taken]
-        held = rows.gather(1, best[:, :, None].expand(-1, -1, CHUNK)).flatten(1).double()
-        found = torch.cat((order.values[:, -1:], best.double(), held), 1).cpu().numpy()
-        tokens = list[int]()
-        for row, position in zip(found, positions, strict=True):
-            if np.isnan(row).any() or not np.isfinite(row[1 + taken :]).any():
-                tokens.append(-1)
-                continue
-            names = (row[1 : 1 + taken, None].astype(np.int64) * CHUNK + np.arange(CHUNK)).ravel()
-            sums = row[1 + taken :] * scale + noise.of(names, np.full(len(names), position))
-            if taken < chunks and row[0] > sums.max():
-                tokens.append(self.emitted(logits[len(tokens)], noise, position))
-            else:
-                tokens.append(int(names[sums.argmax()]))
-        return tokens
-
     def probs(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """Return the distribution `[vocab]` (float32) over the next token at a node with raw logits
         `[vocab]`.
@@ -247,7 +182,7 @@ class Sampler:
         params, scores = self.params, self.process(logits, path)
         if params.greedy:
             return torch.zeros_like(scores).index_fill_(
-                0, torch.tensor(most_probable(scores[None]), device=scores.device), 1.0
+                0, torch.tensor([most_probable(scores)], device=scores.device), 1.0
             )
         peak = scores.max()
         _require_finite(bool(peak.isfinite()))
@@ -280,26 +215,17 @@ def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor
     return torch.zeros_like(probs).index_copy_(0, kept, probs[kept])
 
 
-def most_probable(logits: torch.Tensor, refuse: bool = True) -> list[int]:
-    """Return the argmax of each row of `[n, vocab]` logits.
+def most_probable(scores: torch.Tensor) -> int:
+    """Return the argmax of `[vocab]` scores, the lowest id in a tie.
 
-    In a tie the lowest id wins, whatever the number of rows. For NaN or infinite maxima it raises
-    `QuickbeamError`, or without `refuse` returns -1 in their rows.
+    Raises `QuickbeamError` for a NaN or infinite maximum.
     """
-    # NumPy's argmax is vectorised, ten times faster than torch's here
-    if logits.device.type == "cpu":
-        rows = logits.detach().float().numpy()
-        best = torch.from_numpy(rows.argmax(-1))
-        peaks = logits.gather(-1, best[:, None])
+    if scores.device.type == "cpu":  # NumPy's is vectorised, ten times faster than torch's
+        best = int(scores.detach().numpy().argmax())
     else:
-        peaks, best = logits.max(-1)
-    finite = peaks.isfinite().reshape(best.shape)
-    if refuse:
-        _require_finite(bool(finite.all()))
-    else:
-        best = best.masked_fill(~finite, -1)
-    tokens: list[int] = best.tolist()
-    return tokens
+        best = int(scores.max(0).indices)
+    _require_finite(bool(scores[best].isfinite()))
+    return best
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> int:

@@ -98,20 +98,12 @@ class TokenTree:
         """Return the tokens on the path to `node`, without the root's."""
         return [self.token[i] for i in self.path(node)[1:]]
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether the tree has no branches: every node but the last has exactly one child."""
-        return self.parent == list(range(-1, len(self.token) - 1))
-
     def visible(self) -> torch.Tensor:
         """Return the tree's attention mask, `[n, n]` bool.
 
         Row i marks the nodes that node i attends to: its ancestors and itself.
         """
-        n = len(self.token)
-        if self.is_chain:
-            return torch.ones(n, n, dtype=torch.bool).tril_()
-        sees = torch.eye(n, dtype=torch.bool)
-        for node in range(1, n):
+        sees = torch.eye(len(self), dtype=torch.bool)
+        for node in range(1, len(self)):
             sees[node] |= sees[self.parent[node]]
         return sees

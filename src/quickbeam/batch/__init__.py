@@ -1,6 +1,1 @@
-"""Answer a file of requests into a file of answers. A run may be stopped at any time and continued.
-
-`requests` reads the requests, `journal` writes the answers, and `run` passes the requests to a
-function that answers them. `answers` makes such a function from a model in this process, `ray` from
-replicas on Ray.
-"""
+"""Answer a file of requests into a file of answers, with the server's endpoints or with Ray."""

@@ -1,7 +1,4 @@
-"""The file of answers.
-
-It is only ever appended to. Whatever ends the program, every answer so far is in the file, once.
-"""
+"""The file of answers. It is only appended to: whatever ends the program, each is there once."""
 
 from __future__ import annotations
 
@@ -23,18 +20,14 @@ GROUP = 1.0  # seconds of writing after which records are synced to the disk
 
 
 class Journal:
-    """Records of answers in the file `path`, one line each.
+    """Records of answers in the file `path`, one line each, held by one program at a time.
 
-    `done` maps the `custom_id` of each record to its `id`, including the records that were there
-    before. `failed` counts the records of requests that could not be answered. All answers are of
-    one model: `fingerprint` is that of the first record that has one.
+    `done` maps each record's `custom_id` to its `id`; `failed` counts those without an answer. All
+    are of the model with this `fingerprint`. A record is handed to the system as a whole, and
+    synced at least every `GROUP` seconds; a last line that is incomplete is cut off.
 
-    Each record is handed to the operating system as a whole, so it survives the end of the program.
-    Records are synced to the disk together, at least every `GROUP` seconds of writing, so they
-    survive a crash of the machine. A last line that is incomplete is cut off.
-
-    Only one program at a time may hold the file. Raises `InvalidInput` for a file with other
-    contents or one that another program holds, and `QuickbeamError` if the file can't be written.
+    Raises `InvalidInput` for a file that is something else or held by another program, and
+    `QuickbeamError` if it can't be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,9 +59,7 @@ class Journal:
                 try:
                     if not line.startswith(START) or not line.endswith(b"\n"):
                         raise ValueError
-                    record = json.loads(line)
-                    twice = record["custom_id"] in self.done
-                    self._count(record)
+                    self._count(json.loads(line))
                 except (ValueError, KeyError, TypeError):
                     whole = line.rstrip(b"\0")  # what a crash may leave where it was to be written
                     if whole[: len(START)] != START[: len(whole)] or file.read(1):
@@ -77,26 +68,17 @@ class Journal:
                             "another output"
                         ) from None
                     break
-                if twice:
-                    raise InvalidInput(
-                        f"{self.path}, line {number}: a second answer to custom_id "
-                        f"{record['custom_id']!r}; give another output"
-                    )
                 end += len(line)
         return end
 
     def _count(self, record: dict[str, Any]) -> None:
-        failed, model = _failed(record), _fingerprint(record)
+        model, failed = _fingerprint(record), record["error"] is not None
+        self.failed += failed or record["response"]["status_code"] != 200
         self.done[record["custom_id"]] = record["id"]
-        self.failed += failed
         self.fingerprint = self.fingerprint or model
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record.
-
-        Raises `InvalidInput` if its model is not that of the other records, and `QuickbeamError` if
-        it can't be written.
-        """
+        """Append a record. Raises `InvalidInput` if it is of another model than the others."""
         model = _fingerprint(record)
         if model is not None and self.fingerprint not in (None, model):
             raise InvalidInput(
@@ -137,10 +119,6 @@ class Journal:
             raise QuickbeamError(
                 f"{self.path}: not written ({error.strerror}){kept if count else ''}"
             ) from error
-
-
-def _failed(record: dict[str, Any]) -> bool:
-    return record["error"] is not None or record["response"]["status_code"] != 200
 
 
 def _fingerprint(record: dict[str, Any]) -> str | None:

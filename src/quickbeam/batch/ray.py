@@ -11,11 +11,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from quickbeam.batch.answers import Answering
-from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
-from quickbeam.batch.run import Answer, Reply
+from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
+from quickbeam.serve.endpoints import Answering
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # room for the tasks that read and write data.
@@ -40,11 +39,10 @@ class Replica(Answering):
 async def replicas(
     count: int, name: str | None, options: dict[str, Any], threads: int = 1
 ) -> AsyncIterator[Answer]:
-    """Yield a function that answers with `count` replicas of a model.
+    """Yield a function that answers with `count` replicas, on `RAY_ADDRESS` or this machine.
 
-    They run on the cluster that `RAY_ADDRESS` names, or on this machine. Each request goes to the
-    replica with the fewest unanswered requests. A replica that dies is started again, and gets its
-    unanswered requests again. If that doesn't help, the function raises `QuickbeamError`.
+    A request goes to the replica with the fewest unanswered ones. A replica that dies is started
+    again and asked again; if that doesn't help, the function raises `QuickbeamError`.
     """
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -78,10 +76,9 @@ async def replicas(
 class QuickbeamActor:
     """An actor for Ray Data's `map_batches`, which answers all rows of a batch at the same time.
 
-    A row is a request. Its `column` holds a prompt, a conversation (`column="messages"`) or the
-    input of the Responses API (`column="input"`). `params` are further fields of every request. Two
-    columns are added: `answer` is the text (None if there is none), and `error` says why there is
-    none. `options` are arguments of `LLM`.
+    `column` holds a prompt, a conversation (`messages`) or the Responses API's `input`. `params`
+    are further fields of every request, `options` arguments of `LLM`. Two columns are added:
+    `answer`, the text or None, and `error`, which says why there is none.
     """
 
     def __init__(

@@ -1,19 +1,114 @@
-"""Answer requests, a limited number at a time.
-
-Knows nothing of what answers them, nor of the command line.
-"""
+"""The requests of a file, in OpenAI's batch format or short, and answering them, some at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import hashlib
+import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quickbeam.batch.journal import Journal
-from quickbeam.batch.requests import Request, read
 from quickbeam.errors import InvalidInput
+
+CHAT, COMPLETIONS, RESPONSES = URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # field of a short line, and its endpoint
+ENVELOPE = {"method", "url", "body"}
+
+
+class Request(NamedTuple):
+    """One line of a file of requests; `id` is a hash of everything that it asks."""
+
+    line: int  # from 1
+    custom_id: str
+    id: str
+    url: str
+    body: dict[str, Any]
+    fault: str | None = None  # why the line is not a valid request
+
+
+def read(path: Path) -> Iterator[Request]:
+    """Yield the requests of a file in order. Raises `InvalidInput` if the file can't be read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise InvalidInput(f"{path}: written in UTF-16; save it in UTF-8")
+                # a file that others were joined to has marks in its middle, too
+                if line := line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield parse(number, line)
+    except OSError as error:
+        raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
+
+
+def parse(number: int, line: bytes) -> Request:
+    """Return the request of one line: OpenAI's, or `messages` or `prompt` with parameters beside.
+
+    Without a `custom_id` it is named after its line. Without a seed it gets one derived from what
+    it asks; with several prompts one for each, so that equal prompts have different answers.
+    """
+    name = f"line-{number}"
+    try:
+        fields = json.loads(line.decode(), parse_constant=_refuse_constant)
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")
+        json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        given = fields.pop("custom_id", name)
+        if not isinstance(given, str) or not given:
+            raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
+        name = given
+        url, body = _asked(fields)
+    except (ValueError, RecursionError) as error:
+        digest = _digest(name, hashlib.sha256(line.strip()).hexdigest())
+        return Request(number, name, digest, "", {}, f"line {number}: {error}")
+    digest = _digest(name, url, body)
+    if body.get("seed") is None and body.get("seeds") is None:
+        body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
+    return Request(number, name, digest, url, body)
+
+
+def _asked(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the endpoint and the body that a line names. Raises `ValueError` if it is wrong."""
+    if not fields.keys() & ENVELOPE:
+        kinds = [kind for kind in SHORT if kind in fields]
+        if len(kinds) != 1:
+            raise ValueError(
+                "neither a request (custom_id, method, url, body) nor a short one, which has "
+                "either messages or prompt"
+            )
+        fields = {"url": SHORT[kinds[0]], "body": fields}
+    if unknown := sorted(fields.keys() - ENVELOPE):
+        raise ValueError(f"unknown field {unknown[0]!r} beside custom_id, method, url and body")
+    if fields.get("method", "POST") != "POST":
+        raise ValueError(f"method {json.dumps(fields['method'])}: must be POST")
+    url, body = fields.get("url"), fields.get("body")
+    if url not in URLS:
+        raise ValueError(f"url {json.dumps(url)}: must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body: must be a JSON object")
+    if body.get("stream"):
+        raise ValueError("stream: a batch gives whole answers; leave it out")
+    return url, body
+
+
+def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
+    """Return the field that gives a request its seed, or each of its prompts a seed."""
+    if not isinstance(prompt, list) or len(prompt) < 2 or isinstance(prompt[0], int):
+        return {"seed": int(digest[-8:], 16)}
+    hashes = (hashlib.sha256(f"{digest} {i}".encode()) for i in range(len(prompt)))
+    return {"seeds": [int.from_bytes(one.digest()[:4], "big") for one in hashes]}
+
+
+def _digest(*parts: Any) -> str:
+    asked = json.dumps(parts, sort_keys=True).encode()
+    return f"batch_req_{hashlib.sha256(asked).hexdigest()[:32]}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 class Reply(NamedTuple):
@@ -30,8 +125,8 @@ Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 def check(source: Path, journal: Journal) -> int:
     """Return the number of requests in a file.
 
-    Raises `InvalidInput` if two requests have the same `custom_id`, if the journal has answers to
-    requests that the file doesn't hold, or if the journal is the file itself.
+    Raises `InvalidInput` if two have the same `custom_id`, if the journal has answers to others, or
+    if it is the file itself.
     """
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")
@@ -66,11 +161,10 @@ async def run(
     window: int,
     answered: Callable[[], object],
 ) -> None:
-    """Answer all requests that are not `done` in the journal, in the order of the file.
+    """Answer all requests that are not `done` in the journal, `window` at a time, in order.
 
-    At most `window` requests are under way at a time. Answers are written as they arrive, and
-    `answered` is called after each. An error that `answer` raises ends the run. The answers that
-    were written stay, and the next run continues from there.
+    `answered` is called after each. An error that `answer` raises ends the run; what was written
+    stays, and the next run continues from there.
     """
     asked = dict[asyncio.Future[Reply], Request]()
 

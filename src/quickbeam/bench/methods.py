@@ -27,10 +27,7 @@ KNOWN = ", ".join([*METHODS, *PEERS])
 
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `--methods`; `name` is the entry as typed.
-
-    What is None is left to the preset.
-    """
+    """One entry of `--methods`, typed as `name`; what is None is left to the preset."""
 
     name: str
     method: str
@@ -62,9 +59,8 @@ def parse_methods(
 ) -> list[MethodItem]:
     """Read a comma-separated list of `NAME[:BUDGET][@SHORTLIST][+VOCAB]`.
 
-    The other arguments hold where an entry says nothing itself. `model` may come with a drafter.
-    Raises `InvalidInput` for what is unknown, wrong or given twice, and for a method without the
-    drafter that it needs.
+    The other arguments hold where an entry says nothing itself. Raises `InvalidInput`, also for a
+    method without the drafter that it needs.
     """
     default = MethodItem("", "", budget, vocab, shortlist)
     items = [_item(entry.strip(), default) for entry in text.split(",") if entry.strip()]
@@ -147,8 +143,7 @@ def load_runners(
 ) -> tuple[dict[str, Runner], str, Any]:
     """Load what the methods need with these arguments of `LLM`.
 
-    Returns the methods in the order of `items`, the model's name, and what is read from disk
-    (`LLM.model.streamed`). Peers load the same folder with the same dtype on the same device.
+    Returns the methods in the order of `items`, the model's name, and what is read from disk.
     """
     own, peers = ([item for item in items if item.is_peer is peer] for peer in (False, True))
     # each method has its own of these

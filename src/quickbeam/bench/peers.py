@@ -21,11 +21,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 10}  # the value transformers' documentati
 
 
 class Peer:
-    """transformers' generate as a method, on a `loaded` model and tokenizer.
-
-    `lookup`: with prompt lookup. `raw`: without the chat template. Only the distribution of the
-    output is set to ours; none of the checkpoint's own generation settings are used.
-    """
+    """transformers' generate as a method, with ours of the output's distribution."""
 
     def __init__(self, loaded: tuple[Any, Any], lookup: bool = False, raw: bool = False) -> None:
         self.model, self.tokenizer = loaded
@@ -43,11 +39,7 @@ class Peer:
         return list(self.tokenizer.apply_chat_template(list(messages), **given))
 
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Completion:
-        """Continue the ids.
-
-        The pass over the prompt may emit several tokens, where it checks a draft too. Statistics
-        count one of them, as their `seconds` begin after it. They know no phases.
-        """
+        """Continue the ids. Of what the pass over the prompt emits, statistics count one token."""
         if params.seed is not None:
             torch.manual_seed(params.seed)
         model, clock = self.model, _Clock()
@@ -87,8 +79,7 @@ class Peer:
 
 
 class _Clock:
-    """A streamer, which generate gives the prompt, then the tokens of each pass, on the host: the
-    device has finished by then."""
+    """A streamer, which generate gives the prompt, then the tokens of each pass, on the host."""
 
     def __init__(self) -> None:
         self.puts = self.passes = self.first_tokens = 0

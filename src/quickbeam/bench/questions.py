@@ -23,11 +23,7 @@ class Question:
 
 
 def load_questions(path: Path | None = None) -> list[Question]:
-    """Read a question file, or our own set where `path` is None.
-
-    Each line is an object with `question_id`, `category` and `turns`. Other keys are ignored, and
-    blank lines are skipped. Raises `InvalidInput` that names the file and the line.
-    """
+    """Read a file of Spec-Bench lines, or our own set. Raises `InvalidInput` by line."""
     file = resources.files(__package__).joinpath(BUILT_IN) if path is None else path
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -42,11 +38,7 @@ def load_questions(path: Path | None = None) -> list[Question]:
 
 
 def spread(questions: Sequence[Question], limit: int | None = None) -> list[Question]:
-    """Take `limit` questions (None: all), one of each category in turn.
-
-    Categories come in order of appearance. Any prefix is spread as evenly as the categories' sizes
-    allow, so a run that is cut short stays balanced.
-    """
+    """Take `limit` questions (None: all), one of each category in turn: any prefix is even."""
     by_category: dict[str, list[Question]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)

@@ -157,8 +157,7 @@ def _speedup(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
 
 
 def _error(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
-    """The standard error of the speed-up by the jackknife (Tukey, 1958), which leaves out one
-    prompt at a time. None for fewer than two prompts."""
+    """The standard error of the speed-up by the jackknife (Tukey, 1958); None for one prompt."""
     without = [_speedup([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))]
     known = [one for one in without if one is not None]
     if len(known) < max(2, len(pairs)):

@@ -51,10 +51,7 @@ class Results:
 
 
 def begin(items: Sequence[MethodItem], params: SamplingParams) -> Results:
-    """Return empty results, to be filled with answers to `params`.
-
-    The reference is `ar` where that is among `items`, else the first.
-    """
+    """Return empty results. The reference is `ar` where that is among `items`, else the first."""
     names = [item.name for item in items]
     reference = "ar" if "ar" in names else names[0]
     compared = [item.name for item in items if item.comparable(params)]
@@ -72,37 +69,29 @@ def run(
     questions: Sequence[Question],
     runners: Mapping[str, Runner],
     results: Results,
-    all_turns: bool = False,
     progress: Callable[[str, float], object] = lambda stage, done: None,
 ) -> Iterator[None]:
-    """Ask the questions, and yield after each.
+    """Ask the first turns of questions, and yield after each.
 
-    The methods take turns at going first. All get the same ids: the conversation so far holds the
-    reference's answers. A prompt that a method refuses (`InvalidInput`, because it exceeds the
-    context, say) is left out for all, with the turns after it. With a seed, every method samples
-    prompt number i of the run with seed + i.
+    The methods take turns at going first. All get the same ids. A prompt that a method refuses is
+    left out for all. With a seed, every method samples prompt number i of the run with seed + i.
     """
     order, params, reference = list(runners), results.params, runners[results.reference]
     for number, question in enumerate(questions):
-        first = number % len(order)
-        messages: list[dict[str, str]] = []
-        for turn, text in enumerate(question.turns if all_turns else question.turns[:1]):
-            messages.append({"role": "user", "content": text})
-            where = {"question_id": question.question_id, "turn": turn}
-            asked = len(results.trials) + len(results.skipped)
-            seeded = params if params.seed is None else replace(params, seed=params.seed + asked)
-            answers: dict[str, Completion] = {}
-            try:
-                ids = reference.encode(messages)
-                for name in order[first:] + order[:first]:
-                    answers[name] = runners[name].answer(ids, seeded)
-                    if answers[name].finish_reason == "interrupted":
-                        raise KeyboardInterrupt
-                    progress("answers", (number + len(answers) / len(order)) / len(questions))
-            except InvalidInput as error:
-                log.warning("question %s is left out: %s", question.question_id, error)
-                results.skipped.append({**where, "reason": str(error)})
-                break
+        first, where = number % len(order), {"question_id": question.question_id}
+        seeded = params if params.seed is None else replace(params, seed=params.seed + number)
+        answers: dict[str, Completion] = {}
+        try:
+            ids = reference.encode([{"role": "user", "content": question.turns[0]}])
+            for name in order[first:] + order[:first]:
+                answers[name] = runners[name].answer(ids, seeded)
+                if answers[name].finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+                progress("answers", (number + len(answers) / len(order)) / len(questions))
+        except InvalidInput as error:
+            log.warning("question %s is left out: %s", question.question_id, error)
+            results.skipped.append({**where, "reason": str(error)})
+        else:
             expected = answers[results.reference]
             for name in results.compared:
                 apart = difference(expected.token_ids, answers[name].token_ids)
@@ -111,16 +100,13 @@ def run(
                     apart["gap"] = gap(reference, ids, shared, seeded)
                     results.differences.append({"method": name, **where, **apart})
             results.trials.append(Trial(question, answers))
-            messages.append({"role": "assistant", "content": expected.text})
         results.complete = number == len(questions) - 1
         yield
 
 
 def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any] | None:
-    """Return the first position where two answers differ, and their tokens there.
-
-    A token is None where that answer had ended. Returns None for equal answers.
-    """
+    """Return the first place where two answers differ and their tokens (None: it had ended), or
+    None."""
     for position in range(max(len(expected), len(tokens))):
         one, other = ([*ids[position : position + 1], None][0] for ids in (expected, tokens))
         if one != other:
@@ -131,11 +117,10 @@ def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]
 def gap(
     runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
 ) -> float | None:
-    """Return the score of the best token after the prompt `ids` and the tokens `answered`, less
-    that of the second best. Where it is near 0, rounding decides.
+    """Return the best token's score after the prompt and `answered`, less the second best's.
 
-    Scores are the target's logits, above temperature 0 log-probabilities with the noise of the
-    place added. The gap is None where only one token is possible.
+    Scores are logits, above temperature 0 with the noise of the place. Where the gap is near 0,
+    rounding decides; None where only one token is possible.
     """
     place = len(ids) + len(answered)
     logits = runner.last_logits([*ids, *answered]).float().cpu()

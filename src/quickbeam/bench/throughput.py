@@ -1,7 +1,4 @@
-"""Many requests at once: tokens a second, waiting times, and whether answers stay the same.
-
-An answer stays the same where it is the one that is given when its request is alone.
-"""
+"""Many requests at once: tokens a second, waiting times, and whether answers stay the same."""
 
 from __future__ import annotations
 
@@ -48,18 +45,6 @@ class Asked:
     nodes: int = 0
     cancelled: bool = False
 
-    def follow(self, sequence: SequenceState, at: float) -> bool:
-        """Note what a step at the time `at` brought. Returns whether the client goes away now."""
-        token_ids = sequence.output.token_ids
-        if len(token_ids) > len(self.token_ids):
-            self.first, self.last, self.token_ids = self.first or at, at, list(token_ids)
-        if sequence.over:
-            self.steps, self.nodes = sequence.statistics.steps, sequence.statistics.nodes
-            return False
-        enough = self.leaves_after is not None and len(token_ids) >= self.leaves_after
-        self.cancelled = self.cancelled or enough
-        return enough
-
     def equals(self, whole: list[int]) -> bool:
         """Whether the answer is `whole`, or its beginning where the client went away."""
         length = len(self.token_ids)
@@ -84,10 +69,7 @@ class Run:
 
 
 def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
-    """Return the first turns as token ids, those that leave room for `max_tokens` tokens.
-
-    Raises `InvalidInput` where there are none.
-    """
+    """Return the first turns as ids, those that leave room for `max_tokens` tokens."""
     limit = runner.llm.model.context_length
     prompts = [runner.encode([{"role": "user", "content": one.turns[0]}]) for one in questions]
     fit = [ids for ids in prompts if limit is None or len(ids) + max_tokens <= limit]
@@ -100,10 +82,9 @@ def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -
 def requests(
     prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0
 ) -> list[Asked]:
-    """Return the prompts as requests that arrive all at once, or at random.
+    """Return the prompts as requests that arrive all at once, or `rate` a second (Poisson).
 
-    With `rate` they arrive as a Poisson process of so many a second. The clients of a share
-    `cancel` of them, evenly spread, go away after a random number of tokens: at most half of
+    The clients of a share `cancel` of them go away after a random number of tokens, at most half of
     `max_tokens`.
     """
     rng, clock, asked = random.Random(seed), 0.0, list[Asked]()
@@ -115,24 +96,27 @@ def requests(
     return asked
 
 
-class Asking:
+class Client:
     """The client of one request. It follows the answer on the engine's thread."""
 
     def __init__(
-        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Asking]
+        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Client]
     ) -> None:
         self.asked, self._began, self._thread, self._ended = asked, began, thread, ended
         self.stream: Stream | None = None
-        self.error: BaseException | None = None
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
-        """Look at what a step brought, and go away where the client does."""
-        (sequence,) = sequences
-        if self.asked.follow(sequence, time.perf_counter() - self._began):
-            self._thread.cancel(sequence)
+        """Note what a step brought, and go away where the client does."""
+        (sequence,), one = sequences, self.asked
+        at, token_ids = time.perf_counter() - self._began, sequence.output.token_ids
+        if len(token_ids) > len(one.token_ids):
+            one.first, one.last, one.token_ids = one.first or at, at, list(token_ids)
         if sequence.over:
-            self.error = sequence.error
+            one.steps, one.nodes = sequence.statistics.steps, sequence.statistics.nodes
             self._ended.put(self)
+        elif one.leaves_after is not None and len(token_ids) >= one.leaves_after:
+            one.cancelled = True
+            self._thread.cancel(sequence)
 
 
 def serve(
@@ -140,23 +124,23 @@ def serve(
 ) -> Run:
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    engine, ended = llm.engine, SimpleQueue[Asking]()
+    engine, ended = llm.engine, SimpleQueue[Client]()
     engine.scheduler.most = load
-    run, waiting, running = Run(load, item.name), list(asked), set[Asking]()
+    run, waiting, running = Run(load, item.name), list(asked), set[Client]()
     seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
     began = time.perf_counter()
     try:
         while waiting or running:
             while waiting and waiting[0].arrives <= time.perf_counter() - began:
-                one = Asking(replace(waiting.pop(0)), began, llm.thread, ended)
+                one = Client(replace(waiting.pop(0)), began, llm.thread, ended)
                 one.stream = llm.stream(one.asked.ids, params, client=one, **item.options())
                 running.add(one)
             left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
             with suppress(Empty):
                 one = ended.get(timeout=left and max(0.0, left))
                 running.remove(one)
-                if one.error is not None:
-                    raise one.error
+                if one.stream is not None and one.stream.error is not None:
+                    raise one.stream.error
                 run.answers.append(one.asked)
     finally:
         for one in running:
@@ -180,8 +164,7 @@ def measure(
 ) -> None:
     """Measure every method under every load, `rounds` times in turn, and append to `runs`.
 
-    They take turns so that changes in the machine's speed affect all of them alike. First plain
-    answers are made one at a time, if a method is compared with them.
+    First plain answers are made one at a time, if a method is compared with them.
     """
     alone: dict[tuple[int, ...], list[int]] = {}
     compared = [item.name for item in items if item.comparable(params)]
@@ -202,8 +185,7 @@ def measure(
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of a method's runs. Latencies are in milliseconds; None where nothing was
-    measured."""
+    """Return the figures of a method's runs, in milliseconds; None where nothing was measured."""
     answers = [one for run in runs for one in run.answers]
     whole, seconds = [one for one in answers if one.token_ids], sum(run.seconds for run in runs)
     tokens, steps = sum(len(one.token_ids) for one in whole), sum(one.steps for one in whole)

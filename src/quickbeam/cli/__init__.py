@@ -9,7 +9,6 @@ import gc
 import os
 import sys
 import warnings
-from contextlib import suppress
 
 
 def main() -> None:
@@ -28,12 +27,5 @@ def main() -> None:
     except ImportError as error:
         if os.environ.get("QUICKBEAM_DEBUG"):
             raise
-        todo = "`quickbeam doctor` says what is missing, and what to do"
-        if sys.argv[1:2] == ["doctor"]:
-            todo = "install quickbeam again, with what it needs"
-            with suppress(ImportError):
-                from quickbeam.cli.doctor import alone
-
-                alone(sys.argv[2:])
-        sys.exit(f"error: {error}; {todo}")
+        sys.exit(f"error: {error}; install quickbeam again, with what it needs")
     app()

@@ -14,14 +14,11 @@ from typer.core import TyperGroup
 
 from quickbeam import __version__
 from quickbeam.cli import bench, fields
-from quickbeam.cli.batch import batch
-from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
-from quickbeam.cli.doctor import doctor
-from quickbeam.cli.generate import generate
+from quickbeam.cli.doctor import doctor, pull
+from quickbeam.cli.generate import chat, generate
 from quickbeam.cli.inspect import inspect
-from quickbeam.cli.pull import pull
-from quickbeam.cli.serve import serve
+from quickbeam.cli.serve import batch, serve
 from quickbeam.cli.train import train
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.native.choice import describe_kernels

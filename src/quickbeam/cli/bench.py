@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
 from quickbeam.cli.fields import WORDS, changed, command, numbers
 from quickbeam.cli.loading import Target, check_models
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams
 
-INTERRUPTED = 130  # the shell's code for Ctrl-C
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 HELP = (
@@ -30,7 +29,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked."""
+    """What is asked, of each question its first turn."""
 
     questions: Path | None = None
     """Spec-Bench lines (question_id, category, turns). Default: a set of our own."""
@@ -38,15 +37,6 @@ class Asked:
     """Questions to ask, spread evenly over the categories. Default: all."""
     raw: bool = False
     """Give questions as they are, without the chat template."""
-
-
-@dataclass(frozen=True)
-class Conversations(Asked):
-    """What is asked, one request at a time."""
-
-    turns: str = field(default="first", metadata={"choices": ("first", "all")})
-    """Ask only the first turn of a question, or all; earlier answers in the conversation are the
-    reference method's."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ commands = typer.Typer(help="Measure. Without a command: methods, one request at
 @command
 def bench(
     context: typer.Context,
-    asked: Conversations,
+    asked: Asked,
     target: Target,
     report: Report,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
@@ -94,7 +84,7 @@ def bench(
         compare(asked, target, report, params)
 
 
-def compare(asked: Conversations, target: Target, given: Report, params: SamplingParams) -> None:
+def compare(asked: Asked, target: Target, given: Report, params: SamplingParams) -> None:
     """Load the methods, ask the questions, then show and write the figures."""
     items, questions = prepare(asked, target, given, params)
     with loading_progress(target.model, target.drafter) as loading:
@@ -106,22 +96,17 @@ def compare(asked: Conversations, target: Target, given: Report, params: Samplin
     about = known(asked, target, params, device, name)
     about |= {} if disk is None else {"memory": disk.record()}
 
-    def write() -> None:
-        if results.trials:
-            given.save({**about, **report.record(results)})
-
     def finish() -> None:
         if results.trials:
             lines = report.footer(results) + ([] if disk is None else [disk.in_words])
             typer.echo("\n".join([*report.tables(results), *lines]))
-        write()
+            given.save({**about, **report.record(results)})
 
     # the bar is drawn when an answer is done, so that nothing else runs while one is timed
     with kept(finish), progress_bar("warming up", by_itself=False) as show:
         warm_up(runners, params)
-        for _ in run(questions, runners, results, asked.turns == "all", show):
-            with suppress(QuickbeamError):  # a full disk may have room after the next question
-                write()
+        for _ in run(questions, runners, results, show):
+            pass
     if not results.trials:
         raise InvalidInput(f"no prompt is answered; the first: {results.skipped[0]['reason']}")
 
@@ -132,7 +117,7 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(130) from None
     finally:
         finish()
 
@@ -183,8 +168,8 @@ def prepare(
     imported."""
     if params.max_tokens < 2:
         raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
-    given = (target.drafter, target.model, target.vocab, target.shortlist)
-    items = parse_methods(report.methods, target.nodes(), *given)
+    given = (target.nodes(), target.drafter, target.model, target.vocab, target.shortlist)
+    items = parse_methods(report.methods, *given)
     peer = next((item.name for item in items if item.is_peer), None)
     if peer and (refused := changed(params, PEER_PARAMS)):
         raise InvalidInput(f"{refused[0]}: {peer} takes no such option; leave out one of them")
@@ -203,7 +188,5 @@ def known(
     settings = {**asdict(asked), **asdict(params), **asdict(target)}
     settings["questions"] = str(asked.questions or "built-in")
     settings["logit_bias"] = WORDS["logit_bias"].write(params.logit_bias)
-    for name in ("model", "grammar", "n"):
-        del settings[name]
-    place = environment(device, target.dtype)
-    return {"environment": place, "model": model, "settings": settings}
+    settings = {k: v for k, v in settings.items() if k not in ("model", "grammar", "n")}
+    return {"environment": environment(device, target.dtype), "model": model, "settings": settings}

@@ -1,18 +1,15 @@
-"""What commands share: loading with progress, showing a stream, records, the line of statistics."""
+"""What commands share: progress, showing a stream, records, the line of statistics."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
     from quickbeam.engine.stream import Stream
 
-EVERY = 5.0  # seconds between two lines of progress
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -45,18 +41,13 @@ def say(text: str) -> None:
 def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
-    Yields the callback that changes the line. Where stderr is no terminal, it is `progress_lines`.
+    Yields the callback that changes the line. Where stderr is no terminal, nothing is shown.
     `by_itself`: whether a thread draws the line, or only the callback.
     """
-    console = stderr()
-    if not console.is_terminal:
-        with progress_lines(first) as report:
-            yield report
-        return
-    what = TextColumn("{task.description}", markup=False)
-    columns = (SpinnerColumn(), what, BarColumn(), TimeElapsedColumn())
+    console, what = stderr(), TextColumn("{task.description}", markup=False)
     how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=console, auto_refresh=by_itself, **how) as bar:
+    how |= {"console": console, "disable": not console.is_terminal, "auto_refresh": by_itself}
+    with Progress(SpinnerColumn(), what, BarColumn(), TimeElapsedColumn(), **how) as bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
@@ -69,41 +60,22 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
 
 
 @contextmanager
-def progress_lines(first: str) -> Iterator[cache.Progress]:
-    """Write a line to stderr every few seconds, for logs and beside bars of other libraries.
-
-    Nothing is written before another stage than the `first` begins: what takes long has one.
-    """
-    begin = last = perf_counter()
-
-    def report(stage: str, fraction: float | None) -> None:
-        nonlocal last
-        now = perf_counter()
-        if stage != first and now - last >= EVERY:
-            last = now
-            say(f"{stage}: {f'{now - begin:.0f} s' if fraction is None else f'{fraction:.0%}'}")
-
-    yield report
-
-
-@contextmanager
 def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    first, known = f"loading {names[0] or hub.DEFAULT}", (None, *hub.EMBEDDED)
+    known = (None, *hub.EMBEDDED)
     if all(name in known or Path(name or "").expanduser().exists() for name in names):
         # the loaders' own bars (tqdm) are hidden
+        first = f"loading {names[0] or hub.DEFAULT}"
         with progress_bar(first) as report, redirect_stderr(io.StringIO()):
             yield report
     else:  # the Hugging Face hub's own bars show a download
-        with progress_lines(first) as report:
-            yield report
+        yield lambda stage, fraction: None
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
     """Write a stream to stdout as it comes. Return its completion, and whether Ctrl-C ended it.
 
-    Without `show`, nothing is written. `begin` starts the stream. It may measure costs and read a
-    long prompt before the first word; a spinner shows this.
+    `begin` may take long before the first word; a spinner shows this.
     """
     console, shown, interrupted = stderr(), "", False
     with ExitStack() as waiting:
@@ -136,10 +108,7 @@ def write(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """Return text with its control characters written as in Python (`\\x1b`).
-
-    Tabs and line ends stay. Control characters in a model's text could send commands to a terminal.
-    """
+    """Return text with its control characters, which could command a terminal, as `\\x1b`."""
     return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -157,43 +126,29 @@ def finite(value: Any) -> Any:
 
 
 def check_output(option: str, path: Path) -> None:
-    """Raise `InvalidInput` where `path` can't be written. The error names `option`."""
+    """Raise `InvalidInput` where `path` can't be a file. The error names `option`."""
     if path.is_dir():
         raise InvalidInput(f"{option} {path}: is a folder; name a file")
     if not path.parent.is_dir():
         raise InvalidInput(f"{option} {path}: folder {path.parent} does not exist")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise InvalidInput(f"{option} {path}: can't be written ({error.strerror})") from None
 
 
 def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
     """Write a text or a JSON record so that `path` always holds a complete one.
 
-    It is the old one until the new one is complete. Raises `QuickbeamError`, which names `option`,
-    where the file can't be written.
+    Raises `QuickbeamError`, which names `option`, where the file can't be written.
     """
     text = content if isinstance(content, str) else strict_json(content, indent=1) + "\n"
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name}.tmp")
     try:
-        with open(part, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        part.write_text(text, encoding="utf-8", errors="replace")
+        part.replace(path)
     except OSError as error:
         raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
-    """Return what an answer cost, in one line. `kernels` says what computed it.
-
-    `verbose` adds what only somebody who compares methods or machines asks for.
-    """
+    """Return what an answer cost, in one line; `verbose`: for who compares methods or machines."""
     s = completion.statistics
     # an answer that ended by itself needs no word
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
@@ -205,7 +160,7 @@ def statistics_line(completion: Completion, kernels: str, verbose: bool = False)
         parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
         if completion.seed is not None:
             parts.append(f"seed {completion.seed}")
-        if s.head is not None and s.head.wanted:
+        if s.head is not None and s.head.calls:
             parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
         for name, count in s.sources.items():
             parts.append(f"{name} {count.accepted} of {count.drafted} drafted accepted")

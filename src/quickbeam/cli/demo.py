@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -10,22 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
 from quickbeam.cli.common import check_output, harmless, save, stderr
-from quickbeam.cli.doctor import BUSY
 from quickbeam.cli.loading import Loading
 from quickbeam.hub import DEFAULT
 from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
     from quickbeam.engine.result import Completion
     from quickbeam.engine.trace import StepRecord
     from quickbeam.llm import LLM
@@ -36,8 +32,6 @@ WIDTH = 104
 COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}
 NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
-NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
-
 
 EDIT = """Rename the class Stack to Pile.
 
@@ -89,20 +83,10 @@ def demo(loading: Loading, given: Shown) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     if given.svg is not None:
         check_output("--svg", given.svg)
-    import psutil
-
-    busy = psutil.cpu_percent(0.3)  # by other programs: this one has not begun
     silent = replace(loading, memory_of_answers="0")  # both answer the same prompts
     params, llm = SamplingParams(max_tokens=given.max_tokens), silent.load()
-    out = Console(highlight=False)
-    picture = Console(
-        file=io.StringIO(),
-        record=True,
-        width=WIDTH,
-        force_terminal=True,
-        color_system="truecolor",
-        highlight=False,
-    )
+    drawn = given.svg is not None
+    out = Console(record=drawn, width=WIDTH if drawn else None, highlight=False)
     methods = list(dict.fromkeys(("ar", loading.method)))
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
@@ -114,19 +98,18 @@ def demo(loading: Loading, given: Shown) -> None:
             min(answers, key=lambda one: one.completion.statistics.seconds)
             for answers in zip(*rounds, strict=True)
         ]
-        both = side_by_side(best[0], best[-1], llm.tokenizer)
-        for console, text in ((out, prompt), (picture, prompt.splitlines()[0])):
-            console.print(Rule(title, style="dim"), Text(text, style="dim"), both)
-        seen.update(one for one in best[-1].sources if one)
-    for console in (out, picture):
-        console.print(legend(seen), Text(WORDS, style="dim"), sep="\n")
+        plain, fast = best[0], best[-1]
+        columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
+        columns.add_row(panel(plain, llm.tokenizer), panel(fast, llm.tokenizer))
+        out.print(Rule(title, style="dim"), Text(prompt.splitlines()[0], style="dim"), columns)
+        out.print(Text(verdict(plain.completion, fast.completion), style="bold"), "")
+        seen.update(one for one in fast.sources if one)
+    out.print(legend(seen), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.model or DEFAULT).name
-    picture.print(Text(f"{name} on {place(llm.model.device)}, kernels: {llm.kernels}", style="dim"))
-    if busy > 100 * BUSY:
-        used = f"The machine is busy: other programs used {busy:.0f} % of the processor"
-        out.print(Text(f"{used}, so these speeds say little.", style="bold yellow"))
+    out.print(Text(f"{name} on {cpu_name()}, kernels: {llm.kernels}", style="dim"))
     if given.svg is not None:
-        save("--svg", given.svg, svg(picture))
+        svg = out.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")
+        save("--svg", given.svg, FONTS.sub("", svg))
 
 
 def answer(
@@ -147,12 +130,6 @@ def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
         drafted = [step.tree.source[node] for node in step.path[1:]]
         drafters += [*drafted, None][: len(step.emitted)]
     return [None] * (tokens - len(drafters)) + drafters
-
-
-def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
-    table = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
-    table.add_row(panel(plain, tokenizer), panel(fast, tokenizer))
-    return Group(table, Text(verdict(plain.completion, fast.completion), style="bold"), "")
 
 
 def panel(answer: Answer, tokenizer: Any) -> Panel:
@@ -181,21 +158,6 @@ def legend(seen: Collection[str]) -> Text:
 
 def colour(source: str) -> str:
     return COLOURS.get(source, "bright_yellow")
-
-
-def place(device: torch.device) -> str:
-    """Return in words what a model runs on."""
-    import torch
-
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def svg(picture: Console) -> str:
-    """Return what was drawn as a picture that loads nothing from the network."""
-    drawn = picture.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")
-    return NO_XML.sub("\ufffd", FONTS.sub("", drawn))
 
 
 def verdict(plain: Completion, fast: Completion) -> str:

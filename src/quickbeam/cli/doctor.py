@@ -1,4 +1,4 @@
-"""`quickbeam doctor`: what makes quickbeam slow or unable to run here, and what to do about it.
+"""`quickbeam doctor`, what makes quickbeam slow or unable to run here; and `quickbeam pull`.
 
 Each check imports what it needs, so a missing package costs one finding only.
 """
@@ -10,18 +10,19 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Annotated, NamedTuple
 
 import typer
 
-from quickbeam import __version__
+from quickbeam import __version__, hub
+from quickbeam.cli.common import progress_bar
+from quickbeam.errors import InvalidInput
 from quickbeam.machine import cpu_name, usable_cores
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
-BUSY = 0.1  # share of the cores that make times vary, if other programs use them
 LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 COMPILE = "python -m quickbeam.models.native.build"
 EXTRAS = ("serve", "grammar", "kernels", "ray")
@@ -34,16 +35,6 @@ class Finding(NamedTuple):
     status: str
     text: str
     todo: str = ""
-
-
-def load() -> Finding:
-    import psutil
-
-    share, average = psutil.cpu_percent(0.4) / 100, psutil.getloadavg()[0]
-    text = f"{share:.0%} of the processor is in use, {average:.1f} processes over the last minute"
-    if share > BUSY or average > max(0.5, BUSY * usable_cores()):
-        return Finding(NOTE, text, "times measured now are noisy: wait, or end what else runs")
-    return Finding(OK, text)
 
 
 def cpu() -> Finding:
@@ -80,64 +71,53 @@ def gpu() -> Finding:
     if torch.cuda.is_available():
         text = f"{torch.cuda.get_device_name(0)}: models run there unless --device cpu is given"
         return Finding(OK, text, "answers are bit for bit the same on a CPU only")
-    if not shutil.which("nvidia-smi"):
-        return Finding(OK, "none: models run on the CPU")
-    reason = "its driver doesn't fit" if torch.version.cuda else "this PyTorch is for CPUs"
-    return Finding(NOTE, f"there may be one, but {reason}", "install the PyTorch that fits it")
+    if shutil.which("nvidia-smi"):
+        return Finding(NOTE, "there may be one, but not for this PyTorch", "install one that fits")
+    return Finding(OK, "none: models run on the CPU")
 
 
 def kernels() -> Finding:
-    from quickbeam.errors import InvalidInput
     from quickbeam.models.native import build, choice
 
     names = [name for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA") if os.environ.get(name)]
-    unset = f"unset {' and '.join(names)}" if names else ""
+    unset, best = f"unset {' and '.join(names)}" if names else "", build.machine_sets()[:1]
     try:
         text = choice.describe_kernels()
     except InvalidInput as error:
         return Finding(PROBLEM, str(error), unset)
+    if not text.startswith("native"):
+        install = f"install {' or '.join(build.COMPILERS)}, or name one in CXX"
+        todo = unset or (install if build.has_kernels() else "")
+        return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
     if text.endswith("compiled on first use"):
         return Finding(NOTE, text, f"the first answer waits for that: {COMPILE}")
-    if text.startswith("native"):
-        best = build.machine_sets()[0]
-        todo = "" if best in text else f"{best} would be faster: {unset or COMPILE}"
-        return Finding(NOTE if todo else OK, text, todo)
-    install = f"install {' or '.join(build.COMPILERS)}, or name one in CXX"
-    todo = unset or (install if build.has_kernels() else "")
-    return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
+    if best[0] not in text:
+        return Finding(NOTE, text, f"{best[0]} would be faster: {unset or COMPILE}")
+    return Finding(OK, text)
 
 
-def lacking(extra: str = "") -> dict[str, str]:
-    """Return what quickbeam or an extra requires and lacks: by package, what is wrong there."""
+def lacking(extra: str = "") -> list[str]:
+    """Return the packages that quickbeam or an extra requires and lacks, in the tested range."""
     from packaging.requirements import Requirement
 
-    missing = {}
+    missing = []
     for one in map(Requirement, metadata.requires("quickbeam") or ()):
         due = one.marker is None or one.marker.evaluate({"extra": extra})
         if due and ("extra" in str(one.marker)) == bool(extra):
-            version = installed(one.name)
-            if not version or not one.specifier.contains(version, prereleases=True):
-                missing[one.name] = f"{version} is not {one.specifier}" if version else ""
+            try:
+                fits = one.specifier.contains(metadata.version(one.name), prereleases=True)
+            except metadata.PackageNotFoundError:
+                fits = False
+            missing += [] if fits else [f"{one.name}{one.specifier}"]
     return missing
 
 
-def installed(name: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return ""
-
-
 def packages() -> Finding:
-    versions = {name: installed(name) for name in ("torch", "transformers")}
-    missing = lacking() if all(versions.values()) else versions
     text = f"quickbeam {__version__}, Python {platform.python_version()}"
-    if gone := " ".join(name for name, version in missing.items() if not version):
-        return Finding(PROBLEM, f"missing: {gone}", f"pip install {gone}")
-    text += "".join(f", {name} {version}" for name, version in versions.items())
-    if not missing:
-        return Finding(OK, text)
-    text += "".join(f"; {name} {why}, the tested range" for name, why in missing.items())
-    return Finding(NOTE, text, "pip install --upgrade quickbeam")
+    if missing := " ".join(lacking()):
+        return Finding(PROBLEM, f"{text}, missing: {missing}", f"pip install '{missing}'")
+    text += "".join(f", {name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    return Finding(OK, text)
 
 
 def extras() -> Finding:
@@ -149,7 +129,6 @@ def extras() -> Finding:
 
 
 def model() -> Finding:
-    from quickbeam import hub
     from quickbeam.cache import cache_folder
 
     folder = cache_folder()
@@ -165,7 +144,7 @@ def model() -> Finding:
     return Finding(NOTE, f"{text}: the first answer waits for it", "quickbeam pull")
 
 
-CHECKS = (load, cpu, memory, gpu, kernels, packages, extras, model)
+CHECKS = (cpu, memory, gpu, kernels, packages, extras, model)
 
 
 def look(check: Callable[[], Finding]) -> Finding:
@@ -191,8 +170,25 @@ def doctor(
     raise typer.Exit(not can_run)
 
 
-def alone(arguments: list[str]) -> None:
-    """Run this command without the others, for when packages that they import are missing."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(doctor)
-    app(arguments, prog_name="quickbeam doctor")
+@dataclass(frozen=True)
+class Pulled:
+    """What is fetched or listed."""
+
+    name: str = field(
+        default=hub.DEFAULT,
+        metadata={"argument": True, "help": f"One of: {', '.join(hub.EMBEDDED)}."},
+    )
+    list: bool = False
+    """Fetch nothing: say what is in the cache."""
+
+
+def pull(given: Pulled) -> None:
+    """Fetch an embedded model into the cache, unless it is there, and print its folder."""
+    if given.list:
+        for info in hub.models():
+            size = f"{info.bytes / 1e6:.0f} MB" if info.pulled else "not pulled"
+            print(f"{info.name}: {size}, {info.license}\n  {info.summary}\n  {info.path}")
+    else:
+        with progress_bar(f"looking for {given.name}") as report:
+            folder = hub.pull(given.name, report)
+        print(folder)

@@ -64,10 +64,7 @@ WORDS = {
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` for typer, with options in place of its parameters that are dataclasses.
-
-    A dataclass instance as a parameter's default gives the options' defaults.
-    """
+    """Return `function` for typer, with options in place of its parameters that are dataclasses."""
     hints = get_type_hints(function, include_extras=True)
     parameters, kinds = list[Parameter](), dict[str, tuple[type, list[str]]]()
     for parameter in signature(function).parameters.values():

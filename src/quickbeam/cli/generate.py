@@ -1,17 +1,38 @@
-"""`quickbeam generate`: one prompt, one answer."""
+"""`quickbeam generate` and `quickbeam chat`: one answer, or a conversation."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from quickbeam.cli.common import check_output, follow, save, statistics_line, strict_json, write
-from quickbeam.cli.loading import Follow, Loading, check_length
+from quickbeam.cli.common import (
+    check_output,
+    follow,
+    save,
+    say,
+    statistics_line,
+    strict_json,
+    write,
+)
+from quickbeam.cli.loading import Follow, Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
+
+LONGER = SamplingParams(max_tokens=512)
+HELP = (
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
+    "stops an answer and keeps it."
+)
 
 
 @dataclass(frozen=True)
@@ -31,42 +52,39 @@ class Asked:
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
     """Write every step's draft tree here, for `quickbeam inspect`."""
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise `InvalidInput` for options that don't fit one another."""
-        if self.raw and self.system is not None:
-            raise InvalidInput(
-                "--system goes through the chat template, which --raw skips: leave one of them out"
-            )
-        if params.logprobs is not None and not self.json:
-            raise InvalidInput("--logprobs shows in the JSON record only: add --json")
-        if self.trace is not None:
-            check_output("--trace", self.trace)
-
 
 def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Follow) -> None:
     """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
     answer so far."""
-    asked.check(params)
+    if asked.raw and asked.system is not None:
+        raise InvalidInput(
+            "--system goes through the chat template, which --raw skips: leave one of them out"
+        )
+    if params.logprobs is not None and not asked.json:
+        raise InvalidInput("--logprobs shows in the JSON record only: add --json")
+    if asked.trace is not None:
+        check_output("--trace", asked.trace)
     params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
-    loading.check()
-    check_length(loading.model, text, params.max_tokens)
     from quickbeam.engine.trace import Trace
 
-    trace, llm = Trace() if asked.trace else None, loading.load()
-    messages = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    trace, messages = Trace() if asked.trace else None, list[dict[str, str]]()
+    if asked.system is not None:
+        messages.append({"role": "system", "content": asked.system})
     messages.append({"role": "user", "content": text})
-    completion, interrupted = follow(
-        lambda: (
-            llm.stream(text, params, observer=trace)
-            if asked.raw
-            else llm.chat_stream(messages, params, observer=trace)
-        ),
-        show=not asked.json,
-    )
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        completion, interrupted = follow(
+            lambda: (
+                llm.stream(text, params, observer=trace)
+                if asked.raw
+                else llm.chat_stream(messages, params, observer=trace)
+            ),
+            show=not asked.json,
+        )
+        kernels = llm.describe()
     if asked.json:
-        write(strict_json({**completion.to_json(), "kernels": llm.describe()}) + "\n")
+        write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     else:
-        print(statistics_line(completion, llm.describe(), asked.verbose), file=sys.stderr)
+        print(statistics_line(completion, kernels, asked.verbose), file=sys.stderr)
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if interrupted:
@@ -83,3 +101,68 @@ def read(prompt: str) -> str:
     if not text:
         raise InvalidInput("the prompt is empty: give a text, or - to read standard input")
     return text
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """How the model is spoken to."""
+
+    system: str | None = None
+    """System message put before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    """Say more about how each answer was made."""
+
+
+def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
+    """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
+    with loading.load() as llm:  # closing it writes what --keep keeps
+        talk(llm, given, params)
+
+
+def talk(llm: LLM, given: Conversation, params: SamplingParams) -> None:
+    """Answer line by line, up to the end of the input."""
+    opening = [{"role": "system", "content": given.system}] if given.system is not None else []
+    messages = list(opening)
+    say(f"{llm.name}, method {llm.method}. {HELP}")
+    for line in lines():
+        if line == "/exit":
+            return
+        if line == "/help":
+            say(HELP)
+        elif line == "/reset":
+            messages = list(opening)
+            say("forgotten")
+        elif line.startswith("/") and line[1:].isalpha():
+            say(f"unknown command {line}. {HELP}")
+        else:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                completion, _ = follow(partial(llm.chat_stream, asked, params))
+            # the conversation no longer fits into the context; its earlier turns are kept
+            except InvalidInput as error:
+                say(f"error: {error}; /reset starts over")
+                continue
+            say(statistics_line(completion, llm.describe(), given.verbose))
+            if completion.text:  # else stopped before the first word: forget the question
+                messages = [*asked, {"role": "assistant", "content": completion.text}]
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines that are typed, without blank ones. Ctrl-C drops a line."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 (editing and history in input())
+    while True:
+        try:
+            line = input("> ") if terminal else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            say(" (/exit or Ctrl-D ends the conversation)")
+            continue
+        if not terminal and not line:
+            return
+        if line.strip():
+            yield line.strip()

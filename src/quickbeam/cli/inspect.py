@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from rich.console import Console
@@ -17,23 +18,6 @@ from quickbeam.cli.common import check_output, harmless, save
 HEADS = ("source", "drafted", "accepted", "mean value")
 # of sources, in the order of their names; the root is grey
 COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
-pre { white-space: pre-wrap; border-left: 3px solid #8888; padding-left: 1em; }
-table { border-collapse: collapse; } th { opacity: .7; }
-td, th { padding: 0 1em 0 0; text-align: left; font-weight: normal; }
-details { border-top: 1px solid #8884; padding: .3em 0; overflow-x: auto; }
-summary { cursor: pointer; }
-ul { list-style: none; margin: 0; padding-left: 1.6em; } details > ul { padding-left: 0; }
-li { white-space: nowrap; margin: .15em 0; }
-li li { border-left: 1px solid #8886; padding-left: .4em; }
-.node { display: inline-block; border: 1px solid var(--c); border-radius: .3em; opacity: .75; }
-.node { padding: 0 .4em; margin-right: .25em; }
-.node code { white-space: pre; } .node small { color: var(--c); margin-left: .4em; }
-.accepted { background: #22c55e44; border-width: 2px; font-weight: 600; opacity: 1; }
-.next { border-style: dashed; --c: #888; opacity: 1; }
-"""
 
 
 @dataclass(frozen=True)
@@ -89,13 +73,12 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
 def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
     """Return, for each source, nodes drafted, nodes accepted and the mean value of its nodes."""
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
-    drafted = Counter(node["source"] for node in nodes)
-    accepted = Counter(node["source"] for node in nodes if node["accepted"])
     rows = {}
-    for source, count in sorted(drafted.items()):
-        value = sum(node["value"] for node in nodes if node["source"] == source) / count
-        share = f"{accepted[source]} ({accepted[source] / count:.0%})"
-        rows[source] = f"{count}", share, f"{value:.2f}"
+    for source in sorted({node["source"] for node in nodes}):
+        own = [node for node in nodes if node["source"] == source]
+        count, accepted = len(own), sum(node["accepted"] for node in own)
+        value = sum(node["value"] for node in own) / count
+        rows[source] = f"{count}", f"{accepted} ({accepted / count:.0%})", f"{value:.2f}"
     return rows
 
 
@@ -107,23 +90,14 @@ def page(trace: dict[str, Any]) -> str:
     """Return the HTML page: figures and answer, then a tree for each step. It runs no script."""
     sources, answer, steps = by_source(trace), trace["answer"], trace["steps"]
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
-    trees = "\n".join(draw_step(i, step, colours) for i, step in enumerate(steps, 1))
-    table = rows([HEADS, *((source, *figures) for source, figures in sources.items())], colours)
-    return f"""<!DOCTYPE html>
-<html lang=en><meta charset=utf-8>
-<meta name=viewport content='width=device-width'>
-<title>{escape(answer["method"])}: {len(steps)} steps</title><style>{STYLE}</style>
-<h1>Draft trees, step by step</h1>
-{rows(summary(trace).items())}
-<pre>{escape(answer["text"])}</pre>
-<h2>Sources</h2>
-{table}
-<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model said next.
-The small number is the estimated probability that the node is reached, where the method makes
-one.</p>
-{trees}
-</html>
-"""
+    table = [HEADS, *((source, *figures) for source, figures in sources.items())]
+    return Template(files(__package__).joinpath("trace.html").read_text("utf-8")).substitute(
+        title=escape(f"{answer['method']}: {len(steps)} steps"),
+        summary=rows(summary(trace).items()),
+        text=escape(answer["text"]),
+        sources=rows(table, colours),
+        trees="\n".join(draw_step(i, step, colours) for i, step in enumerate(steps, 1)),
+    )
 
 
 def rows(lines: Iterable[Sequence[str]], colours: Mapping[str, str] | None = None) -> str:
@@ -153,30 +127,20 @@ def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str
 
 
 def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
-    """Return a tree as nested lists.
-
-    Nodes with one child each share a line with that child. A node with several children begins a
-    list below its line.
-    """
+    """Return a tree as nested lists; nodes with one child each share a line with that child."""
     children: list[list[int]] = [[] for _ in nodes]
     for node, entry in enumerate(nodes[1:], 1):
         children[entry["parent"]].append(node)
-    out: list[str] = ["<ul>"]
-    todo: list[int | str] = ["</ul>", 0]  # a stack: trees may be deeper than Python can recurse
-    while todo:
-        item = todo.pop()
-        if isinstance(item, str):
-            out.append(item)
-            continue
-        run = [item]
+
+    def drawn(node: int) -> str:
+        run = [node]
         while len(children[run[-1]]) == 1:
             run += children[run[-1]]
-        out.append("<li>" + "".join(draw_node(nodes[node], colours) for node in run))
-        todo.append("</li>")
-        if below := children[run[-1]]:
-            out.append("<ul>")
-            todo += ["</ul>", *reversed(below)]
-    return "".join(out)
+        below = "".join(map(drawn, children[run[-1]]))
+        line = "".join(draw_node(nodes[one], colours) for one in run)
+        return f"<li>{line}{f'<ul>{below}</ul>' if below else ''}</li>"
+
+    return f"<ul>{drawn(0)}</ul>"
 
 
 def draw_node(node: dict[str, Any], colours: dict[str, str]) -> str:

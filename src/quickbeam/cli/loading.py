@@ -1,11 +1,7 @@
-"""What several commands ask for: how a model is loaded, where it runs, what answers follow.
-
-What can be checked before PyTorch is imported, which takes seconds, is checked here.
-"""
+"""What several commands ask for, checked before PyTorch is imported, which takes seconds."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quickbeam import hub
-from quickbeam.cache import cache_folder
+from quickbeam.cli.common import loading_progress
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS, preset, stand_in
@@ -23,8 +19,6 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 FORMATS = ("bfloat16", "int8", "int4")
-# how many tokens a chat template may take away where it joins a prompt's ends
-SLACK = 16
 
 
 @dataclass(frozen=True)
@@ -108,8 +102,6 @@ class Loading(Target):
 
     def load(self, **more: Any) -> LLM:
         """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
-        from quickbeam.cli.common import loading_progress
-
         self.check()
         with loading_progress(self.model, self.drafter) as progress:
             from quickbeam.llm import LLM
@@ -123,31 +115,6 @@ def check_models(*names: str | None) -> None:
         for name in names:
             if name is not None:
                 check(name)
-
-
-def check_length(model: str | None, text: str, max_tokens: int) -> None:
-    """Raise `InvalidInput` for a prompt that is clearly too long for a model on this machine.
-
-    What this can't tell, the model's own check tells after loading.
-    """
-    name = model or hub.DEFAULT
-    folder = cache_folder() / name if name in hub.EMBEDDED else Path(name).expanduser()
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        context = (config.get("text_config") or config).get("max_position_embeddings")
-        if not isinstance(context, int) or len(text.encode()) + max_tokens <= context:
-            return  # a token takes a byte at least
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokens = len(tokenizer.encode(text.strip()).ids)
-    except Exception:  # a folder that is broken is the loader's to report
-        return
-    if tokens + max_tokens > context + SLACK:
-        raise InvalidInput(
-            f"a prompt of {tokens} tokens and max_tokens={max_tokens} exceed the model's context "
-            f"of {context}: shorten the prompt, or lower max_tokens"
-        )
 
 
 @dataclass(frozen=True)
@@ -164,10 +131,7 @@ class Replicas:
     """With --ray: of each replica."""
 
     def check(self, loading: Loading) -> None:
-        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here.
-
-        Replicas may run on machines with other folders than this one's.
-        """
+        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
         if self.replicas > 1 and not self.ray:
             raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
         if not self.ray:
@@ -216,7 +180,5 @@ class Follow:
 def _text(option: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidInput(f"{option} {path}: can't be read ({error.strerror})") from error
-    except UnicodeError as error:
-        raise InvalidInput(f"{option} {path}: not UTF-8 text ({error})") from error
+    except (OSError, UnicodeError) as error:
+        raise InvalidInput(f"{option} {path}: can't be read ({error})") from error

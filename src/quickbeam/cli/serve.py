@@ -1,19 +1,29 @@
-"""`quickbeam serve`: an OpenAI-compatible server."""
+"""`quickbeam serve`, an OpenAI-compatible server, and `quickbeam batch`, which answers a file."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+from tqdm import tqdm
+
 from quickbeam import hub
+from quickbeam.batch.journal import Journal
+from quickbeam.batch.run import Answer, check, read, run
 from quickbeam.cli.common import say
 from quickbeam.cli.fields import split
 from quickbeam.cli.loading import Loading, Replicas, needs
+from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
 
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from quickbeam.serve.runner import Runner
 
 KEY = "QUICKBEAM_API_KEY"
+AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,11 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
     more = {"max_running": replicas.max_running, "share_prefixes": given.share_prefixes}
     if replicas.ray:
         with needs("ray,serve", "--ray"):
-            from quickbeam.serve.ray import run
+            from quickbeam.serve import ray
         wanted = {**loading.arguments(), **more, **asdict(replicas), "warm": given.warm}
         del wanted["ray"]
         said = f"{name} at http://{settings.host}:{settings.port}, on Ray"
-        return run(settings, wanted, lambda: say(said))
+        return ray.run(settings, wanted, lambda: say(said))
     runner = Runner(settings)
     server.run(
         runner,
@@ -81,3 +92,61 @@ def greeting(runner: Runner, address: str) -> str:
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d "
         f"{shlex.quote(body)}"
     )
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is answered, and where answers go."""
+
+    source: Path = field(metadata={"argument": True, "metavar": "IN.jsonl"})
+    """A request a line: OpenAI's batch format, or messages or prompt with parameters beside."""
+    output: Path = field(metadata={"argument": True, "metavar": "OUT.jsonl"})
+    """Answers, as they come. What is there already is not asked again."""
+    served_name: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """What requests call the model."""
+
+
+def batch(files: Files, loading: Loading, replicas: Replicas) -> None:
+    """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
+    lost, and none is made twice.
+
+    Exit code 1: some requests could not be answered; their records say why.
+    """
+    if not files.source.is_file():
+        raise InvalidInput(f"{files.source}: there is no such file")
+    with Journal(files.output) as journal:
+        total = check(files.source, journal)
+        try:
+            if len(journal.done) < total:
+                replicas.check(loading)
+                asyncio.run(answer(files, journal, total, loading, replicas))
+        except KeyboardInterrupt:
+            done = f"{len(journal.done)} of {total} answers are in {files.output}"
+            say(f"stopped: {done}; the same command goes on")
+            raise typer.Exit(130) from None
+        failed = f", {journal.failed} of them errors" if journal.failed else ""
+        say(f"{len(journal.done)} of {total} answers are in {files.output}{failed}")
+        if journal.failed:
+            raise typer.Exit(1)
+
+
+async def answer(
+    files: Files, journal: Journal, total: int, loading: Loading, replicas: Replicas
+) -> None:
+    """Answer all requests that have no answer yet, with a model here or replicas on Ray."""
+    answering: AbstractAsyncContextManager[Answer]
+    if replicas.ray:
+        with needs("ray,serve", "--ray"):
+            from quickbeam.batch import ray
+        wanted = {**loading.arguments(), "max_running": replicas.max_running}
+        answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
+    else:
+        with needs("serve", "answering requests"):
+            from quickbeam.serve.endpoints import Answering
+        llm = loading.load(max_running=replicas.max_running)
+        answering = Answering(llm, files.served_name)
+    shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
+    async with answering as one:
+        with tqdm(total=total, initial=len(journal.done), **shown) as bar:
+            window = AHEAD * replicas.max_running * replicas.replicas
+            await run(read(files.source), one, journal, window, bar.update)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -57,7 +59,7 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
     gc.collect()
     if stages.only is None:
         bench.compare(
-            bench.Conversations(limit=stages.limit),
+            bench.Asked(limit=stages.limit),
             Target(model=plan.model, drafter=str(plan.out)),
             bench.Report(METHODS, plan.out / "bench.json"),
             SamplingParams(max_tokens=stages.max_tokens),
@@ -66,61 +68,45 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
 
 def write_text(plan: Plan) -> None:
     """Write text until there is enough."""
-    console, tokens = stderr(), plan.tokens
     with loading_progress(plan.model):
         from quickbeam.train.stages import TextStage, written
 
         there = written(plan)
-        reported = 0 if there is None else there.tokens
-        if reported >= tokens:
+        if there is not None and there.tokens >= plan.tokens:
             return
         stage = TextStage(plan)
-    with stages_bar(console) as bar:
-        task = bar.add_task("text", total=tokens, completed=reported, figures="")
+    with stage_bar("text") as (console, update):
 
         def wrote(count: int, rate: float) -> None:
-            nonlocal reported
-            bar.update(task, completed=count, figures=f"{rate:.0f} tokens/s")
-            if rate and count - reported >= tokens / 20:
-                reported = count
-                left = timedelta(seconds=round((tokens - count) / rate))
-                bar.console.print(
-                    f"text: {count:,} of {tokens:,} tokens, {rate:.0f} a second, {left} left"
-                )
+            left = timedelta(seconds=round((plan.tokens - count) / max(rate, 1e-9)))
+            update(count / plan.tokens, f"{count:,} tokens, {rate:.0f} a second, {left} left")
 
         stage.run(wrote)
+        console.print(f"text: {plan.tokens:,} tokens")
 
 
 def make_drafter(plan: Plan) -> None:
     """Train a block drafter on the text that is there."""
-    console = stderr()
     with loading_progress(plan.model):
         from quickbeam.train.stages import BlockStage
 
         stage = BlockStage(plan)
-    with stages_bar(console) as bar:
-        task = bar.add_task("training", total=1.0, figures="")
+    with stage_bar("training") as (console, update):
 
         def trained(report: Report) -> None:
-            figures = f"loss {report.loss:.3f}, {report.rate:.0f} tokens/s"
-            bar.update(task, completed=report.done, figures=figures)
-            bar.console.print(line(report))
+            update(report.done, f"loss {report.loss:.3f}, {report.rate:.0f} tokens/s")
+            held, left = report.held, report.seen * (1 / report.done - 1) / report.rate
+            console.print(
+                f"{report.seen:,} tokens ({report.done:.1%}): loss {report.loss:.3f}, held-out "
+                f"agreement {' '.join(f'{a:.3f}' for a in held.agreement)}, MAT {held.mat:.2f} "
+                f"(drawn {held.mat_drawn:.2f}); {report.rate:.0f} tokens/s, "
+                f"{timedelta(seconds=round(left))} left"
+            )
 
         held = stage.run(trained)
-    agreement = " ".join(f"{a:.3f}" for a in held.agreement)
-    console.print(f"held-out agreement by position: {agreement}; MAT {held.mat:.2f}")
-    console.print(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
-
-
-def line(report: Report) -> str:
-    """Return a report in words."""
-    held = report.held
-    left = timedelta(seconds=round(report.seen * (1 / report.done - 1) / report.rate))
-    return (
-        f"{report.seen:,} tokens ({report.done:.1%}): loss {report.loss:.3f}, held-out agreement "
-        f"{' '.join(f'{a:.3f}' for a in held.agreement)}, MAT {held.mat:.2f} (drawn "
-        f"{held.mat_drawn:.2f}); {report.rate:.0f} tokens/s, {left} left"
-    )
+        agreement = " ".join(f"{a:.3f}" for a in held.agreement)
+        console.print(f"held-out agreement by position: {agreement}; MAT {held.mat:.2f}")
+        console.print(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
 
 
 def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
@@ -132,14 +118,18 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
         figures = training.run(report)
     for count, (listed, both) in figures.items():
         stderr().print(
-            f"held-out recall of {count:,} rows and the context: {both.recall:.4f}, of a "
-            f"list of as many {listed.recall:.4f}"
+            f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "
+            f"list of as many {listed:.4f}"
         )
     stderr().print(f"written to {plan.out}")
 
 
-def stages_bar(console: Console) -> Progress:
-    """Return a bar that shows a stage of a training, how far it is, and the field `figures`."""
-    what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+@contextmanager
+def stage_bar(stage: str) -> Iterator[tuple[Console, Callable[[float, str], None]]]:
+    """Show a stage of a training. Yields a console, and a callback for its share and figures."""
+    console, what, figures = stderr(), TextColumn(stage), TextColumn("{task.description}")
     columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
-    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield bar.console, lambda done, text: bar.update(task, completed=done, description=text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -25,16 +25,7 @@ if TYPE_CHECKING:
     from quickbeam.models.kv import Pool, SequenceCache
 
 logger = logging.getLogger(__name__)
-OWN_HEAD = (
-    "this drafter has a head of its own, which scores all its tokens: take --vocab full, or a "
-    "drafter that shares the model's head (EAGLE's, or a block drafter)"
-)
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
-
-UNROUTED = (
-    "this drafter is called once a tree and takes no router: take --vocab frequency+context, "
-    "context or full"
-)
 
 
 @dataclass
@@ -45,16 +36,15 @@ class Context:
     - `logits`: `[vocab]` raw target logits that the last id was chosen from, on the target's
       device.
     - `temperature`: the request's; 0 is greedy.
-    - `generator`: the CPU generator that children are drawn with when drafts may not look at the
-      noise.
+    - `generator`: draws children, on the CPU, where drafts may not look at the noise.
     - `states`: what each source keeps of this sequence, by the source's name.
-    - `marginal_cost`: the marginal costs of nodes, where they are measured (see
-      `Method.priced`).
+    - `marginal_cost`: of nodes, where it is measured (see `Method.priced`).
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
     - `texts`: the finished texts that may be drafted from, if any are kept.
     - `cache`: the target's keys and values of all ids but the last, where a target reads them.
+    - `tenant`: whose request it is; None for a program's own.
     """
 
     ids: list[int]
@@ -68,6 +58,7 @@ class Context:
     grammar: Masks | None = None
     texts: Texts | None = None
     cache: SequenceCache | None = None
+    tenant: Hashable = None
 
     @property
     def draws(self) -> bool:
@@ -76,23 +67,18 @@ class Context:
 
     @property
     def draft_temperature(self) -> float:
-        """The temperature of the drafters' distributions.
+        """The temperature of the drafters' distributions: the request's where children are drawn.
 
-        It is the request's where children are drawn. Otherwise it is 1: the noise, if there is any,
-        applies the request's temperature (`methods/children.py`).
+        Else the noise, if there is any, applies that (`methods/children.py`).
         """
         return self.temperature if self.draws else 1.0
 
     def within(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
-        """Return as many of `tokens` as the grammar allows after `path`, the tokens below the root.
-
-        Without a grammar these are all of them.
-        """
+        """Return as many of `tokens` as a grammar allows after `path`, of tokens below the root."""
         return tokens if self.grammar is None else tokens[: self.grammar.follows(path, tokens)]
 
     def forced(self, path: Sequence[int]) -> int | None:
-        """Return the only token that the grammar allows after `path`, or None if there isn't
-        one."""
+        """Return the only token that the grammar allows after `path`; None if there isn't one."""
         return None if self.grammar is None else self.grammar.forced(path)
 
     def begin(self, sources: Sequence[Source]) -> Context:
@@ -112,8 +98,6 @@ class Context:
 class MarginalCost:
     """What one more node of a tree costs, in tokens (`engine/budget.py`).
 
-    A node is worth its time if the tokens expected of it exceed its marginal cost.
-
     - `slopes`: entry n is the cost of one more node in a tree of n nodes; it never falls. Beyond
       the last entry a node costs infinitely much.
     - `explore`: whether to make the first call of a drafter in any case, to measure what it brings.
@@ -126,8 +110,8 @@ class MarginalCost:
     def of_passes(cls, widths: Sequence[int], passes: Sequence[float]) -> MarginalCost:
         """Return the slopes of the lower convex hull of pass times.
 
-        `passes[i]` is the cost in tokens of a pass over a tree of `widths[i]` nodes. Where the time
-        of a pass rises in steps (a kernel's tiles), a step is thus spread over its nodes.
+        `passes[i]` is the cost in tokens of a pass over a tree of `widths[i]` nodes. Where that
+        rises in steps (a kernel's tiles), a step is thus spread over its nodes.
         """
         hull: list[int] = []
 
@@ -171,9 +155,9 @@ class Source(ABC):
 
     name: str  # the name in statistics and in `TokenTree.source`
 
-    @abstractmethod
     def begin(self, ids: Sequence[int]) -> SourceState:
         """Return the state of a sequence that begins with the prompt `ids`."""
+        return SourceState()
 
 
 class SourceState:
@@ -203,8 +187,7 @@ class DraftProbs(NamedTuple):
     confidence: Sequence[float] = ()
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
-        """Return the distributions over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a
-        row."""
+        """Return them over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a row."""
         values = self.values[row]
         if self.tokens is None:
             return values
@@ -215,25 +198,18 @@ class DraftProbs(NamedTuple):
 class HeadUse:
     """Counters of how a drafter's head was used, over all calls.
 
-    - `calls`: how many calls were counted.
-    - `tokens`: how many tokens were scored, summed over `calls`.
-    - `seconds`: the time of choosing what is scored, and of the head.
-    - `wanted`: how many committed tokens followed nodes whose distributions had been computed. This
-      and the following counters are kept with a shortlist only.
-    - `held`: how many of the `wanted` tokens had been scored.
+    `calls`: how many were counted. `tokens`: how many were scored, summed over `calls`. `seconds`:
+    the time of choosing what is scored, and of the head.
     """
 
     calls: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    wanted: int = 0
-    held: int = 0
 
     def plus(self, other: HeadUse) -> HeadUse:
         """Return the sums of both."""
-        return HeadUse(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
+        tokens, seconds = self.tokens + other.tokens, self.seconds + other.seconds
+        return HeadUse(self.calls + other.calls, tokens, seconds)
 
 
 class DrafterState(SourceState):
@@ -241,17 +217,11 @@ class DrafterState(SourceState):
 
     @property
     def waiting(self) -> int:
-        """How many committed tokens it can read ahead of the next tree.
-
-        Where the target provides hidden states, it is those that it was given
-        (`append_hidden`) and has not read.
-        """
+        """How many committed tokens it can read ahead of the next tree: those that it has not read,
+        and where it takes hidden states, that these were given of (`append_hidden`)."""
         return 0
 
-    @property
-    def used(self) -> HeadUse | None:
-        """The counters of its head, or None where they are not kept."""
-        return None
+    used: HeadUse | None = None  # the counters of its head, where they are kept
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
         """Take the hidden states `[k, layers * d]` of the next k committed tokens.
@@ -266,11 +236,8 @@ class DrafterState(SourceState):
         """
 
     def share(self, chunk: int, tokens: int) -> Any:
-        """Return what another sequence needs to `adopt` the tokens of one chunk.
-
-        These are tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`. Returns None if the state
-        does not hold them.
-        """
+        """Return what another sequence needs to `adopt` tokens `chunk * tokens` to
+        `(chunk + 1) * tokens - 1`. None if the state does not hold them."""
         return None
 
     def adopt(
@@ -283,10 +250,7 @@ class DrafterState(SourceState):
         """
 
     def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
-        """Return the hidden states of tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`.
-
-        Returns None unless the state has all of them and has read none of them.
-        """
+        """Return the hidden states of such tokens (`share`), if it has all and has read none."""
         return None
 
     def release(self) -> None:
@@ -294,10 +258,7 @@ class DrafterState(SourceState):
 
 
 class Drafter(Source):
-    """A source that gives a distribution over the next token after any node of the tree.
-
-    A smaller language model is one, a feature drafter is another.
-    """
+    """A source that gives a distribution over the next token after any node of the tree."""
 
     name = "drafter"
     needs_hidden = False  # whether its states take the target's hidden states
@@ -314,16 +275,8 @@ class Drafter(Source):
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
         """Return the state of a sequence that begins with `ids`.
 
-        `shortlist`: the part of the vocabulary that the head scores for this sequence; `None`: all
-        of it.
+        `shortlist`: the part of the vocabulary that the head scores for it; None: all of it.
         """
-
-    def check_shortlist(self, shortlist: Shortlist | None) -> None:
-        """Raise `InvalidInput` for a shortlist that this drafter can't take."""
-        if shortlist is not None and self.head_size is None:
-            raise InvalidInput(OWN_HEAD)
-        if shortlist is not None and shortlist.router is not None and not self.routes:
-            raise InvalidInput(UNROUTED)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raise `InvalidInput` if prompt and answer might exceed the drafter's context length.
@@ -334,9 +287,8 @@ class Drafter(Source):
         if limit is not None and prompt + max_tokens > limit:
             raise InvalidInput(
                 f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the drafter's "
-                f"context of {limit}: "
-                f"shorten the prompt, ask for at most {max(0, limit - prompt)} tokens, or take a "
-                "method without a drafter"
+                f"context of {limit}: shorten the prompt, ask for at most "
+                f"{max(0, limit - prompt)} tokens, or take a method without a drafter"
             )
 
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -345,6 +297,12 @@ class Drafter(Source):
         Only states with at least `least` unread tokens do. They read as far as the text that
         follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
         reads a long prompt step by step with the target, and no other answer waits for it.
+        """
+
+    def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
+        """Learn from a verified tree, before its tokens are committed.
+
+        `logits`: `[n, vocab]`, the target's raw logits after each of its n nodes.
         """
 
     @abstractmethod

@@ -3,22 +3,152 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
-from quickbeam.drafters.block_passes import NativeBlocks, TorchBlocks
-from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
+from quickbeam.drafters.feature import (
+    FeatureDrafter,
+    FeatureState,
+    TorchPasses,
+    choose_scorers,
+    in_parts,
+    score,
+)
+from quickbeam.drafters.folder import rope_of
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.native import usable_kernels
+from quickbeam.drafters.native import (
+    CompiledDrafter,
+    DrafterParameters,
+    NativeHead,
+    NativePacker,
+    usable_kernels,
+)
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Model, inference
+from quickbeam.models.checkpoint import ModelConfig
+from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.families import FAMILIES
+from quickbeam.models.families.reading import Config
+from quickbeam.models.gathered import Behind, GatheredStep
 from quickbeam.models.kv import SequenceCache
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
+from quickbeam.models.pages import PagePool
+from quickbeam.models.stack import Linear, Tensor
 from quickbeam.tree import TokenTree
 
 CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
 WITHIN = 10.0  # by how much their logits may be below the likeliest token's
+
+
+class TorchBlocks(TorchPasses):
+    """A `BlockNetwork` on any device: the reference."""
+
+    def __init__(self, network: BlockNetwork, model: Model) -> None:
+        config = network.config
+        super().__init__(network, config.depth, model)
+        visible = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
+        self._visible = (visible.tril() if config.causal else visible).numpy()
+
+    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+        """Write keys and values of the next tokens of each sequence, which are not committed yet.
+
+        `hidden`: the target's hidden states `[n, len(taps) * target_size]` of each sequence.
+        """
+        pairs = zip(caches, hidden, strict=True)
+        parts = [Behind(cache, range(len(rows))) for cache, rows in pairs]
+        step, fused = GatheredStep(parts, self.pool), self.network.fuse(torch.cat(list(hidden)))
+        for i in range(self.network.config.depth):
+            self.write(step, i, *self.network.key_value(i, fused, step.positions))
+
+    def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
+        """Run a block behind each sequence's committed tokens.
+
+        Returns the rows that draft, `[b, drafted, d]`.
+        """
+        depths, visible = range(len(self._visible)), self._visible
+        step = GatheredStep([Behind(one, depths, visible=visible) for one in caches], self.pool)
+
+        def attend(i: int, query: torch.Tensor, *key_value: torch.Tensor) -> torch.Tensor:
+            self.write(step, i, *key_value)
+            return self.attend(step, i, query)
+
+        rows = self.network(anchors, [cache.length for cache in caches], attend)
+        return self.network.drafting(rows)  # type: ignore[no-any-return]
+
+
+class NativeBlocks:
+    """A `BlockNetwork` in the native kernels, whose layers are Qwen3's. It packs their weights.
+
+    `name`: as of `NativePacker`.
+    """
+
+    def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None = None) -> None:
+        self.config, self._head = network.config, network.head
+        self._pack = NativePacker(kernels, name)
+        fields = {"rope_parameters": rope_of(self.config.rope), "attention_bias": False}
+        config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
+        described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
+        stack = replace(described, head=Linear((Tensor("model.fc.weight"),)))
+        own = {f"model.{name}": one for name, one in network.state_dict().items()}
+        finite = all(bool(one.isfinite().all()) for one in own.values())
+        given = own | {stack.embedding: network.embedding.weight.detach()}
+        parameters = DrafterParameters(config, torch.bfloat16, given)
+        self.pool = PagePool(kv_shapes(stack), kernels)
+        weights = name or (INT8 if finite else BFLOAT16)
+        self._compiled = CompiledDrafter(parameters, stack, self.pool, weights)
+        self._compiled.watch([self.config.depth + 1])
+        self._reading = self._make_reading(network, self._compiled.packed(stack.head))
+
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self._pack.head(self._head), self._pack.kernels)
+
+    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+        """See `TorchBlocks.read`."""
+        listed = RowList()
+        for cache, rows in zip(caches, hidden, strict=True):
+            cache.add_chain(listed, [0] * len(rows), ())
+        given = {"states": torch.cat(list(hidden)).contiguous()}
+        self._reading.run(listed.rows(), given, self._compiled.angles(max(listed.positions)))
+
+    def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
+        """See `TorchBlocks.run`."""
+        config, size, listed = self.config, self.config.block_size, RowList()
+        for cache, anchor in zip(caches, anchors, strict=True):
+            first = cache.length
+            cache.reserve(first + size)
+            places = range(first, first + size)
+            # what a row sees ends with itself, or with the block
+            seen = [place + 1 for place in places] if config.causal else [first + size] * size
+            tokens = [anchor, *[config.mask_token] * (size - 1)]
+            listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
+        self._compiled(listed.rows(), max(listed.positions))
+        return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
+
+    def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:
+        """Return the program that reads committed tokens: keys and values of each layer."""
+        program, epsilon = Program(self._pack.kernels), self.config.eps
+        fused, normed = program.buffer(fc.outputs, True), program.buffer(fc.outputs)
+        program.linear(fc, program.given("states", fc.inputs), fused)
+        program.norm(fused, normed, network.hidden_norm.weight, epsilon)
+        layers: Any = zip(network.layers, self.pool.shapes, self.pool.offsets, strict=True)
+        for layer, shape, offset in layers:
+            of = layer.self_attn
+            packed = self._pack(of["k_proj"].weight, of["v_proj"].weight)
+            both, none = program.buffer(packed.outputs, True), program.buffer(packed.outputs)
+            norms = [of[name].weight for name in ("q_norm", "k_norm")]
+            program.linear(packed, normed, both)
+            program.heads(both, none, 0, shape, offset, norms, epsilon)
+        return program
 
 
 class BlockState(FeatureState):
@@ -47,20 +177,19 @@ class BlockState(FeatureState):
         self.rows = self.scores = torch.empty(0)
 
 
-class BlockDrafter(FeatureDrafter[BlockState]):
+class BlockDrafter(FeatureDrafter):
     """A block drafter: a `BlockNetwork` on the target's hidden states.
 
     The request for a tree's root reads the tokens that were committed since the last tree, whose
-    keys and values stay, and runs the block of the anchor, which is the root. The blocks of all
-    sequences of a call are one pass. A block's own keys and values are overwritten by what comes
-    next. All other requests of the tree are answered without a pass: the distribution after a node
-    depends on its depth and its token. It is over the tokens that are among the `candidates`
-    likeliest of some depth without the Markov head, and `within` so much of the likeliest one's
-    logit. Nodes as deep as the block is long get zeros: nothing is proposed there.
+    keys and values stay, and runs the block of the anchor, which is the root. All other requests of
+    the tree are answered without a pass: the distribution after a node depends on its depth and its
+    token. It is over the tokens that are among the `candidates` likeliest of some depth without the
+    Markov head, and `within` so much of the likeliest one's logit. Nodes as deep as the block is
+    long get zeros: nothing is proposed there.
 
-    The drafter takes the network over. It makes `model` return the hidden states that the network
-    reads (`Model.watch`). `native`: let the native kernels run the network where they can.
-    `weights`: the format that they keep its weights in; None: 8 bits.
+    The drafter takes the network over, and makes `model` return the hidden states that it reads
+    (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
+    format that they keep its weights in; None: 8 bits.
     """
 
     kind = BlockState
@@ -80,11 +209,9 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
-        found = usable_kernels(model, network)
+        found = usable_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
-            NativeBlocks(self.network, found, weights)
-            if native and found is not None
-            else TorchBlocks(self.network, model)
+            TorchBlocks(network, model) if found is None else NativeBlocks(network, found, weights)
         )
         self.pool = self.passes.pool
 
@@ -101,7 +228,6 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         return [self._probs(request) for request in requests]
 
     def _read(self, states: Sequence[BlockState]) -> None:
-        """Write keys and values of all tokens whose hidden states are unread."""
         for part in in_parts(states, BlockState.readable):
             hidden = [state.unread.first(count) for state, count in part]
             self.passes.read([state.cache for state, _ in part], hidden)
@@ -109,7 +235,6 @@ class BlockDrafter(FeatureDrafter[BlockState]):
                 state.commit(count)
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
-        """Run the blocks of the trees' roots in one pass."""
         self._read(states)
         for state in states:
             anchor = len(state.ids) - 1
@@ -120,7 +245,7 @@ class BlockDrafter(FeatureDrafter[BlockState]):
         anchors = [tree.token[0] for tree in trees]
         rows = self.passes.run([state.cache for state in states], anchors)
         for state, tree, part in zip(states, trees, rows, strict=True):
-            state.tree, state.rows, state.calls = tree, part, state.calls + 1
+            state.tree, state.rows = tree, part
         self._score(states)
 
     def _score(self, states: Sequence[BlockState]) -> None:
@@ -139,7 +264,6 @@ class BlockDrafter(FeatureDrafter[BlockState]):
                 state.scores = logits[:, columns]
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
-        """Return the distributions after the requested nodes."""
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")

@@ -3,8 +3,7 @@
 Reads the folders that EAGLE, EAGLE-2, EAGLE-3 and `speculators` write, and quickbeam's own.
 
 The stored tensors decide what they can show: biases, heads, an embedding of its own. The
-configuration decides the rest. What the network can't represent is refused, never ignored: a tensor
-that has no place in it is an error.
+configuration decides the rest. A tensor that has no place in the network is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from quickbeam.drafters.folder import (
     Parts,
     TargetParts,
     assemble,
+    check_shape,
     layer_fields,
     named_errors,
     read_config,
     read_tensors,
-    tensor_names,
-    whole_numbers,
 )
+from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
 
@@ -33,26 +32,13 @@ KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
     "eagle and eagle3, quickbeam's own"
 )
-# A drafter whose config has another value for one of these fields is refused.
-PLAIN = {
-    "layernorms": False,
-    "add_para_norm": False,
-    "logit_scale": 1,
-    "partial_rotary_factor": 1,
-    "use_aux_hidden_state": True,
-}
+DROPPED = "model_type", "activation", "input_norm", "mlp_bias"  # of older configurations
 ROWS = 64  # how many rows of the embedding are compared with the target's
 # tensors that the network doesn't need, that are read by name, or that it makes itself
 IGNORED = {
-    "d2t",
-    "t2d",
-    "embed_tokens.weight",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-    "tokens",
-    "layers.0.self_attn.rotary_emb.inv_freq",
-    "midlayer.self_attn.rotary_emb.inv_freq",
-    "transformer.self_attn.rotary_emb.inv_freq",
+    *("d2t", "t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"),
+    *("tokens", "layers.0.self_attn.rotary_emb.inv_freq"),
+    *("midlayer.self_attn.rotary_emb.inv_freq", "transformer.self_attn.rotary_emb.inv_freq"),
 }
 
 
@@ -66,7 +52,7 @@ def is_eagle(folder: Path) -> bool:
         return (
             record.get("model_type") == MODEL_TYPE
             or "speculators_model_type" in record
-            or "fc.weight" in tensor_names(folder)
+            or "fc.weight" in read_tensors(folder)
         )
     except InvalidInput:
         return False
@@ -75,50 +61,40 @@ def is_eagle(folder: Path) -> bool:
 def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     """Load the drafter in `folder` for a target.
 
-    The drafter keeps an embedding of its own only if the stored one differs from the target's
-    module: in width, or in the values of a sample of rows by more than bfloat16's rounding. It
-    differs if it was trained, or if the target scales its own. A drafter without a stored head uses
-    the target's. Weights keep the dtype they are stored in. They stay memory-mapped until they are
-    cast or moved.
+    It keeps an embedding of its own only if the stored one differs from the target's module: in
+    width, or in the values of a sample of rows by more than bfloat16's rounding. Without a stored
+    head it uses the target's. Weights keep the dtype they are stored in, and stay memory-mapped
+    until they are cast or moved.
 
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
     target, or holds a variant that `EagleHead` can't represent.
     """
-    record = read_config(folder)
+    record, fields = read_config(folder), dict[str, Any]()
     parts: Parts = {}
     ignored = set[str]()
     with named_errors(folder):
         state = read_tensors(folder)
         if record.get("model_type") == MODEL_TYPE:
-            config = _own_config(record)
+            known = {k: v for k, v in record.items() if k not in DROPPED}
+            config = EagleConfig(**known | {"layers": tuple(record["layers"])})
         else:
             prefix, fc = _layout(record, state)
             fields = {**record, **(record.get("transformer_layer_config") or {})}
             config = _config(fields, state, prefix, target)
-            parts, ignored = _parts(config, prefix, fc), IGNORED
+            parts, ignored = _parts(config, prefix, fc), set(IGNORED)
             if config.own_embedding:
-                ignored = ignored - {"embed_tokens.weight"}
+                ignored.remove("embed_tokens.weight")
             if config.join == "input":  # EAGLE and EAGLE-2 use the target's head
-                ignored = ignored | {"lm_head.weight"}
+                ignored.add("lm_head.weight")
         with torch.device("meta"):
             network = EagleHead(config, target.embedding, target.head)
         weights = assemble(network, state, parts, ignored)
         if config.draft_vocab_size is not None and "tokens" not in weights:
-            weights["tokens"] = _tokens(
-                state, config.draft_vocab_size, fields.get("vocab_size"), target.vocab
-            )
+            whole = config.draft_vocab_size in (fields.get("vocab_size"), target.vocab)
+            weights["tokens"] = _tokens(state, config.draft_vocab_size, whole)
         _check_target(config, weights.get("tokens"), target)
     network.load_state_dict(weights, assign=True)
     return network.requires_grad_(False)
-
-
-def _own_config(record: dict[str, Any]) -> EagleConfig:
-    """Return the configuration that `EagleHead.save` wrote. Raises `InvalidInput` for another."""
-    known = {name: value for name, value in record.items() if name != "model_type"}
-    try:
-        return EagleConfig(**known | {"layers": tuple(record["layers"])})
-    except (KeyError, TypeError) as error:
-        raise InvalidInput(f"its config.json is not of quickbeam's layout ({error})") from error
 
 
 def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str, str]:
@@ -127,62 +103,28 @@ def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str
     Raises `InvalidInput` if the names belong to no known layout.
     """
     kind = record.get("speculators_model_type")
-    prefixes = [
-        p
-        for p in ("midlayer", "layers.0", "transformer")
-        if f"{p}.self_attn.q_proj.weight" in state
-    ]
+    layers = ("midlayer", "layers.0", "transformer")
+    prefixes = [name for name in layers if f"{name}.self_attn.q_proj.weight" in state]
     fc = [name for name in ("fc", "fusion_fc") if f"{name}.weight" in state]
     if kind not in (None, "eagle", "eagle3") or not prefixes or not fc:
-        given = f"tensors {', '.join(sorted(state)[:3])}, ..."
-        if kind:
-            given = f"speculators_model_type {kind!r}"
+        given = f"speculators_model_type {kind!r}, tensors {', '.join(sorted(state)[:3])}, ..."
         raise InvalidInput(f"this is no known feature drafter ({given}); known: {KNOWN}")
     return prefixes[0], fc[0]
-
-
-def _refuse(fields: dict[str, Any]) -> None:
-    """Raise `InvalidInput` for what an `EagleHead` can't do."""
-    flags = {**(fields.get("eagle_config") or {}), **fields}
-    refused = [
-        f"{name}: {flags[name]!r}" for name in PLAIN if flags.get(name) not in (None, PLAIN[name])
-    ]
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        refused.append("layer_types: sliding_attention")
-    if refused:
-        raise InvalidInput(
-            f"its config says {refused[0]}, which quickbeam's drafters can't do; use one without it"
-        )
-    if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
-        raise InvalidInput(
-            "its config doesn't say norm_before_residual: write true or false into "
-            "config.json, as it was trained"
-        )
 
 
 def _config(
     fields: dict[str, Any], state: dict[str, torch.Tensor], prefix: str, target: TargetParts
 ) -> EagleConfig:
-    """Return what the configuration and the stored tensors say of the network."""
-    _refuse(fields)
     layer, flags = layer_fields(fields), {**(fields.get("eagle_config") or {}), **fields}
-    size = layer["hidden_size"]
-    vocab = whole_numbers({"vocab_size": target.vocab, **fields}, {"is": "vocab_size"})["is"]
+    size, activation = layer["hidden_size"], fields.get("hidden_act") or "silu"
+    vocab = int(fields.get("vocab_size") or target.vocab)
     wide = f"{prefix}.hidden_norm.weight" in state
     stored, shared = state.get("embed_tokens.weight"), size == target.size
     own = stored is not None and (not shared or _differs(stored, target))
-    if wide and not shared and stored is None:
-        raise InvalidInput(
-            f"it is {size} wide, the target {target.size}, and it lacks its own embedding, "
-            "embed_tokens.weight"
-        )
-    if vocab > target.vocab:
-        raise InvalidInput(
-            f"its vocab_size is {vocab}, the target has {target.vocab} tokens: it was made for "
-            "another model"
-        )
     lm_head = state.get("lm_head.weight") if wide else None
     draft_vocab = fields.get("draft_vocab_size") or (vocab if lm_head is None else len(lm_head))
+    if activation != "silu":
+        raise InvalidInput(f"its config says hidden_act: {activation!r}; known: silu")
     if wide and lm_head is None and (draft_vocab != vocab or not shared):
         raise InvalidInput(
             "it lacks lm_head.weight, and the target's head can't stand in: the "
@@ -196,17 +138,14 @@ def _config(
         vocab_size=len(stored) if own and stored is not None else target.vocab,
         draft_vocab_size=None if lm_head is None else draft_vocab,
         join="attention" if wide else "input",
-        activation=fields.get("hidden_act") or "silu",
         feature_norms=wide and bool(flags.get("fc_norm") or "fc_norm.0.weight" in state),
         fused_norm=wide and bool(flags.get("norm_before_fc") or "input_norm.weight" in state),
         norm_before_residual=wide and bool(flags.get("norm_before_residual")),
-        input_norm=not wide and f"{prefix}.input_layernorm.weight" in state,
         final_norm=wide,
         norm_output=wide and bool(flags.get("norm_output")),
         own_embedding=own,
         fc_bias="fc.bias" in state or "fusion_fc.bias" in state,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in state,
-        mlp_bias=f"{prefix}.mlp.gate_proj.bias" in state,
     )
 
 
@@ -264,36 +203,19 @@ def _parts(config: EagleConfig, prefix: str, fc: str) -> Parts:
     }
 
 
-def _tokens(
-    state: dict[str, torch.Tensor], count: int, whole: int | None, vocab_size: int
-) -> torch.Tensor:
+def _tokens(state: dict[str, torch.Tensor], count: int, whole: bool) -> torch.Tensor:
     """Return `[count]`: the target's token for each row of the drafter's head.
 
     The stored `d2t` holds the difference between token and row. It is ignored where the head has
-    the whole vocabulary (`whole` tokens, or the target's `vocab_size`). Raises `InvalidInput` if
-    `d2t` is missing or has another shape, or if `count` exceeds `vocab_size`.
+    the `whole` vocabulary. Raises `InvalidInput` if `d2t` is missing or has another shape.
     """
-    if count > vocab_size:
-        raise InvalidInput(
-            f"its draft_vocab_size is {count}, the target has {vocab_size} tokens: "
-            "it was made for another model"
-        )
-    if count in (whole, vocab_size):
+    if whole:
         return torch.arange(count)
-    offset = state.get("d2t")
-    if offset is None:
-        raise InvalidInput(
-            "the drafter lacks d2t, which says the tokens of its head; download it again"
-        )
-    if offset.shape != (count,):
-        raise InvalidInput(
-            f"d2t has shape {list(offset.shape)}, expected {[count]} by draft_vocab_size"
-        )
-    return torch.arange(count) + offset.long()
+    check_shape(state, "d2t", [count])
+    return torch.arange(count) + state["d2t"].long()
 
 
 def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetParts) -> None:
-    """Raise `InvalidInput` for a drafter that was made for another target."""
     widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
     if other := [width for width in widths if width != target.size]:
         raise InvalidInput(
@@ -306,12 +228,5 @@ def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: Targ
             f"its embedding has {config.vocab_size} tokens, the target has "
             f"{target.vocab}: it was made for another model"
         )
-    if tokens is not None and not (
-        int(tokens.min()) >= 0
-        and int(tokens.max()) < target.vocab
-        and len(set(tokens.tolist())) == len(tokens)
-    ):
-        raise InvalidInput(
-            f"its token map (d2t) leaves the target's {target.vocab} tokens or names "
-            "one twice: it was made for another model"
-        )
+    if tokens is not None:
+        require_distinct(tokens, target.vocab, "its head (d2t), which was made for another model,")

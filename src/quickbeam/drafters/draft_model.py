@@ -1,7 +1,14 @@
-"""A smaller causal language model with the target's vocabulary as a drafter."""
+"""A smaller causal language model as a drafter, with the target's tokenizer or another one.
+
+With another one, a target's token is read and proposed as the drafter's token of the same bytes
+(2502.05202, token-level intersection). One without such a token is read as the drafter spells its
+bytes, and is never proposed. Whatever is mapped wrongly costs acceptance, as tokens are verified by
+their equality.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +17,72 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.base import Batch, Chain, Draft, Model, inference
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
-from quickbeam.models.weight_file import WeightFile
+from quickbeam.models.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+LEAST = 0.5  # of the smaller vocabulary's tokens that both must have
+Spelling = tuple[bool, bytes]  # whether a token is a special one, and its bytes
+
+
+class Translation:
+    """The drafter's tokens for a target's.
+
+    `shared`: `[s]` int64, the target's tokens that the drafter has, too. `columns`: `[s]`, the ids
+    that the drafter has for them. `sizes`: how many tokens the target's logits have, and the
+    drafter's. `partner`: from the first to the second. Raises `InvalidInput` where they share too
+    few.
+    """
+
+    def __init__(self, target: Any, drafter: Any, sizes: tuple[int, int]) -> None:
+        self._target, self._drafter, self._spelt = target, drafter, dict[int, list[int]]()
+        ours, theirs = _tokens(target, sizes[0]), _tokens(drafter, sizes[1])
+        self._texts, self.vocab_size = TokenTexts(target), sizes[0]
+        self.partner = {token: theirs[one] for one, token in ours.items() if one in theirs}
+        smaller = min(len(ours), len(theirs))
+        told = f"{len(self.partner):,} of {smaller:,} tokens"
+        if len(self.partner) < LEAST * smaller:
+            raise InvalidInput(
+                f"the drafter has another tokenizer, and shares {told} with the target "
+                f"({len(self.partner) / smaller:.0%}): it takes {LEAST:.0%}; use a drafter whose "
+                "tokenizer is more like the target's"
+            )
+        logger.info("the drafter shares %s with the target", told)
+        self.shared = torch.tensor(list(self.partner))
+        self.columns = torch.tensor(list(self.partner.values()))
+
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Return a text as the drafter's own tokenizer divides it."""
+        text = self._target.decode(list(ids), skip_special_tokens=False)
+        return self._drafter.encode(text, add_special_tokens=False) or self.spell(ids)
+
+    def spell(self, ids: Sequence[int]) -> list[int]:
+        """Return the drafter's tokens for each of a text's tokens, one after the other."""
+        return [one for token in ids for one in self._of(token)]
+
+    def _of(self, token: int) -> list[int]:
+        if token in self.partner:
+            return [self.partner[token]]
+        if token not in self._spelt:
+            text = self._texts.text_of(token)
+            self._spelt[token] = self._drafter.encode(text, add_special_tokens=False) or [0]
+        return self._spelt[token]
+
+
+def _tokens(tokenizer: Any, size: int) -> dict[Spelling, int]:
+    """Return the ids below `size` by what they stand for."""
+    texts = TokenTexts(tokenizer)
+    special = {i for i, one in tokenizer.added_tokens_decoder.items() if one.special}
+    ids = sorted((i for i in tokenizer.get_vocab().values() if i < size), reverse=True)
+    spelt = (((i in special, texts.bytes_of(i)), i) for i in ids)
+    return {spelling: i for spelling, i in spelt if spelling[1]}
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +95,23 @@ GAP = 32
 class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
-    The shadow is explained at `LMDrafter`. `calls`: how many passes over trees were run.
-    `recurrent`: whether the model has recurrent layers.
+    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `most`: its largest
+    token, which stands for larger ones of the target's. `recurrent`: whether it has recurrent
+    layers.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int], recurrent: bool = False) -> None:
-        self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.recurrent = recurrent
+    def __init__(
+        self,
+        cache: SequenceCache,
+        ids: Sequence[int],
+        most: int,
+        recurrent: bool,
+        translation: Translation | None,
+    ) -> None:
+        self._most = most
+        self.ids = self._own(ids) if translation is None else translation.read(ids)
+        self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
+        self.cache, self.recurrent, self.translation = cache, recurrent, translation
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -53,7 +130,11 @@ class LMState(DrafterState):
         return [node for node in path if node < self.done]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self.ids.extend(tokens)
+        of = self.translation
+        self.ids.extend(self._own(tokens) if of is None else of.spell(tokens))
+
+    def _own(self, tokens: Sequence[int]) -> list[int]:
+        return [min(token, self._most) for token in tokens]
 
     def skip(self, tail: int) -> None:
         """Begin anew with the last `tail` tokens, as if the text began there."""
@@ -66,7 +147,8 @@ class LMState(DrafterState):
 
     def share(self, chunk: int, tokens: int) -> Any:
         whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
-        if self.recurrent:  # a text can't go on behind keys and values alone
+        # a text can't go on behind a recurrent model's keys and values alone
+        if self.recurrent or self.translation is not None:
             return None
         return self.cache.share(chunk, tokens) if whole else None
 
@@ -83,22 +165,20 @@ class LMState(DrafterState):
 class LMDrafter(Drafter):
     """A drafter that is a smaller causal language model of transformers.
 
-    Its token ids must mean what the target's do (`first_difference`).
+    Its token ids must mean what the target's do (`same_tokens`), or a `translation` says what
+    they mean. With that, a prompt is read as the model's own tokenizer divides it, an answer token
+    by token. Distributions are over the tokens that both have: zeros after nodes without a token of
+    the model's, and beyond its context.
 
-    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
-    growing tree the model runs only the nodes that are requested. They form the tree's *shadow*: a
-    tree of the drafter's own, which grows by one pass a call. The accepted nodes of the last shadow
-    stay computed. Other committed tokens are not computed yet, such as accepted leaves, which were
-    never requested. They begin the next shadow as a chain that ends in the root, so catching up
-    takes no extra pass.
+    Of a growing tree the model runs only the nodes that are requested. They form the tree's
+    *shadow*: a tree of the drafter's own, which grows by one pass a call. The accepted nodes of the
+    last shadow stay computed. Other committed tokens, such as accepted leaves, begin the next
+    shadow as a chain that ends in the root, so catching up takes no extra pass.
 
-    `vocab_size`: width of the target's logits, and of the distributions returned. Tokens beyond
-    this model's own have probability 0. Of a request's sampling parameters only the temperature
-    shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
-    the model's own distribution is its best estimate.
-
-    `model`: a `Model` with at least as many tokens. One of transformers is taken over, as
-    `make_model` does; `native`, `weights` and `kept` are the same as there, and it raises the same.
+    `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
+    sampling parameters only the temperature shapes these: answers are exact without the others, and
+    the model's own distribution is its best estimate. `model`: one of transformers is taken over,
+    as `make_model` does; `native` and `weights` are the same as there.
     """
 
     skips = True
@@ -111,29 +191,33 @@ class LMDrafter(Drafter):
         *,
         native: bool = True,
         weights: str = BFLOAT16,
-        kept: WeightFile | None = None,
+        translation: Translation | None = None,
     ) -> None:
         if isinstance(model, Model):
-            self.model, own = model, model.vocab_size
+            self.model = model
         else:
-            own = int(model.get_output_embeddings().weight.shape[0])
-            if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
-                model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            self.model = make_model(model, native=native, weights=weights, kept=kept)
+            self.model = make_model(model, native=native, weights=weights)
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self.weight_bytes = self.model.token_bytes
-        self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
+        self._vocab_size, self._shared = vocab_size, min(self.model.vocab_size, vocab_size)
+        self.translation = translation
+        if translation is not None:
+            both = translation.shared, translation.columns
+            self._tokens, self._columns = (one.to(self.model.device) for one in both)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        return LMState(self.pool.new(), ids, self.pool.state_pages > 0)
+        most, recurrent = self.model.vocab_size - 1, self.pool.state_pages > 0
+        return LMState(self.pool.new(), ids, most, recurrent, self.translation)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         for state in states:
             assert isinstance(state, LMState)
-            last = len(state.ids) - 1
-            if end is not None:
-                last = min(end - state.skipped, last)
+            last, (ours, own) = len(state.ids) - 1, state.prompt
+            if end is not None and (self.translation is None or end < ours):
+                last = min(own * end // ours - state.skipped, last)
+            if not self._fits(state, 0):
+                continue
             if last - state.cache.length >= max(least, GAP):
                 self._read(state, last)
 
@@ -144,37 +228,45 @@ class LMDrafter(Drafter):
         See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
         the root, or where a node's parent was never requested.
         """
-        batch = Batch()
-        for request in requests:
-            state = request.state
-            if request.nodes[0] == 0:
-                state.shadow, state.place = self._catch_up(state)
-                state.tree, state.done = request.tree, 0
-            if state.shadow is None or request.tree is not state.tree:
-                raise ValueError("a new tree: ask for its root first")
-            for node in request.nodes:
-                if node == 0 or node in state.place:  # known where a failed call is made again
-                    continue
-                if (parent := state.place.get(request.tree.parent[node])) is None:
-                    raise ValueError(
-                        f"node {node}: ask for its parent {request.tree.parent[node]} first"
-                    )
-                state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
-            state.calls += 1
-            batch.parts.append(Draft(state.cache, state.shadow, state.done))
-        distributions = []
-        for request, passed in zip(requests, self.model.forward(batch), strict=True):
-            state = request.state
-            assert state.shadow is not None
-            state.done = len(state.shadow)
-            distributions.append(
-                DraftProbs(
-                    self._probs(
-                        passed.logits[-len(request.nodes) :], request.context.draft_temperature
-                    )
-                )
-            )
-        return distributions
+        batch, followed = Batch(), [self._follow(request) for request in requests]
+        for request, rows in zip(requests, followed, strict=True):
+            if rows:
+                state = request.state
+                batch.parts.append(Draft(state.cache, state.shadow, state.done))
+        passed = iter(self.model.forward(batch) if batch.parts else ())
+        return [
+            self._probs(request, rows, next(passed) if rows else None)
+            for request, rows in zip(requests, followed, strict=True)
+        ]
+
+    def _follow(self, request: DraftRequest) -> list[int]:
+        """Grow the shadow by the requested nodes. Return which of them the model has tokens for."""
+        state, tree, nodes = request.state, request.tree, request.nodes
+        if not self._fits(state, max(tree.depth)):
+            return []
+        if nodes[0] == 0:
+            state.shadow, state.place = self._catch_up(state)
+            state.tree, state.done = tree, 0
+        if state.shadow is None or tree is not state.tree:
+            raise ValueError("a new tree: ask for its root first")
+        for node in nodes:
+            if node == 0 or node in state.place:  # known where a failed call is made again
+                continue
+            parent = state.place.get(tree.parent[node])
+            token = min(tree.token[node], self.model.vocab_size - 1)
+            if self.translation is not None:
+                token = self.translation.partner.get(tree.token[node], -1)
+            elif parent is None:
+                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
+            if parent is not None and token >= 0:
+                state.place[node] = state.shadow.add(parent, token, self.name)
+        return [row for row, node in enumerate(nodes) if node in state.place]
+
+    def _fits(self, state: LMState, depth: int) -> bool:
+        """Whether a text that was translated, and so many tokens below it, are within the model's
+        context. Of others the engine knows it before (`check_length`)."""
+        limit = self.context_length if self.translation is not None else None
+        return limit is None or len(state.ids) + state.skipped + depth < limit
 
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
         """Commit the accepted nodes of the last shadow, and start a new one.
@@ -201,10 +293,20 @@ class LMDrafter(Drafter):
             self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=0)]))
             state.cache.commit(range(end - begin))
 
-    def _probs(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        probs = probs_of(logits[:, : self._shared], temperature)
-        missing = self._vocab_size - self._shared
-        return F.pad(probs, (0, missing)) if missing else probs
+    def _probs(self, request: DraftRequest, rows: list[int], passed: Passed | None) -> DraftProbs:
+        probs = torch.empty(0)
+        if passed is not None:
+            request.state.done = len(request.state.shadow)
+            logits = passed.logits[-len(rows) :, : self._shared]
+            probs = probs_of(logits, request.context.draft_temperature)
+        if self.translation is None:
+            missing = self._vocab_size - self._shared
+            return DraftProbs(F.pad(probs, (0, missing)) if missing else probs)
+        values = torch.zeros(len(request.nodes), len(self._tokens), device=self._tokens.device)
+        if rows:
+            both = probs[:, self._columns]
+            values[rows] = both / both.sum(-1, keepdim=True).clamp(min=1e-9)
+        return DraftProbs(values, self._tokens, self.translation.vocab_size)
 
 
 def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
@@ -219,26 +321,21 @@ def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
     return path
 
 
-def first_difference(
-    target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]
-) -> str | None:
-    """Say which token id first means another token to a drafter than to the target; None if none.
+def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:
+    """Whether all token ids mean the same to a drafter as to the target.
 
     `sizes`: widths of the target's and the drafter's logits, which may differ. A token that only
     one tokenizer knows is allowed in the other model's padding: after the last token of its
     tokenizer, yet within its logits.
     """
-    target, drafter = (
+    ours, theirs = (
         {i: token for token, i in tokenizer.get_vocab().items()}
         for tokenizer in (target_tokenizer, drafter_tokenizer)
     )
-    tail = max(target, default=-1), max(drafter, default=-1)
-    for i in sorted(target.keys() | drafter.keys()):
-        ours, theirs = target.get(i), drafter.get(i)
-        padding = (theirs is None and tail[1] < i < sizes[1]) or (
-            ours is None and tail[0] < i < sizes[0]
-        )
-        if ours != theirs and not padding:
-            spelt = [f"{token!r}" if token is not None else "no token" for token in (ours, theirs)]
-            return f"token {i} is {spelt[0]} to the target and {spelt[1]} to the drafter"
-    return None
+    ends = max(ours, default=-1), max(theirs, default=-1)
+    return all(
+        ours.get(i) == theirs.get(i)
+        or (i not in theirs and ends[1] < i < sizes[1])
+        or (i not in ours and ends[0] < i < sizes[0])
+        for i in ours.keys() | theirs.keys()
+    )

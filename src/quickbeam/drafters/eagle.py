@@ -13,15 +13,15 @@ import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, Passes, Rows, TorchEagle
+from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.native import usable_kernels
-from quickbeam.drafters.shortlist.shortlist import ShortlistState
+from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
 from quickbeam.models.kv import SequenceCache
 
-Works = list[tuple["EagleState", Rows, dict[int, int]]]
-"""Sequences' rows of a pass, with the nodes whose distributions are computed, and their depths."""
+Works = list[tuple["EagleState", Rows]]
+"""Sequences and their rows of a pass."""
 
 
 class EagleState(FeatureState):
@@ -33,7 +33,7 @@ class EagleState(FeatureState):
     - `out`, `feature`: `[k, d]`, of the root's row, then of the rows of the requested nodes.
     - `place`: by node, its row in `out`. `paths`: for each row below the root, the rows that it
       sees, counted from the first below the root, itself last.
-    - `routed`: by node, the clusters scored for its distribution.
+    - `routed`, `root_routed`: the clusters that the last call scored, and that of the root.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class EagleState(FeatureState):
         self.out = self.feature = torch.empty(0)
         self.place: dict[int, int] = {}
         self.paths: list[list[int]] = []
-        self.routed: dict[int, torch.Tensor] = {}
+        self.routed: torch.Tensor | None = None
+        self.root_routed: torch.Tensor | None = None
 
     def readable(self, early: bool = True) -> int:
         return min(self.waiting - early, self.unread_rows)
@@ -53,26 +54,9 @@ class EagleState(FeatureState):
         """How many committed tokens before the root have no row yet."""
         return len(self.ids) - 1 - self.cache.length
 
-    @property
-    def last_routed(self) -> torch.Tensor | None:
-        """The clusters of the tree's last call."""
-        return next(reversed(self.routed.values()), None)
-
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
-        if self.scorer is not None:
-            self._count(self.scorer, tokens)
-            self.routed.clear()
-
-    def _count(self, scorer: ShortlistState, tokens: Sequence[int]) -> None:
-        """Count how many of these committed tokens had been scored."""
-        counted, node = self.counted, 0 if self.tree is not None else None
-        for token in tokens:
-            if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
-                return
-            counted.wanted += 1
-            counted.held += scorer.holds(token, routed)
-            node = self.tree.child(node, token)
+        self.routed = self.root_routed = None
 
     def adopt(
         self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
@@ -86,14 +70,12 @@ class EagleState(FeatureState):
         self.out = self.feature = torch.empty(0)
 
 
-class EagleDrafter(FeatureDrafter[EagleState]):
+class EagleDrafter(FeatureDrafter):
     """A feature drafter: one layer on the target's hidden states, and the head.
 
     The request for a tree's root first reads the tokens that were committed since the last tree,
-    with the target's own hidden states. Their rows overwrite those of the last tree, which were
-    computed from the drafter's own outputs. Each later request adds one row for each node. A row
-    attends to the rows of the node's ancestors. The rows of all sequences that share a router go in
-    one pass.
+    with the target's own hidden states. Their rows overwrite those of the last tree. Each later
+    request adds one row for each node, which attends to the rows of the node's ancestors.
 
     The drafter makes `model` return the hidden states after `layers` (`Model.watch`), which its
     `passes` read. `head_size`: how wide what the target's head reads is; None for a head of its
@@ -104,7 +86,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def __init__(
         self,
-        passes: Passes,
+        passes: Any,
         model: Model,
         layers: Sequence[int],
         head_size: int | None,
@@ -127,7 +109,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         choose_scorers(firsts)
         for request in firsts:
             state = request.state
-            state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
+            state.routed = None if state.waiting else state.root_routed
             if state.waiting != state.unread_rows:
                 raise ValueError(
                     f"hidden states of {state.waiting} tokens for {state.unread_rows} not read yet"
@@ -138,11 +120,12 @@ class EagleDrafter(FeatureDrafter[EagleState]):
             state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        for (state, _, asked), (out, feature) in zip(works, self._run(works), strict=True):
-            done = len(state.place)
+        for (state, _), (out, feature) in zip(works, self._run(works), strict=True):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
-            state.place.update({node: done + i for i, node in enumerate(asked)})
+        for request in requests:
+            place = request.state.place
+            place.update({n: len(place) + i for i, n in enumerate(request.nodes) if n})
         return self._distributions(requests)
 
     def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
@@ -156,17 +139,16 @@ class EagleDrafter(FeatureDrafter[EagleState]):
             works: Works = []
             for state, count in part:
                 at = state.cache.length
-                asked = {0: 0} if not early and state.waiting == count else {}
+                wanted = int(not early and state.waiting == count)
                 tokens = state.ids[at + 1 : at + 1 + count]
                 hidden = state.unread.first(count)
-                works.append((state, Rows(state.cache, hidden, tokens, len(asked)), asked))
-            for (state, rows, asked), (out, feature) in zip(works, self._run(works), strict=True):
+                works.append((state, Rows(state.cache, hidden, tokens, wanted)))
+            for (state, rows), (out, feature) in zip(works, self._run(works), strict=True):
                 state.commit(len(rows.tokens))
-                if asked:
+                if rows.wanted:
                     state.out, state.feature = out[-1:], feature[-1:]
 
-    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows, dict[int, int]]:
-        """Return the work for one row for each requested node."""
+    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows]:
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
@@ -177,50 +159,38 @@ class EagleDrafter(FeatureDrafter[EagleState]):
                 raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
             state.paths.append([*(state.paths[place - 1] if place else ()), len(state.paths)])
             above.append(place)
-        tokens, asked = [tree.token[node] for node in nodes], {n: tree.depth[n] for n in nodes}
-        rows = Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
-        return state, rows, asked
+        tokens = [tree.token[node] for node in nodes]
+        return state, Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
 
     def _run(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run the works, and return for each its outputs and the features that the head reads."""
         passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        groups: dict[int, list[int]] = {}  # works with the same router go in one pass
-        for i, (state, _, _) in enumerate(works):
-            state.calls += 1
-            groups.setdefault(id(state.shortlist and state.shortlist.shared), []).append(i)
-        for group in groups.values():
-            parts = self._run_group([works[i] for i in group])
-            passed.update(zip(group, parts, strict=True))
+        groups: dict[Shortlist | None, list[int]] = {}  # works with the same router: one pass
+        for i, (state, _) in enumerate(works):
+            shared = None if state.shortlist is None else state.shortlist.shared
+            groups.setdefault(shared, []).append(i)
+        for shared, group in groups.items():
+            rows, first = [works[i][1] for i in group], 0
+            asked = any(one.wanted for one in rows)
+            out, feature, scores = self.passes.run(rows, shared if asked else None)
+            for i in group:
+                state, one = works[i]
+                if shared is not None and one.wanted:
+                    began, mine = perf_counter(), slice(first, first + one.wanted)
+                    state.routed = shared.none if scores is None else shared.choose(scores[mine])
+                    if one.paths is None:
+                        state.root_routed = state.routed
+                    state.used.seconds += perf_counter() - began
+                first += one.wanted
+            sizes = [len(one.tokens) if len(out) else 0 for one in rows]
+            parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)
+            passed.update(zip(group, zip(*parts, strict=True), strict=True))
         return iter([passed[i] for i in range(len(works))])
 
-    def _run_group(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        shared = None if works[0][0].shortlist is None else works[0][0].shortlist.shared
-        routes = [
-            shared is not None
-            and bool(asked)
-            and shared.routes([*asked.values()], state.last_routed)
-            for state, _, asked in works
-        ]
-        router: Any = None if shared is None or not any(routes) else self.passes.router(shared)
-        out, feature, scores = self.passes.run([rows for _, rows, _ in works], router)
-        first = 0
-        for (state, _, asked), asks in zip(works, routes, strict=True):
-            if shared is not None and asked:
-                began, routed = perf_counter(), shared.kept(state.last_routed)
-                if asks and scores is not None:
-                    routed = shared.choose(scores[first : first + len(asked)])
-                state.routed.update(dict.fromkeys(asked, routed))
-                state.counted.seconds += perf_counter() - began
-            first += len(asked)
-        sizes = [len(rows.tokens) if len(out) else 0 for _, rows, _ in works]
-        return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
-
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
-        """Return the distributions after the nodes that were run last."""
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()
         features = [one.state.feature[-len(one.nodes) :] for one in requests]
-        routed = [one.state.routed.get(one.nodes[-1]) for one in requests]
-        for scored in score(states, features, routed, self.passes):
+        for scored in score(states, features, [one.routed for one in states], self.passes):
             heats = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
             same = len(set(heats)) == 1
             heat = heats[0] if same else torch.tensor(heats, device=scored.logits.device)[:, None]
@@ -241,12 +211,10 @@ def eagle_drafter(
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    found = usable_kernels(model, network)
-    passes: Passes
-    if native and found is not None and config.activation == "silu":
-        passes = NativeEagle(network, found, weights)
-    else:
-        passes = TorchEagle(network, model)
+    found = usable_kernels(model, network) if native else None
+    passes: Any = (
+        TorchEagle(network, model) if found is None else NativeEagle(network, found, weights)
+    )
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size
     return EagleDrafter(passes, model, config.layers, head_size, tokens)

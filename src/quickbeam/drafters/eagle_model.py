@@ -1,55 +1,41 @@
 """The feature drafter's network: one decoder layer that reads the target's hidden states.
 
-It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840).
-
-Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1.
-The layer's output for that row predicts token j+2. Nodes of a draft tree have not been read by the
-target yet: there the layer's own output stands in for the hidden state.
-
-The network knows nothing of trees and of how keys and values are kept: it is given attention as a
-function.
+It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840). Row j of a sequence holds the
+target's hidden state after token j and the embedding of token j+1; the layer's output predicts
+token j+2. Nodes of a draft tree have not been read by the target yet: there the layer's own output
+stands in for the hidden state. The network knows nothing of trees and of how keys and values are
+kept: it is given attention as a function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rotary_angles, write_folder
-from quickbeam.errors import InvalidInput
+from quickbeam.drafters.folder import rotary_angles
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by name in transformers
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 @dataclass(frozen=True)
 class EagleConfig:
     """The shape of a feature drafter, general enough for the published ones.
 
-    - `layers`: which hidden states of the target the drafter reads (`hf_attention.Features`), each
+    - `layers`: which hidden states of the target it reads (`hf_attention.Features`), each
       `target_size` wide.
     - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
       input, each after a norm of its own, once one linear layer has fused the hidden states.
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
     - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
     - `rope`: further fields of a Llama configuration that shape the rotary angles.
-
-    The comments beside the other fields explain them.
     """
 
     hidden_size: int
@@ -63,7 +49,6 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     join: str = "attention"
     eps: float = 1e-5
-    activation: str = "silu"
     rope: dict[str, Any] = field(default_factory=dict)
     feature_norms: bool = False  # norm each hidden state before they are fused
     fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
@@ -71,14 +56,12 @@ class EagleConfig:
     # add the embedding to the residual, after a linear layer of its own (`attention` only;
     # quickbeam's own addition)
     lift: bool = False
-    input_norm: bool = False  # the layer norms its input (`input` only; the published ones don't)
     final_norm: bool = True  # a norm before the head
     # the final norm also applies to the output that stands in for the next hidden state
     norm_output: bool = False
     own_embedding: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
-    mlp_bias: bool = False
 
     @property
     def own_head(self) -> bool:
@@ -111,17 +94,12 @@ class Beside(nn.Module):
         self._shared = {"embedding": embedding, "head": head}
 
     @property
-    def embedding(self) -> nn.Module:
-        return self._module("embedding")
+    def embedding(self) -> Any:
+        return self._shared["embedding"]
 
     @property
-    def head(self) -> nn.Module:
-        return self._module("head")
-
-    def _module(self, name: str) -> nn.Module:
-        module = self._shared[name]
-        assert module is not None, f"built without the target's {name}"
-        return module
+    def head(self) -> Any:
+        return self._shared["head"]
 
     @cached_property
     def angles(self) -> Angles:
@@ -136,10 +114,7 @@ class Beside(nn.Module):
 
 
 class EagleHead(Beside):
-    """The feature drafter's network.
-
-    `embedding` and `head` are the target's, unless the configuration says that the drafter has its
-    own. Raises `InvalidInput` for an activation that is not in `ACTIVATIONS`.
+    """The feature drafter's network, with the target's `embedding` and `head` or its own.
 
     Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
     sequence.
@@ -165,13 +140,13 @@ class EagleHead(Beside):
             self.feature_norms = nn.ModuleList(
                 Norm(config.target_size, config.eps) for _ in config.layers
             )
-        if wide or config.input_norm:
+        if wide:
             self.input_norm = Norm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
         self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
         self.mlp_norm = Norm(d, config.eps)
-        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, d, bias=config.mlp_bias)
+        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, d, bias=False)
         if config.final_norm:
             self.norm = Norm(d, config.eps)
         if config.own_embedding:
@@ -180,19 +155,14 @@ class EagleHead(Beside):
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
             # the target's token for each row of the head
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
-        if config.activation not in ACTIVATIONS:
-            raise InvalidInput(
-                f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
-            )
-        self.activation = ACTIVATIONS[config.activation]
 
     @property
-    def embedding(self) -> nn.Module:
-        return self.own_embedding if self.config.own_embedding else self._module("embedding")
+    def embedding(self) -> Any:
+        return self.own_embedding if self.config.own_embedding else self._shared["embedding"]
 
     @property
-    def head(self) -> nn.Module:
-        return self.own_head if self.config.own_head else self._module("head")
+    def head(self) -> Any:
+        return self.own_head if self.config.own_head else self._shared["head"]
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """Turn the target's hidden states into what the layer reads.
@@ -207,31 +177,6 @@ class EagleHead(Beside):
         if self.config.fused_norm:
             hidden = self.fused_norm(hidden)
         return self.fc(hidden) if self.config.join == "attention" else hidden
-
-    def project(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the residual `[..., n, d]` and the queries, keys and values of `forward`.
-
-        A row's key and value depend on its own inputs alone, so they are all that is kept of
-        committed rows. The arguments are those of `forward`.
-        """
-        config = self.config
-        if config.join == "attention":
-            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
-            x = torch.cat([token, normed], -1)
-            residual = normed if config.norm_before_residual else hidden
-            if config.lift:
-                residual = residual + self.lift(token)
-        else:
-            x = residual = self.fc(torch.cat([embedded, hidden], -1))
-            if config.input_norm:
-                x = self.input_norm(x)
-        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
-        turned = config.heads + config.kv_heads
-        qk = self.rotated(qkv[..., :turned, :], positions)
-        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
-        return residual, query, key, qkv[..., turned:, :]
 
     def forward(
         self,
@@ -251,11 +196,23 @@ class EagleHead(Beside):
           and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
           Returns `[..., n, heads * head_dim]`.
         """
-        residual, query, key, value = self.project(hidden, embedded, positions)
-        x = residual + self.out(attend(query, key, value))
+        config = self.config
+        if config.join == "attention":
+            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
+            x = torch.cat([token, normed], -1)
+            residual = normed if config.norm_before_residual else hidden
+            if config.lift:
+                residual = residual + self.lift(token)
+        else:
+            x = residual = self.fc(torch.cat([embedded, hidden], -1))
+        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
+        turned = config.heads + config.kv_heads
+        qk = self.rotated(qkv[..., :turned, :], positions)
+        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
+        x = residual + self.out(attend(query, key, qkv[..., turned:, :]))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        x = x + self.down(self.activation(gate) * up)
-        return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
+        x = x + self.down(F.silu(gate) * up)
+        return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of an output: the output, normed where there is a norm.
@@ -263,11 +220,3 @@ class EagleHead(Beside):
         If the drafter has its own head, `tokens` holds the token of each of its outputs.
         """
         return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
-
-    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write `config.json` and `model.safetensors`, each complete or not at all.
-
-        Floating-point tensors are stored as `dtype`.
-        """
-        record = {"model_type": MODEL_TYPE, **asdict(self.config)}
-        write_folder(folder, record, self.state_dict(), dtype)

@@ -6,26 +6,26 @@ rows up to itself, a node's row sees all of these and its path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
-from quickbeam.drafters.native import NativeLayer, NativePasses, add_norm
+from quickbeam.drafters.native import NativeHead, NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter
-from quickbeam.drafters.shortlist.router import Router
 from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
-from quickbeam.models.gathered import Behind, GatheredStep, RowStore
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.gathered import Behind, GatheredStep
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import RowList
+from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.pages import PagedStore
+from quickbeam.models.pages import PagePool
 
 
 class Rows(NamedTuple):
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
       tree's rows, itself last. None for committed rows.
     """
 
-    cache: SequenceCache
+    cache: Any
     hidden: torch.Tensor
     tokens: Sequence[int]
     wanted: int
@@ -61,33 +61,14 @@ class Passed(NamedTuple):
 NOTHING = Passed(torch.empty(0), torch.empty(0))
 
 
-class Passes(Protocol):
-    """What runs a feature drafter's rows. `pool`: of their keys and values."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-    def router(self, shortlist: Shortlist) -> Any:
-        """Return the router of a shortlist, in the form that `run` takes."""
-
-    @property
-    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
-
-    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
-        """Run the layer once, and the `router` where one is given."""
-
-
 class TorchEagle(TorchPasses):
     """An `EagleHead` on any device: the reference."""
 
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, 1, model)
 
-    def router(self, shortlist: Shortlist) -> Router | None:
-        return shortlist.router
-
-    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
+        """Run the layer once, and the router of `shortlist` where one is given."""
         network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
         hidden = torch.cat([one.hidden for one in rows])
         if rows[0].paths is None:
@@ -99,26 +80,17 @@ class TorchEagle(TorchPasses):
             self.write(step, 0, key, value)
             return self.attend(step, 0, query)
 
-        if not any(one.wanted for one in rows):
-            _, _, key, value = network.project(hidden, embedded, step.positions)
-            self.write(step, 0, key, value)
-            return NOTHING
         routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
-        if router is not None:
-            wanted = [
-                row
-                for one, end in zip(rows, ends.tolist(), strict=True)
-                for row in range(end - one.wanted, end)
-            ]
-            routed = router(hidden[wanted], embedded[wanted])
+        if shortlist is not None and shortlist.router is not None:
+            pairs = zip(rows, ends.tolist(), strict=True)
+            wanted = [row for one, end in pairs for row in range(end - one.wanted, end)]
+            routed = shortlist.router(hidden[wanted], embedded[wanted])
         out = network(hidden, embedded, step.positions, attend)
         return Passed(out, network.feature(out), routed)
 
 
 def _behind(rows: Rows) -> Behind:
-    """Return the rows as PyTorch's attention takes them."""
     cache, paths, n = rows.cache, rows.paths, len(rows.tokens)
-    assert isinstance(cache, RowStore)
     if paths is None:
         return Behind(cache, range(n))
     visible = np.zeros((n, len(paths)), np.bool_)
@@ -131,7 +103,6 @@ def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
     """Return the rows as the kernels take them. `wanted`: whether some go through a head."""
     listed = RowList()
     for one in rows:
-        assert isinstance(one.cache, PagedStore)
         n, length = len(one.tokens), one.cache.length
         asked = range(n - one.wanted if wanted else n, n)
         if one.paths is None:
@@ -144,26 +115,37 @@ def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
     return listed
 
 
-class NativeEagle(NativePasses):
-    """An `EagleHead` in the native kernels. It packs the network's weights."""
+class NativeEagle:
+    """An `EagleHead` in the native kernels. It packs the network's weights.
+
+    `name`: as of `NativePacker`.
+    """
 
     def __init__(self, network: EagleHead, kernels: Kernels, name: str | None = None) -> None:
-        super().__init__(network, 1, kernels, name)
+        config, self.network, self.kernels = network.config, network, kernels
+        self.pack = NativePacker(kernels, name)
+        self._shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.pool = PagePool([self._shape], kernels)
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))  # cosines and sines, by position
 
         def pack(linear: torch.nn.Linear, gated: bool = False) -> Any:
             parts = linear.weight.chunk(2) if gated else [linear.weight]
             return self.pack(*parts, bias=linear.bias, gated=gated)
 
-        self._fc, self._lift = pack(network.fc), pack(network.lift) if network.config.lift else None
-        weights = pack(network.qkv), pack(network.out), pack(network.gate_up, True)
-        self._layer = NativeLayer(*weights, pack(network.down), network.mlp_norm, self.shape)
+        self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
+        self._qkv, self._out = pack(network.qkv), pack(network.out)
+        self._up, self._down = pack(network.gate_up, True), pack(network.down)
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
 
-    def router(self, shortlist: Shortlist) -> NativeRouter | None:
-        return shortlist.native_router
+    @cached_property
+    def logits(self) -> NativeHead:
+        """The whole head, packed where it is needed: shortlists have rows of their own."""
+        return NativeHead(self.pack.head(self.network.head), self.kernels)
 
-    def run(self, rows: Sequence[Rows], router: NativeRouter | None) -> Passed:
+    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
+        """See `TorchEagle.run`."""
         listed, committed = list_rows(rows), rows[0].paths is None
+        router = None if shortlist is None else shortlist.native_router
         wanted = len(listed.wanted)
         key = committed, bool(wanted), router
         if key not in self._programs:
@@ -175,17 +157,27 @@ class NativeEagle(NativePasses):
         routed = None
         if router is not None:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
-        self.run_program(self._programs[key], listed, given)
+        if (last := max(listed.positions)) >= len(self._angles[0]):
+            self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
+        self._programs[key].run(listed.rows(), given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:
         network, config, program = self.network, self.network.config, Program(self.kernels)
         d = config.hidden_size
         residual, normed = self._join(program, committed, router)
-        query = self._layer.project(program, normed)
-        if not wanted:
+        qkv, query = program.buffer(self._qkv.outputs, True), program.buffer(self._out.inputs)
+        program.linear(self._qkv, normed, qkv)
+        program.heads(qkv, query, config.heads, self._shape, 0)
+        if not wanted:  # keys and values are written, which is all
             return program
-        self._layer.finish(program, query, residual)
+        attended, inner = program.buffer(self._out.inputs), program.buffer(self._down.inputs)
+        before = program.buffer(d)
+        program.attend(query, attended, config.heads, self._shape, 0, config.head_dim**-0.5)
+        program.linear(self._out, attended, residual, library.ADD)
+        add_norm(program, residual, before, network.mlp_norm)
+        program.linear(self._up, before, inner, library.GATED)
+        program.linear(self._down, inner, residual, library.ADD)
         outputs = {"feature": config.final_norm, "out": config.norm_output}
         for name, norm in outputs.items():
             if norm:
@@ -222,10 +214,7 @@ class NativeEagle(NativePasses):
             program.copy(token, joined)
             program.copy(state, joined, column=d)
             program.linear(self._fc, joined, residual)
-            if config.input_norm:
-                add_norm(program, residual, normed, network.input_norm)
-            else:
-                program.copy(residual, normed)
+            program.copy(residual, normed)
             return residual, normed
         add_norm(program, token, joined, network.input_norm)
         add_norm(program, state, joined, network.hidden_norm, column=d)
@@ -250,3 +239,8 @@ class NativeEagle(NativePasses):
             source, states = states, program.buffer(states.width)
             add_norm(program, source, states, network.fused_norm)
         return states
+
+
+def add_norm(program: Program, source: Buffer, target: Buffer, norm: Any, **more: Any) -> None:
+    """Add a module's RMS norm to a program. `more`: as of `Program.norm`."""
+    program.norm(source, target, norm.weight, norm.eps, **more)

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,6 @@ CHUNK = 512  # the most rows of committed tokens that one pass runs
 # that follow the root.
 OFFERED = 16
 APART = 2  # the most sequences of a call that each have their context's tokens scored
-
-
-State = TypeVar("State", bound="FeatureState")
 
 
 class Unread:
@@ -77,22 +74,20 @@ class FeatureState(DrafterState):
     - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
       have none yet.
     - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
-      same or its frequent tokens alone. `counted`: how the head was used.
-    - `tree`: the tree that is being grown. `calls`: how many passes were run.
+      same or its frequent tokens alone. `used`: how the head was used.
+    - `tree`: the tree that is being grown.
     """
+
+    used: HeadUse
 
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.unread, self.shortlist, self.counted = Unread(), shortlist, HeadUse()
+        self.cache, self.ids, self.unread = cache, list(ids), Unread()
+        self.shortlist, self.used = shortlist, HeadUse()
         self.scorer = shortlist
         self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.tree: TokenTree | None = None
-
-    @property
-    def used(self) -> HeadUse:
-        return self.counted
 
     @property
     def waiting(self) -> int:
@@ -111,7 +106,7 @@ class FeatureState(DrafterState):
         if self.shortlist is not None:
             began = perf_counter()
             self.shortlist.extend([*self._unseen, *largest(logits[None], OFFERED)[0][0]])
-            self.counted.seconds += perf_counter() - began
+            self.used.seconds += perf_counter() - began
         self._unseen.clear()
 
     def append_hidden(self, hidden: torch.Tensor) -> None:
@@ -146,14 +141,14 @@ class FeatureState(DrafterState):
         self.tree = self.shortlist = self.scorer = None
 
 
-class FeatureDrafter(Drafter, Generic[State]):
+class FeatureDrafter(Drafter):
     """What such drafters share. `kind`: the class of their states."""
 
     needs_hidden = True
     pool: Pool
-    kind: type[State]
+    kind: type[Any]
 
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> State:
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> Any:
         listed = None if shortlist is None else shortlist.begin(ids)
         return self.kind(self.pool.new(), ids, listed)
 
@@ -164,7 +159,7 @@ class FeatureDrafter(Drafter, Generic[State]):
         self._read([state for state in mine if state.readable() >= max(1, least)])
 
     @abstractmethod
-    def _read(self, states: Sequence[State]) -> None:
+    def _read(self, states: Sequence[Any]) -> None:
         """Compute all rows of the states that can be computed now."""
 
 
@@ -192,14 +187,14 @@ class TorchPasses:
 
 
 def in_parts(
-    states: Sequence[State], readable: Callable[[State], int]
-) -> Iterator[list[tuple[State, int]]]:
+    states: Sequence[Any], readable: Callable[[Any], int]
+) -> Iterator[list[tuple[Any, int]]]:
     """Yield states and how many of their rows a pass reads, together at most `CHUNK`.
 
     `readable`: how many rows a state has left. The caller commits them before the next pass.
     """
     while left := [state for state in states if readable(state) > 0]:
-        part, room = list[tuple[State, int]](), CHUNK
+        part, room = list[tuple[Any, int]](), CHUNK
         for state in left:
             count = min(readable(state), CHUNK)
             if part and count > room:
@@ -253,7 +248,7 @@ def score(
             count = scorer.scored - before
         seconds = (perf_counter() - began) / len(group)
         for i in group:
-            counted = states[i].counted
+            counted = states[i].used
             counted.calls, counted.tokens = counted.calls + 1, counted.tokens + count
             counted.seconds += seconds
         yield Scored([(i, len(features[i])) for i in group], logits, tokens)

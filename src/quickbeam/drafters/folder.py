@@ -10,38 +10,32 @@ import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
+from quickbeam.models.checkpoint import read_json
+from quickbeam.models.families.reading import NotDescribed
 
-WEIGHTS = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
+WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
 UNREADABLE = (
-    OSError,
-    SafetensorError,
-    RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
-    AttributeError,
+    *(OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(ValueError, LookupError, TypeError, AttributeError),
 )
 SIZES = {  # by field of `EagleConfig` and `BlockConfig`: its name in published configurations
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
 }
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
@@ -65,91 +59,67 @@ class TargetParts(NamedTuple):
         return TargetParts(*sizes, model.embedding, model.head)
 
 
-def whole_numbers(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that have these `names` in a configuration.
-
-    Raises `InvalidInput` for one that is missing or is no whole number.
-    """
-    for name in names.values():
-        if not isinstance(fields.get(name), int):
-            raise InvalidInput(f"its config says {name}: {fields.get(name)!r}; want a whole number")
-    return {field: fields[name] for field, name in names.items()}
-
-
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a configuration says of a Llama-like layer, by field of the drafter's own.
-
-    Raises `InvalidInput` for fields that are missing, and for unknown rotary angles.
-    """
+    """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
     said = {name: value for name, value in fields.items() if value is not None}
-    sizes = whole_numbers({"num_key_value_heads": said.get("num_attention_heads"), **said}, SIZES)
-    usual = sizes["hidden_size"] // max(1, sizes["heads"])
-    sizes |= whole_numbers({"head_dim": usual, **said}, {"head_dim": "head_dim"})
+    said.setdefault("num_key_value_heads", said["num_attention_heads"])
+    said.setdefault("head_dim", said["hidden_size"] // said["num_attention_heads"])
+    sizes = {field: int(said[name]) for field, name in SIZES.items()}
     rope = {name: said[name] for name in ROPE if name in said}
-    try:
-        rotary_angles(rope, sizes["head_dim"])
-    except (InvalidInput, TypeError, ValueError, ArithmeticError) as error:
-        raise InvalidInput(f"its config describes no rotary angles: {error}") from error
-    if not isinstance(eps := said.get("rms_norm_eps", 1e-6), int | float):
-        raise InvalidInput(f"its config says rms_norm_eps: {eps!r}; want a number")
-    return sizes | {"eps": eps, "rope": rope}
+    rotary_angles(rope, sizes["head_dim"])  # raises for unknown ones
+    return sizes | {"eps": float(said.get("rms_norm_eps", 1e-6)), "rope": rope}
 
 
 def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
     """Return the angles of a drafter's own layers, whose halves turn together.
 
-    `fields`: what its configuration says of them: `rope_parameters`, or older names of the same.
     Raises `InvalidInput` as `Angles` does.
     """
+    return Angles(rope_of(fields), dim)
+
+
+def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters`, of which `fields` may have older names."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
     border = rope.get("original_max_position_embeddings")
     length = fields.get("max_position_embeddings")
     if rope.get("factor") is None and border and length:
         rope["factor"] = length / border
-    return Angles(rope, dim)
+    return rope
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of `config.json`. Raises `InvalidInput` if it can't be read."""
-    try:
-        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{folder} is no drafter: its config.json can't be read ({error})"
-        ) from error
-    if not isinstance(record, dict):
-        raise InvalidInput(f"{folder} is no drafter: its config.json holds no object")
-    return record
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Return the names of all tensors, without a leading `model.`.
-
-    Raises `InvalidInput` for weights that are missing or can't be read.
-    """
-    path, files = _weights(folder)
-    if files is None and path.suffix == ".safetensors":
-        try:
-            with safe_open(path, "pt") as file:
-                files = dict.fromkeys(file.keys(), "")
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(path, error) from error
-    return {name.removeprefix("model.") for name in (_load(path) if files is None else files)}
+    """Return the fields of `config.json`, none where there is no file. Raises as `read_json`."""
+    return read_json(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors by name, without a leading `model.`.
 
-    They are memory-mapped: none is read before it is used. Raises `InvalidInput` as `tensor_names`.
+    They are memory-mapped: none is read before it is used. Raises `InvalidInput` for weights that
+    are missing or can't be read.
     """
-    path, index = _weights(folder)
-    files = [path] if index is None else [folder / name for name in sorted(set(index.values()))]
-    return {
-        name.removeprefix("model."): tensor
-        for file in files
-        for name, tensor in _load(file).items()
-    }
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise InvalidInput(
+            f"{folder} has no weights: none of {', '.join(WEIGHTS)}; download it again"
+        )
+    try:
+        if path.suffix == ".bin":
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            files = {path.name}
+            if path.suffix == ".json":
+                files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            parts = [load_file(folder / Path(name).name) for name in sorted(files)]
+            state = {name: one for part in parts for name, one in part.items()}
+        tensors = {k: one for k, one in state.items() if isinstance(one, torch.Tensor)}
+        return {name.removeprefix("model."): one for name, one in tensors.items()}
+    except UNREADABLE as error:
+        raise InvalidInput(
+            f"{path} can't be read as weights ({first_line(error)}); download it again"
+        ) from error
 
 
 def write_folder(
@@ -174,11 +144,15 @@ def write_folder(
 
 @contextmanager
 def named_errors(folder: Path) -> Iterator[None]:
-    """Begin the message of every `InvalidInput` with the folder."""
+    """Raise `InvalidInput`, naming the folder, for all that its configuration leads to."""
     try:
         yield
     except InvalidInput as error:
         raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
+    except (*UNREADABLE, ArithmeticError, NotDescribed) as error:
+        raise InvalidInput(
+            f"{folder}: its configuration or weights can't be used: {error!r}"
+        ) from error
 
 
 Parts = Mapping[str, Sequence[tuple[str, int | None]]]
@@ -231,50 +205,3 @@ def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[in
             f"{name} has shape {list(state[name].shape)}, expected {list(shape)} by config.json "
             "and the target"
         )
-
-
-def _weights(folder: Path) -> tuple[Path, dict[str, str] | None]:
-    """Return the path of the folder's weights and, for an index, the file of each tensor by name.
-
-    A single file of weights comes with None.
-    """
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        raise InvalidInput(
-            f"{folder} has no weights: none of {', '.join(WEIGHTS)}; download it again"
-        )
-    if path.suffix != ".json":
-        return path, None
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-        index = {str(name): str(file) for name, file in files}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(
-            f"{path} is no index of weights ({error!r}); download it again"
-        ) from error
-    for name in sorted(set(index.values())):
-        parts = PureWindowsPath(name)  # splits at both kinds of slashes
-        if parts.anchor or ".." in parts.parts:
-            raise InvalidInput(
-                f"{path} names {name!r}, which is outside its folder: files of weights must lie in "
-                "it; download it again"
-            )
-    return path, index
-
-
-def _load(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files from before 2020 can't be mapped
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        return {str(k): tensor for k, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    except UNREADABLE as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> InvalidInput:
-    reason = (str(error).splitlines() or [repr(error)])[0]
-    return InvalidInput(f"{file} can't be read as weights ({reason}); download it again")

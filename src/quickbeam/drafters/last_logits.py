@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from quickbeam.drafters.base import Context, Source, SourceState
+from quickbeam.drafters.base import Context, Source
 from quickbeam.drafters.largest import largest
-from quickbeam.noise import Places, Wanted
 
 
 class LastLogits(Source):
@@ -20,18 +17,12 @@ class LastLogits(Source):
 
     name = "last_logits"
 
-    def begin(self, ids: Sequence[int]) -> SourceState:
-        return SourceState()
-
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
         """Return `(rank, token)` of the `k` largest of `context.logits`, best first.
 
-        The root is left out. If there are fewer than `k` logits, all are ranked. Where the noise of
-        the next place is known, it perturbs the logits first (`methods/children.py`).
-
-        Rank 0 is the argmax. Greedy decoding makes the argmax the root, so ranks begin at 1. With
-        sampling the root may have any rank, and this rank is missing. Under a grammar only tokens
-        that it allows after the root are ranked.
+        Rank 0 is the argmax. The root is left out, whatever its rank. Where the noise of the next
+        place is known, it perturbs the logits first (`methods/children.py`). Under a grammar only
+        tokens that it allows after the root are ranked.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
@@ -43,7 +34,6 @@ class LastLogits(Source):
             ((tokens, _),) = largest(logits[None], k)
         else:  # the guessed place has its own noise, as the places of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            places = Places([len(context.ids)], [0.0], [0.0])
-            wanted = Wanted(context.temperature, k)
-            ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
+            place = [len(context.ids)], [0.0], [0.0]
+            ((tokens, _),) = context.noise.perturb(rows, None, *place, context.temperature, k)
         return [(rank, token) for rank, token in enumerate(tokens) if token != root]

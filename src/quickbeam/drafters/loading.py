@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from quickbeam import hub
-from quickbeam.drafters.assistant_loading import is_assistant, load_assistant
+from quickbeam.drafters.assistant import is_assistant, load_assistant
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
-from quickbeam.drafters.draft_model import LMDrafter, first_difference
+from quickbeam.drafters.draft_model import LMDrafter, Translation, same_tokens
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.mtp import load_mtp
-from quickbeam.drafters.translation import TranslatedDrafter, Translation
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import WANTED, local_folder
@@ -45,13 +44,12 @@ def load_drafter(
 
     - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id; or `MTP`, a head in
       the target's own checkpoint, whose folder, file or id is `model`.
-    - `tokenizer`: the target's.
+    - `tokenizer`: the target's; a smaller model may have another one (`Translation`).
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
     - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
-    A smaller model may have another tokenizer (`translation.py`). Raises `InvalidInput` for what is
-    no drafter of this target: a vocabulary with few tokens of the target's, another width, other
-    tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
+    Raises `InvalidInput` for what is no drafter of this target, and for a feature drafter with
+    `weights` other than `bfloat16`.
     """
     if name == MTP:
         _refuse_weights(name, weights)
@@ -67,23 +65,22 @@ def load_drafter(
         _refuse_weights(name, weights)
         if target.streamed is not None:
             logger.warning("the model's embedding and head are in memory for this drafter, too")
-        return _feature_drafter(place, target)
+        parts = TargetParts.of(target)
+        drafter: Drafter
+        if is_block(place):
+            drafter = BlockDrafter(load_block(place, parts), target)
+        else:
+            drafter = eagle_drafter(load_eagle(place, parts), target)
+        drafter.folder = place
+        return drafter
     weights = weights or target.weights
     told: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
     opened = open_model(str(place), target.dtype, target.device, weights=weights, **told)
     sizes = target.vocab_size, opened.model.vocab_size
-    if (difference := first_difference(tokenizer, opened.tokenizer, sizes)) is not None:
-        logger.info("%s has another tokenizer: %s", name, difference)
+    if not same_tokens(tokenizer, opened.tokenizer, sizes):
         translation = Translation(tokenizer, opened.tokenizer, sizes)
-        return TranslatedDrafter(LMDrafter(opened.model, sizes[1], weights=weights), translation)
-    if opened.model.vocab_size >= target.vocab_size:
-        return LMDrafter(opened.model, target.vocab_size, weights=weights)
-    from quickbeam.models.loading import load_model  # which can give it more tokens
-
-    model, _ = load_model(
-        str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
-    )
-    return LMDrafter(model, target.vocab_size, weights=weights)
+        return LMDrafter(opened.model, sizes[1], translation=translation)
+    return LMDrafter(opened.model, target.vocab_size)
 
 
 def _refuse_weights(name: str, weights: str | None) -> None:
@@ -92,18 +89,6 @@ def _refuse_weights(name: str, weights: str | None) -> None:
             f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave "
             "it out"
         )
-
-
-def _feature_drafter(folder: Path, target: Model) -> Drafter:
-    """Load a drafter that reads the target's hidden states."""
-    parts = TargetParts.of(target)
-    drafter: Drafter = (
-        BlockDrafter(load_block(folder, parts), target)
-        if is_block(folder)
-        else eagle_drafter(load_eagle(folder, parts), target)
-    )
-    drafter.folder = folder
-    return drafter
 
 
 def _fetch(name: str, code: bool) -> Path:

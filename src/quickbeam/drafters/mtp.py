@@ -26,7 +26,7 @@ from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import kv_shapes
 from quickbeam.models.families import FAMILIES
-from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.families.reading import Config
 from quickbeam.models.gguf.architecture import architecture_of
 from quickbeam.models.gguf.checkpoint import GgufParameters
 from quickbeam.models.gguf.file import GgufFile
@@ -189,10 +189,7 @@ class MtpPasses:
         self._width = int(model.config.hidden_size)
         self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
 
-    def router(self, shortlist: Shortlist) -> None:
-        """Return None: no router was trained on its states."""
-
-    def run(self, rows: Sequence[Rows], router: Any) -> Passed:
+    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
         listed = list_rows(rows, wanted=False)
         self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
         self._compiled(listed.rows(), max(listed.positions))
@@ -227,12 +224,8 @@ def load_mtp(
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
-    """Return a head's parameters, architecture and names."""
     config = model.config
-    try:
-        files = TensorFiles(folder)
-    except NotDescribed as error:
-        raise InvalidInput(str(error)) from error
+    files = TensorFiles(folder)
     stack, one = mtp_stack(config, model.dtype)
     (head,) = {one.name for one in stack.head.weights}
     named = {name: name for name in files.names}
@@ -250,14 +243,11 @@ def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout
     """Return the same of a `.gguf` file, whose blocks stay as they are."""
     file, layout, kernels = GgufFile(path), QWEN, library.kernels()
     assert kernels is not None
-    try:
-        of, _ = architecture_of(file)
-        known = mtp_names(of.layer, model.config.num_hidden_layers, file.tensors, layout)
-        if f"{known[layout.fc]}.weight" not in file.tensors:
-            raise InvalidInput(NO_HEAD)
-        stack, config = mtp_stack(model.config, model.dtype)
-        stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
-        found = GgufParameters(file, of, config, stack, model.dtype, kernels, known, beside)
-    except NotDescribed as error:
-        raise InvalidInput(str(error)) from error
+    of, _ = architecture_of(file)
+    known = mtp_names(of.layer, model.config.num_hidden_layers, file.tensors, layout)
+    if f"{known[layout.fc]}.weight" not in file.tensors:
+        raise InvalidInput(NO_HEAD)
+    stack, config = mtp_stack(model.config, model.dtype)
+    stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
+    found = GgufParameters(file, of, config, stack, model.dtype, kernels, known, beside)
     return found, stack, layout

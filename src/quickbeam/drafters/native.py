@@ -1,9 +1,8 @@
-"""A drafter's layer, head and rotary angles in the native kernels."""
+"""A drafter's weights and head in the native kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,16 +10,13 @@ import torch
 from torch import nn
 
 from quickbeam.drafters.shortlist.native import rows_format
-from quickbeam.models.angles import STEP
 from quickbeam.models.base import Model
 from quickbeam.models.compiled import CompiledStack
 from quickbeam.models.linear import NativeLinear
-from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import KVShape, RowList, Rows, plain_rows
+from quickbeam.models.native.operands import Rows, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
-from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters
 from quickbeam.models.stored import Stored
 from quickbeam.models.tensor_files import TensorFiles
@@ -119,96 +115,24 @@ class NativeHead:
         return logits
 
 
-class NativePasses:
-    """What native passes of EAGLE's and block drafters share: packer, pages, angles and the head.
-
-    `layers`: how many the network has. `name`: as of `NativePacker`.
-    """
-
-    def __init__(self, network: Any, layers: int, kernels: Kernels, name: str | None) -> None:
-        self.network, self.kernels, self.pack = network, kernels, NativePacker(kernels, name)
-        config = network.config
-        self.shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = PagePool([self.shape] * layers, kernels)
-        self._angles = (torch.empty(0, 1), torch.empty(0, 1))  # cosines and sines, by position
-
-    @cached_property
-    def logits(self) -> NativeHead:
-        """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self.pack.head(self.network.head), self.kernels)
-
-    def run_program(self, program: Program, rows: RowList, given: dict[str, torch.Tensor]) -> None:
-        """Run a program over rows, with the angles of their positions."""
-        if (last := max(rows.positions)) >= len(self._angles[0]):
-            self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
-        program.run(rows.rows(), given, self._angles)
-
-
 class CompiledDrafter(CompiledStack):
-    """A `CompiledStack` whose first layer reads `states` besides tokens, and which ends with its
+    """A `CompiledStack` whose first layer may read `states` besides tokens, and which ends with its
     last norm; the head's place is taken by what joins the input."""
 
-    states: torch.Tensor
+    states: torch.Tensor | None = None
+
+    def angles(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return its rotary angles up to a position."""
+        return self._angles.up_to(position)
+
+    def packed(self, linear: Any) -> Packed:
+        """Return one of its weights as the kernels have it."""
+        return self._packed(linear)  # type: ignore[no-any-return]
 
     def _project(self, program: Program, source: Buffer) -> None:
         for name in ("logits", "best"):
             program.given(name, 1)
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
-        return super()._results(rows) | {"states": self.states}
-
-
-class NativeLayer:
-    """A Llama-like layer's packed weights: attention, then a gated feed-forward.
-
-    - `qkv`: queries, keys and values one below the other. `up`: gated.
-    - `norm`: before the feed-forward. `head_norms`: of queries and keys, or none.
-    - `offset`: of the layer in a page.
-    """
-
-    def __init__(
-        self,
-        qkv: Packed,
-        out: Packed,
-        up: Packed,
-        down: Packed,
-        norm: Any,
-        shape: KVShape,
-        offset: int = 0,
-        head_norms: Sequence[Any] | None = None,
-    ) -> None:
-        self.qkv, self._out, self._up, self._down = qkv, out, up, down
-        self._norm, self._shape, self._offset = norm, shape, offset
-        self._norms = None if head_norms is None else [one.weight for one in head_norms]
-        self._epsilon = 0.0 if head_norms is None else head_norms[0].eps
-        self.heads = out.inputs // shape.value_dim
-
-    def project(self, program: Program, source: Buffer) -> Buffer:
-        """Add the products of normed rows; keys and values are written. Return the queries."""
-        qkv = program.buffer(self.qkv.outputs, True)
-        program.linear(self.qkv, source, qkv)
-        return self.take_apart(program, qkv, self.heads)
-
-    def take_apart(self, program: Program, qkv: Buffer, heads: int) -> Buffer:
-        """Write keys and values that stand behind `heads` queries, and return the queries."""
-        query = program.buffer(self._out.inputs)
-        program.heads(
-            qkv, query, heads, self._shape, self._offset, norms=self._norms, epsilon=self._epsilon
-        )
-        return query
-
-    def finish(self, program: Program, query: Buffer, residual: Buffer) -> None:
-        """Add attention and feed-forward, both of which are added to `residual`."""
-        attended, normed = program.buffer(self._out.inputs), program.buffer(residual.width)
-        inner, shape = program.buffer(self._down.inputs), self._shape
-        scaling = shape.key_dim**-0.5
-        program.attend(query, attended, self.heads, shape, self._offset, scaling)
-        program.linear(self._out, attended, residual, library.ADD)
-        add_norm(program, residual, normed, self._norm)
-        program.linear(self._up, normed, inner, library.GATED)
-        program.linear(self._down, inner, residual, library.ADD)
-
-
-def add_norm(program: Program, source: Buffer, target: Buffer, norm: Any, **more: Any) -> None:
-    """Add a module's RMS norm to a program. `more`: as of `Program.norm`."""
-    program.norm(source, target, norm.weight, norm.eps, **more)
+        states = {} if self.states is None else {"states": self.states}
+        return super()._results(rows) | states

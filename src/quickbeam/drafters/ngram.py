@@ -1,11 +1,11 @@
-"""N-grams of the text so far, and what came after them. Knows nothing of trees or models."""
+"""What came after the end of the text before: in this text, and in those that are remembered."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.drafters.base import Source, SourceState
-from quickbeam.drafters.texts import Match
+from quickbeam.drafters.base import Context, Source, SourceState
+from quickbeam.drafters.texts import AGREED, Match
 from quickbeam.errors import InvalidInput
 
 SCAN = 12  # how many occurrences of one n-gram are searched for different continuations
@@ -16,12 +16,10 @@ class NgramIndex(SourceState):
 
     The work per token and per lookup is constant. Each n-gram of `min_n` to `max_n` tokens is
     mapped to the position right after its newest occurrence, and each occurrence to the one before
-    it. So memory is at most `2 * (max_n - min_n + 1)` entries a token. Continuations are read from
-    the text itself and never copied.
+    it. Continuations are read from the text itself and never copied.
 
     An n-gram is entered only when the token after it arrives. So the n-gram at the very end of the
-    text, which nothing follows yet, can't hide an earlier occurrence, and a suffix never finds
-    itself.
+    text can't hide an earlier occurrence, and a suffix never finds itself.
 
     Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
@@ -44,7 +42,6 @@ class NgramIndex(SourceState):
         self.ids.extend(tokens)
 
     def _enter(self) -> None:
-        """Enter the n-grams before the tokens that were appended."""
         ids, after = self.ids, self._after
         for end in range(self._entered, len(ids)):
             for n in range(self.min_n, min(self.max_n, end) + 1):
@@ -105,12 +102,11 @@ class NgramIndex(SourceState):
     def continuation(self, match: Match, length: int, guessed: Sequence[int] = ()) -> list[int]:
         """Return the `length` tokens that follow a match.
 
-        `guessed`: the tokens that the matched suffix had beyond the text.
-
-        Near the end of the text the tokens after the match may run out. Then the continuation goes
-        on with what it has predicted itself, as LZ77 copies past its own end: text that has begun
-        to repeat itself with some period is continued with that period, however short. (LogitSpec's
-        pool instead takes an older occurrence there, whose continuation is longer.)
+        `guessed`: the tokens that the matched suffix had beyond the text. Where the tokens after
+        the match run out, the continuation goes on with what it has predicted itself, as LZ77
+        copies past its own end: text that has begun to repeat itself with some period is continued
+        with it. (LogitSpec's pool instead takes an older occurrence there, whose continuation is
+        longer.)
         """
         tokens = self.ids[match.position : match.position + length]
         if len(tokens) < length:
@@ -135,3 +131,15 @@ class Ngram(Source):
         index = NgramIndex(self.min_n, self.max_n)
         index.extend(ids)
         return index
+
+
+class Answers(Source):
+    """The texts of `Context.texts` as a source of candidates."""
+
+    name = "answers"
+
+    def match(self, context: Context, path: Sequence[int] = ()) -> Match | None:
+        """Return the best match of the text so far, continued by `path`; None without one."""
+        if context.texts is None:
+            return None
+        return context.texts.match([*context.ids[-AGREED:], *path][-AGREED:])

@@ -124,7 +124,6 @@ class Texts:
         return int(differ[0]) if len(differ) else len(theirs)
 
     def _places(self, gram: Sequence[int]) -> list[int]:
-        """Return the places after the newest occurrences of an n-gram's slot."""
         found = list[int]()
         if len(gram) == GRAM:
             total = 0  # as in `_slots`, without the arrays: every step looks up a few
@@ -137,7 +136,6 @@ class Texts:
         return found
 
     def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the slots of all n-grams of `tokens`."""
         count, sums = len(tokens) - GRAM + 1, np.zeros(len(tokens) - GRAM + 1, np.uint64)
         for i in range(GRAM):
             sums = (sums + tokens[i : i + count].astype(np.uint64)) * np.uint64(FACTOR)
@@ -152,8 +150,7 @@ class AnswerMemory:
     an eighth each, and the one that has asked for nothing the longest is forgotten.
 
     `keep`: a file that holds the texts from one process to the next. It is read here, and `close`
-    writes it. `model` is noted in it. Raises `InvalidInput` for a file that is no such one, or that
-    is another model's.
+    writes it, with the `model`. Raises `InvalidInput` for another file, or another model's.
     """
 
     def __init__(self, size: int, keep: Path | None = None, model: str = "") -> None:

@@ -2,28 +2,21 @@
 
 The aim is the most tokens a second. To maximise that ratio is to maximise
 `tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a node or a
-call is added only if its expected tokens at the recent rate are worth more than its time, in
-whichever tree it is.
-
-The time of a pass is measured by its rows (`CostModel`). The more sequences share a pass, the more
-does a further row cost compared with what it costs alone. Whether drafting is worth its time with
-all its costs counted, and whether a drafter is, is compared (`Comparison`).
+call is added only if its expected tokens at the recent rate are worth more than its time
+(`CostModel`). Whether drafting is worth its time with all its costs counted, and whether a drafter
+is, is compared (`Comparison`).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Hashable, Sequence
 
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import WIDER, WIDTHS, CostModel
 from quickbeam.models.base import Model
 
-Held = TypeVar("Held")
 MAX_NODES = 64  # the most nodes of a tree under the measured budget
 MAX_NODES_SLOW = 512  # the same where a pass reads weights from disk
 OVERHEAD = 0.001  # seconds of a step apart from passes and calls
@@ -36,37 +29,28 @@ class Budget:
     on) has records of its own. `limit` is the most nodes of a tree.
     """
 
-    MEMORY = 64  # steps after which an observed tree has lost most of its weight
-    TRUST = 3  # how many observed trees a guess counts for
     DOUBT = 256  # the first step in which costs that allow no tree are doubted
-    HOLD = 4  # how many steps a decision is kept, if the pass stays about as wide
+    HOLD = 4  # how many steps a marginal cost is kept, if the pass stays about as wide
     ACCEPTED = 0.7  # a guess: how often a drafter's token is accepted
-    # a guess: the share of a drafter's gain that is left if it knows so many tokens of the text
-    TAILS = ((64, 0.7), (128, 0.9), (512, 0.97))
 
     def __init__(self, cost: CostModel, limit: int = MAX_NODES) -> None:
         self.cost, self.limit = cost, limit
         self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._comparisons: dict[Hashable, dict[int, Comparison]] = {}  # by setting and load
-        # by setting and situation, for each of `_widths`: tokens of its nodes, how often seen
-        self._accepted: dict[tuple[Hashable, Hashable], list[list[float]]] = {}
-        self._held: dict[Hashable, tuple[int, int, Any]] = {}
-        self.answer_tokens = 128.0  # a fading mean of answers' lengths, at first a guess
+        # the marginal cost of the last few steps: since which step, with how many rows beside
+        self._held: tuple[int, int, MarginalCost | None] = 0, 0, None
         self._step, self._doubted = 0, 0
-        self.begin({}, {})
+        self.begin()
 
-    def begin(
-        self, contexts: Mapping[int, int], nodes: Mapping[int, int], prompts: int = 0
-    ) -> None:
-        """Open a step.
+    def begin(self, many: int = 1, tokens: int = 0, nodes: int = 1, prompts: int = 0) -> None:
+        """Open a step of so many sequences.
 
-        `contexts`: by running sequence, the tokens before its tree. `nodes`: by sequence, the nodes
-        of its last tree. `prompts`: rows of prompts that the same pass reads.
+        `tokens`: of all their texts. `nodes`: of all their last trees. `prompts`: rows of prompts
+        that the same pass reads.
         """
-        self._step, self._many = self._step + 1, max(1, len(contexts))
-        self._context = sum(contexts.values()) // self._many
-        rows = sum(nodes.get(one, 1) for one in contexts)
-        self._beside = prompts + round(rows * (1 - 1 / self._many))  # the pass without one tree
+        self._step, self._many = self._step + 1, many
+        self._context = tokens // many
+        self._beside = prompts + round(nodes * (1 - 1 / many))  # the pass without one tree
         reading = self._many * self.cost.reading(1, self._context)
         # seconds of this step without drafts and prompts
         self.plain = self.cost.alone(self._many, self._many) + reading + OVERHEAD
@@ -74,9 +58,8 @@ class Budget:
     def doubt(self, model: Model) -> None:
         """Measure passes anew where by what they take now they were measured on a busy machine.
 
-        To be called where no tree is worth its time. Without trees, nothing else would correct
-        their costs. It looks ever more seldom, after twice as many steps as the last time, and
-        only where a few nodes are said to cost much.
+        To be called where no tree is worth its time: nothing else would correct the costs of
+        trees. It looks ever more seldom, and only where a few nodes are said to cost much.
         """
         if self._step < max(self.DOUBT, 2 * self._doubted) or not self.cost.steep:
             return
@@ -105,29 +88,6 @@ class Budget:
         known = self._comparisons.get(setting, {}).get(_bucket(max(1, sequences)))
         return known is None or known.best == ASKED
 
-    def worth_reading(
-        self, comparison: Comparison, drafter: Hashable, unread: int, rest: int, skips: bool
-    ) -> int:
-        """Return how many of its `unread` tokens, the last ones, a drafter should read.
-
-        It is the number that saves the most time in the `rest` of the answer, in tokens, and 0 if
-        reading takes longer than it saves. A drafter that can't skip tokens reads all or none.
-        While asking is tried it is taken to gain a fifth.
-        """
-        asked = comparison.speed(ASKED)
-        other = max((comparison.speed(mode) for mode in comparison.others(ASKED)), default=1.0)
-        if comparison.best != ASKED:
-            asked = max(asked, 1.2 * other)
-
-        def saved(tokens: int, share: float) -> float:
-            faster = other + share * (asked - other)
-            seconds = rest * (1 / other - 1 / faster) * self.plain / self._many
-            return seconds - self.cost.read(drafter, tokens)
-
-        tails = [(tail, share) for tail, share in self.TAILS if skips and tail < unread]
-        best = max([*tails, (unread, 1.0)], key=lambda option: saved(*option))
-        return best[0] if saved(*best) > 0 else 0
-
     def _guess(self, modes: Sequence[str], drafter: Hashable) -> dict[str, float]:
         """Return by mode the speed that costs lead one to expect, by that of plain decoding."""
 
@@ -145,120 +105,21 @@ class Budget:
         """Return tokens a second of recent steps, but at least those of plain decoding."""
         return max(1.0, comparison.speed(comparison.best)) * self._many / self.plain
 
-    def marginal_cost(self, setting: Hashable, rate: float) -> MarginalCost:
+    def marginal_cost(self, rate: float) -> MarginalCost:
         """Return what one more node of a tree costs at `rate`, the same for all trees of a step."""
-
-        def make() -> MarginalCost:
+        step, beside, cost = self._held
+        if (
+            cost is None
+            or self._step - step >= self.HOLD
+            or abs(self._beside - beside) * 4 > beside
+        ):
             passes = [
                 rate * (self.cost.alone(self._beside + n) + self.cost.reading(n, self._context))
                 for n in self._widths
             ]
-            return MarginalCost.of_passes(self._widths, passes)
-
-        return self._hold((setting, "marginal cost"), make)
-
-    def nodes(self, setting: Hashable, situation: int, rate: float, drafter: Hashable) -> int:
-        """Return how many nodes a tree should have whose policy does not use marginal costs.
-
-        It is the number whose expected tokens most exceed the time that they take. With a `drafter`
-        growing a tree takes time that goes with the square root of its nodes, as its depth does.
-        """
-        growing = 0.0 if drafter is None else self.cost.call((setting, drafter))
-
-        def make() -> int:
-            tokens = self.expected_tokens(setting, situation)
-            worth = [
-                expected
-                - rate
-                * (
-                    self.cost.alone(self._beside + n)
-                    + self.cost.reading(n, self._context)
-                    + growing * (math.sqrt(n) if n > 1 else 0.0)
-                )
-                for n, expected in zip(self._widths, tokens, strict=True)
-            ]
-            return self._widths[worth.index(max(worth))]
-
-        return self._hold((setting, situation), make)
-
-    def _hold(self, key: Hashable, make: Callable[[], Held]) -> Held:
-        """Return a decision of the last few steps, or make it anew."""
-        step, beside, held = self._held.get(key, (-self.HOLD, 0, None))
-        if self._step - step < self.HOLD and abs(self._beside - beside) * 4 <= beside:
-            return cast(Held, held)
-        decision = make()
-        self._held[key] = self._step, self._beside, decision
-        return decision
-
-    def expected_tokens(self, setting: Hashable, situation: int) -> list[float]:
-        """Return the tokens of a step for trees of `_widths` nodes.
-
-        They begin with a guess: a chain whose tokens are accepted at a rate that grows with the
-        situation (`Method.situation`), and a little for every doubling of the nodes. Beyond the
-        largest observed tree each further node adds nine tenths of what the node before it added.
-        """
-        accepted = self._accepted.get((setting, situation))
-        rate = (0.0, 0.25, 0.5, 0.75, 0.9)[min(situation, 4)]
-        tokens, slope = [1.0], 0.0
-        for i, (fewer, width) in enumerate(pairwise(self._widths)):
-            guess = sum(rate**n for n in range(fewer, width)) + 0.1 * math.log2(width / fewer)
-            mean, seen = accepted[i] if accepted else (0.0, 0.0)
-            if i and accepted and accepted[i - 1][1]:
-                guess = slope * 9 * (1 - 0.9 ** (width - fewer))
-            more = (seen * mean + self.TRUST * guess) / (seen + self.TRUST)
-            slope = more / (width - fewer)
-            tokens.append(tokens[-1] + more)
-        return tokens
-
-    def observe_tree(
-        self,
-        setting: Hashable,
-        situation: int,
-        nodes: int,
-        path: Sequence[int],
-        drafter: Hashable = None,
-        seconds: float = 0.0,
-    ) -> None:
-        """Record the accepted `path` of a tree whose size `nodes` was chosen here.
-
-        It shows what each smaller tree would have given: the first m nodes are the tree of m nodes,
-        or nearly. It took `seconds` to grow, with a `drafter` if there is one.
-        """
-        if drafter is not None and nodes > 1:
-            self.cost.observe_call((setting, drafter), 1, seconds / math.sqrt(nodes))
-        new = [[0.0, 0] for _ in self._widths[1:]]
-        accepted = self._accepted.setdefault((setting, situation), new)
-        for record, (fewer, width) in zip(accepted, pairwise(self._widths), strict=True):
-            if width > nodes:
-                break
-            record[1] = min(record[1] + 1, self.MEMORY)
-            between = bisect_left(path, width) - bisect_left(path, fewer)
-            record[0] += (between - record[0]) / record[1]
-
-    def share(self, values: Sequence[Sequence[float]], rows: int, rate: float) -> list[int]:
-        """Return how many nodes each tree keeps, not counting its root.
-
-        `values`: for each tree, the expected tokens of its nodes, in order of worth. `rows`: the
-        rows of the pass without these nodes. The next node goes to the tree where it has the
-        largest value, as long as that exceeds the marginal cost of a row.
-        """
-        kept = [0] * len(values)
-        nodes = sorted(
-            ((value, tree) for tree, row in enumerate(values) for value in row),
-            key=lambda pair: -pair[0],
-        )
-        beyond = {width for width in WIDTHS if width > rows} | {rows + n for n in self._widths}
-        widths = sorted({max(1, rows), *beyond})
-        cost = MarginalCost.of_passes(widths, [rate * self.cost.alone(n) for n in widths])
-        for value, tree in nodes:
-            if value <= cost.node(rows + sum(kept)):
-                break
-            kept[tree] += 1
-        return kept
-
-    def observe_answer(self, tokens: int) -> None:
-        """Record that an answer had so many tokens."""
-        self.answer_tokens += (tokens - self.answer_tokens) / 16
+            cost = MarginalCost.of_passes(self._widths, passes)
+            self._held = self._step, self._beside, cost
+        return cost
 
     def observe(self, comparison: Comparison, tokens: int, seconds: float, asked: bool) -> None:
         """Close a step. It emitted `tokens` in all and took `seconds`; `asked`: the drafter."""

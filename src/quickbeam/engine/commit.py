@@ -1,4 +1,5 @@
-"""What a pass says of one sequence: committed rows, emitted tokens, and what learns from them."""
+"""What a pass says of one sequence: accepted path, committed rows, emitted tokens, and what
+learns from them."""
 
 from __future__ import annotations
 
@@ -8,51 +9,76 @@ from dataclasses import dataclass
 
 import torch
 
-from quickbeam.engine.accept import accept, first_token
-from quickbeam.engine.budget import Budget
 from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.result import Statistics
 from quickbeam.engine.scheduler import Ready
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
+from quickbeam.grammar.masks import DeadEnd
 from quickbeam.models.base import Draft, Passed
+from quickbeam.noise import Noise
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
-class Clock:
-    """When a step began, and when its drafts and its pass were done.
+def accept(
+    sampler: Sampler,
+    tree: TokenTree,
+    passed: Passed,
+    noise: Noise | None,
+    generator: torch.Generator,
+    position: int,
+) -> Verdict:
+    """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its places.
 
-    In seconds of `time.perf_counter`.
+    Without noise the residual rule draws with `generator`, unless the answer is greedy. `position`
+    is that of the token after the root. Distributions are made only for the nodes that
+    verification visits.
+
+    Raises `QuickbeamError` for NaN logits, and `DeadEnd` if no token may come after the root. If
+    that happens deeper in the tree, the path ends before that node: the answer may be over by then.
     """
+    logits, params, reached = passed.logits, sampler.params, 0
+    # the kernels have found the best tokens already, where nothing changes the logits
+    known = passed.best if params.greedy and not params.adjusts_logits else None
 
-    def __init__(self) -> None:
-        self.began = self.drafted = self.verified = time.perf_counter()
+    def below_root(node: int) -> list[int]:
+        nonlocal reached
+        reached = node
+        return tree.tokens(node)
 
-    @property
-    def drafting(self) -> float:
-        return self.drafted - self.began
+    def emitted(node: int) -> int:
+        if known is not None and known[node] >= 0:
+            return known[node]
+        if params.greedy or noise is None:
+            return sampler.best(logits[node], below_root(node))
+        return sampler.emitted(logits[node], noise, position + tree.depth[node], below_root(node))
 
-    @property
-    def verifying(self) -> float:
-        return self.verified - self.drafted
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the step so far."""
-        return time.perf_counter() - self.began
+    try:
+        if params.greedy or noise is not None:
+            return verify_equal(tree, emitted)
+        probs = lambda node: sampler.probs(logits[node], below_root(node))  # noqa: E731
+        return verify_residual(tree, probs, generator)
+    except DeadEnd:
+        if not reached:
+            raise
+        return Verdict(tree.path(reached)[:-1], tree.token[reached])
 
 
 @dataclass
 class Commit:
     """Commits the parts of one pass.
 
-    `budget` learns from trees whose size it chose. `prefixes` keeps hidden states at the edges of
-    its chunks.
+    `prefixes` keeps hidden states at the edges of its chunks. `began`: when the step did, by
+    `time.perf_counter`. `drafting` and `verifying`: the seconds of its drafts and of its pass.
     """
 
-    clock: Clock
-    prefixes: PrefixCache | None
-    budget: Budget | None
+    prefixes: PrefixCache
+    began: float
+    drafting: float
+    verifying: float
 
     def part(self, one: Ready, passed: Passed) -> int:
         """Commit what the pass says of one sequence. Returns how many tokens its tree emitted.
@@ -82,9 +108,7 @@ class Commit:
             sequence.end("length")
             return
         logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
-        token = first_token(
-            sequence.request.sampler, logits, sequence.randomness, len(sequence.ids)
-        )
+        _, token = self._accept(sequence, TokenTree(sequence.ids[-1]), Passed(logits[None]))
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
 
@@ -96,32 +120,40 @@ class Commit:
         passed: Passed,
     ) -> int:
         """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
-        path, token = accept(
-            sequence.request.sampler, tree, passed, sequence.randomness, len(sequence.ids)
-        )
+        path, token = self._accept(sequence, tree, passed)
         grown = growing.grown
         assert grown is not None
         grown.learn(tree, path)
+        if sequence.drafter is not None and sequence.context is not None:
+            sequence.drafter.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
         sequence.extend(tokens, passed.logits[path[-1]])
-        if growing.situation is not None:
-            assert self.budget is not None
-            self.budget.observe_tree(
-                sequence.request.setting,
-                growing.situation,
-                growing.nodes,
-                path,
-                sequence.drafter if growing.calls else None,
-                growing.seconds,
-            )
         sequence.nodes = len(tree)
-        growing.count(tree, path, emitted, self.clock.drafting, self.clock.verifying)
+        self._count(sequence.statistics, growing, tree, path[1 : len(emitted) + 1])
         if (observer := sequence.request.observer) is not None:
-            times = self.clock.drafting, self.clock.verifying, self.clock.seconds
+            times = self.drafting, self.verifying, time.perf_counter() - self.began
             observer(StepRecord(tree, path, token, emitted, *times))
         return len(tokens)
+
+    def _count(
+        self, stats: Statistics, growing: TreeDraft, tree: TokenTree, accepted: Sequence[int]
+    ) -> None:
+        stats.steps += 1
+        stats.nodes += len(tree)
+        stats.draft_seconds += self.drafting
+        stats.drafter_calls += growing.calls
+        stats.drafter_seconds += growing.seconds
+        stats.verify_seconds += self.verifying
+        for name in tree.source[1:]:
+            stats.sources[name].drafted += 1
+        for node in accepted:
+            stats.sources[tree.source[node]].accepted += 1
+
+    def _accept(self, sequence: SequenceState, tree: TokenTree, passed: Passed) -> Verdict:
+        noise, generator = sequence.noise, sequence.generator
+        return accept(sequence.request.sampler, tree, passed, noise, generator, len(sequence.ids))
 
     def _rows(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
         """Keep the path's rows of the pass, and give their hidden states to the drafter."""
@@ -138,8 +170,7 @@ class Commit:
             rows = [hidden[node : node + 1] for node in path] if not straight else []
             hidden = torch.cat(rows) if rows else hidden[:kept]
         state.append_hidden(hidden)
-        if self.prefixes is not None:
-            size = self.prefixes.size
-            for chunk in range(before // size, cache.length // size):
-                at = (chunk + 1) * size - 1 - before
-                sequence.edges[chunk] = hidden[at : at + 1].clone()
+        size = self.prefixes.size
+        for chunk in range(before // size, cache.length // size):
+            at = (chunk + 1) * size - 1 - before
+            sequence.edges[chunk] = hidden[at : at + 1].clone()

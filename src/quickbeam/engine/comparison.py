@@ -11,14 +11,13 @@ PLAIN, UNASKED, ASKED = "plain", "unasked", "asked"
 class Comparison:
     """Measures the modes of a step, and goes on with the fastest.
 
-    A tree costs more than its rows and calls. It is planned, grown, verified and learned from, one
-    sequence after the other. Where nodes are worth little more than their rows, this can outweigh
-    what trees gain. So steps are compared as a whole, by tokens and seconds as fading sums. Both
-    are counted by those of plain decoding, so that the machine's speed cancels out.
+    A tree costs more than its rows and calls: it is planned, grown, verified and learned from. So
+    steps are compared as a whole, by fading sums of tokens and seconds. Both are counted by those
+    of plain decoding, so that the machine's speed cancels out.
 
-    One step in many explores: now and then comes a turn of another mode. It comes so seldom that
-    the tokens it loses are no more than a share `LOST` of all, and ever more seldom as long as it
-    changes nothing. Plain decoding is not tried where the fastest mode is clearly faster.
+    Now and then comes a turn of another mode, so seldom that the tokens it loses are no more than a
+    share `LOST` of all, and ever more seldom as long as it changes nothing. Plain decoding is not
+    tried where the fastest mode is clearly faster.
 
     `guess`: for each possible mode its speed, by that of plain decoding.
     """

@@ -14,7 +14,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from statistics import median
 
-import psutil
 import torch
 
 from quickbeam.cache import cache_folder
@@ -33,44 +32,7 @@ ROUNDS = 4
 LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
 FEW = 8  # nodes of the pass that shows whether what was kept is right
-BUSY = 0.2  # share of the processor that other programs use where what is measured is not kept
 STEEPER = 1.25  # so many times what that pass takes now, by one row's, is not
-
-
-class ExpertsRead:
-    """The number of experts that a layer reads in a pass, on average, by the pass's rows.
-
-    `measured`: what the passes read whose seconds were measured, by rows. `share`: the bytes of one
-    expert of every layer, over those of all weights that every pass reads. So a pass whose rows
-    wake few experts takes less than was measured, and a node that wakes none costs little.
-    """
-
-    RATE = 0.1  # the share of a difference that one pass corrects
-    COMMON = 0.5  # the share of a correction that all widths get: other texts, other experts
-
-    def __init__(self, measured: dict[int, float], share: float) -> None:
-        self.measured, self._share = dict(sorted(measured.items())), share
-        self._seen = dict(self.measured)
-
-    def at(self, rows: int) -> float:
-        """Return how many experts a layer reads for `rows` rows."""
-        return interpolate(self._seen, rows)
-
-    def factor(self, rows: int) -> float:
-        """Return the bytes that such a pass reads, over those of the measured ones."""
-        expected = interpolate(self.measured, rows)
-        return (1 + self._share * self.at(rows)) / (1 + self._share * expected)
-
-    def observe(self, rows: int, read: float) -> None:
-        """Record that a pass of `rows` rows read `read` experts in each layer."""
-        ratio = read / self.at(rows)
-        low, high, part = _bracket(self._seen, rows)
-        own = {low: 1 - part, high: part} if part else {low: 1.0}
-        least = min(self.measured.values())  # a row's own experts
-        for width in self._seen:
-            share = self.COMMON + (1 - self.COMMON) * own.get(width, 0.0)
-            changed = self._seen[width] * (1 + self.RATE * (ratio - 1) * share)
-            self._seen[width] = max(least, changed)
 
 
 class CostModel:
@@ -82,16 +44,13 @@ class CostModel:
     - `per_sequence`: the seconds that a row adds if it belongs to another sequence and not to the
       same tree.
 
-    `experts`: how many a pass reads; None for a model without.
-
-    Calls belong to a `drafter`, by any name. Before any was timed, one takes the share of a plain
-    pass that `expect_calls` gave. Raises `ValueError` if no pass was measured.
+    Calls belong to a `drafter`, by any name. Raises `ValueError` if no pass was measured.
     """
 
     RATE = 0.05  # the share of a difference that one pass corrects
     COMMON = 0.5  # the share of a correction that all widths get: the machine's speed has changed
     CALLS = 8  # how many recent calls give the median
-    CALL = 0.3  # that share where nothing was said: not yet a fast drafter
+    CALL = 0.3  # share of a plain pass that a call is guessed to take before one was timed
     MORE = 0.15  # share of a call that each further sequence adds before that was seen
     LEAST = 0.5  # share of a call's seconds that is not reading, at least
 
@@ -100,15 +59,13 @@ class CostModel:
         seconds: dict[int, float],
         per_token: dict[int, float] | None = None,
         per_sequence: float = 0.0,
-        experts: ExpertsRead | None = None,
     ) -> None:
         if not seconds:
             raise ValueError("no cost was measured")
-        self._per_sequence, self.experts = per_sequence, experts
+        self._per_sequence = per_sequence
         self._seconds = dict(sorted(seconds.items()))
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
         self._calls: dict[Hashable, dict[int, deque[float]]] = {}
-        self._shares: dict[Hashable, float] = {}  # by drafter: see `expect_calls`
         self._reads: dict[Hashable, deque[float]] = {}  # by drafter: seconds a token
 
     @classmethod
@@ -116,10 +73,9 @@ class CostModel:
         """Measure passes over trees of at most `limit` nodes.
 
         It times trees of growing width with nothing before them, some with `FAR` tokens before
-        them, and the roots of `MANY` sequences, in rounds: a busy moment touches one round, and
-        medians leave it out. Which tokens they hold does not matter. The pool's limit is lifted
-        meanwhile. Where weights are read in every pass, which takes seconds, one pass for each of a
-        few widths is enough: the passes that follow correct the rest.
+        them, and the roots of `MANY` sequences, in rounds, of which it takes medians. The pool's
+        limit is lifted meanwhile. Where weights are read in every pass, which takes seconds, one
+        pass for each of a few widths is enough: those that follow correct the rest.
         """
         slow, far = model.streamed is not None, min(FAR, (model.context_length or FAR) // 2)
         plans = [(width, 0, 1) for width in (SLOW if slow else WIDTHS) if width <= limit]
@@ -127,13 +83,10 @@ class CostModel:
             plans += [(width, far, 1) for width in FAR_WIDTHS if width <= limit]
             plans = [*sorted(plans), (1, 0, MANY)]
         times: dict[tuple[int, int, int], list[float]] = {}
-        read = dict[int, float]()
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
         began = time.perf_counter()
         for plan in plans * (1 if slow else ROUNDS):
             times.setdefault(plan, []).append(_time(model, *plan))
-            if plan[1:] == (0, 1):
-                read[plan[0]] = model.experts_read
             if slow and times[plan][0] > STEEP * times[1, 0, 1][0]:
                 break
             if not slow and time.perf_counter() - began > PATIENCE and len(times) > 3:
@@ -146,8 +99,7 @@ class CostModel:
         least = math.inf
         for width in sorted(seconds, reverse=True):  # a pass never takes longer than a wider one
             least = seconds[width] = min(least, seconds[width])
-        experts = ExpertsRead(read, model.expert_share) if model.expert_share else None
-        measured = cls(seconds, experts=experts)
+        measured = cls(seconds)
         for (width, context, many), at in medians.items():
             if context:
                 measured._per_token[width] = max(0.0, at - seconds[width]) / context
@@ -159,11 +111,10 @@ class CostModel:
     def kept(cls, model: Model, limit: int) -> CostModel:
         """Return what was measured of such passes in an earlier process; else `measure` and keep.
 
-        It is kept in the cache folder by machine, threads, model, number format and version, unless
-        other programs used the processor meanwhile. What a busy machine measured would keep drafts
-        away for good, and so is also measured again once a pass of a few nodes takes clearly less.
-        Small models are measured in no time, and those whose weights are read in every pass by few
-        passes.
+        It is kept in the cache folder by machine, threads, model, number format and version. What a
+        busy machine measured would keep drafts away for good, and so is measured again once a pass
+        of a few nodes takes clearly less. Small models are measured in no time, and those whose
+        weights are read in every pass by few passes.
         """
         if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
             return cls.measure(model, limit)
@@ -174,22 +125,16 @@ class CostModel:
         path = cache_folder() / "costs" / f"{digest}.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            passes, tokens, read = (
-                {int(rows): float(at) for rows, at in found[i].items()} for i in (0, 1, 3)
+            passes, tokens = (
+                {int(rows): float(at) for rows, at in table.items()} for table in found[:2]
             )
-            experts = ExpertsRead(read, model.expert_share) if read else None
-            measured = cls(passes, tokens, float(found[2]), experts)
+            measured = cls(passes, tokens, float(found[2]))
             if not measured.too_steep(model):
                 return measured
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
             pass
-        began, before = time.perf_counter(), seconds_of_others()
         measured = cls.measure(model, limit)
-        others = seconds_of_others() - before
-        if others > BUSY * (os.cpu_count() or 1) * (time.perf_counter() - began):
-            return measured
-        record: list[object] = [measured._seconds, measured._per_token, measured._per_sequence]
-        record.append({} if measured.experts is None else measured.experts.measured)
+        record = [measured._seconds, measured._per_token, measured._per_sequence]
         with suppress(OSError):  # a cache that can't be written: measured again the next time
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}.tmp")
@@ -203,7 +148,12 @@ class CostModel:
         return self.alone(FEW) > STEEP * self.alone(1)
 
     def too_steep(self, model: Model) -> bool:
-        """Whether a few nodes cost clearly less now, by what a row does, than was measured."""
+        """Whether a few nodes cost clearly less now, by what a row does, than was measured.
+
+        They never cost less than one, so a curve that is not steep is believed without a pass.
+        """
+        if self.alone(FEW) <= STEEPER * self.alone(1):
+            return False
         _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
         now = _time(model, FEW, 0, 1) / _time(model, 1, 0, 1)
         return self.alone(FEW) > STEEPER * now * self.alone(1)
@@ -212,10 +162,7 @@ class CostModel:
 
     def alone(self, rows: int, sequences: int = 1) -> float:
         """Return the expected time of a pass of `rows` rows with nothing before its trees."""
-        seconds = interpolate(self._seconds, rows)
-        if self.experts is not None:
-            seconds *= self.experts.factor(rows)
-        return seconds + self._per_sequence * (sequences - 1)
+        return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
 
     def reading(self, nodes: int, context: int) -> float:
         """Return the seconds that `context` tokens before a tree of `nodes` nodes add."""
@@ -227,20 +174,14 @@ class CostModel:
         seconds: float,
         reading: float = 0.0,
         sequences: int = 1,
-        experts: float = 0.0,
     ) -> None:
         """Record that a pass over trees of `sequences` sequences took `seconds`.
 
-        `reading` of these seconds are expected for the tokens before the trees. `experts`: how many
-        each layer read, 0 if that is not known. A single slow pass
-        (the machine was busy) changes little. Between two measured widths, the nearer one takes
-        more of the correction, so that passes of different widths also correct the slope between
-        them, which is what a node costs. A part of the correction goes to all widths. Otherwise
-        those that were in use while the machine was busy would seem slow afterwards, and not be
-        used again.
+        `reading` of these seconds are expected for the tokens before the trees. Of two measured
+        widths the nearer one takes more of the correction, so that the slope between them is
+        corrected, too. A part goes to all widths: otherwise those that were in use while the
+        machine was busy would seem slow afterwards, and not be used again.
         """
-        if self.experts is not None and experts:
-            self.experts.observe(rows, experts)
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         low, high, part = _bracket(self._seconds, rows)
         shares = {low: 1 - part, high: part} if part else {low: 1.0}
@@ -254,10 +195,6 @@ class CostModel:
 
     # drafter calls
 
-    def expect_calls(self, drafter: Hashable, share: float) -> None:
-        """Guess what calls take, by those of a plain pass: the share of the weights, by sizes."""
-        self._shares.setdefault(drafter, share)
-
     def call(self, drafter: Hashable, sequences: int = 1) -> float:
         """Return the expected seconds of a call for `sequences` sequences: a median.
 
@@ -265,8 +202,7 @@ class CostModel:
         """
         seen = self._calls.get(drafter)
         if not seen:
-            share = self._shares.get(drafter, self.CALL)
-            return share * self.alone(1) * (1 + self.MORE * (sequences - 1))
+            return self.CALL * self.alone(1) * (1 + self.MORE * (sequences - 1))
         near = min(seen, key=lambda count: abs(math.log(count / sequences)))
         more = (1 + self.MORE * (sequences - 1)) / (1 + self.MORE * (near - 1))
         return median(seen[near]) * more
@@ -276,9 +212,9 @@ class CostModel:
     ) -> None:
         """Record that a call for `sequences` sequences took `seconds`.
 
-        The drafter first read `unread` tokens in it. Their time is left out: they have to be read
-        once, whichever call does it. With it, calls would seem slower the fewer are made. A
-        drafter's first call of all does not count: weights may be packed in it.
+        The drafter first read `unread` tokens in it. Their time is left out, since they have to be
+        read once, whichever call does it. The first call of all does not count: weights may be
+        packed in it.
         """
         if drafter not in self._calls:
             self._calls[drafter] = {}
@@ -287,32 +223,15 @@ class CostModel:
         seen = self._calls[drafter]
         seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
-    def doubt_calls(self, drafter: Hashable) -> None:
-        """Forget all calls but the last of each kind, so that one fast call outweighs them.
-
-        To be called before a call that explores: those before it may have been slow because the
-        machine was busy then.
-        """
-        for seen in self._calls.get(drafter, {}).values():
-            while len(seen) > 1:
-                seen.popleft()
-
     def read(self, drafter: Hashable, tokens: int) -> float:
         """Return the expected seconds in which a drafter reads `tokens` tokens: by a median."""
         if seen := self._reads.get(drafter):
             return tokens * median(seen)
-        return tokens * self._shares.get(drafter, self.CALL) * self.alone(64) / 64
+        return tokens * self.CALL * self.alone(64) / 64
 
     def observe_read(self, drafter: Hashable, tokens: int, seconds: float) -> None:
         """Record that a drafter read `tokens` tokens, apart from any call, in `seconds`."""
         self._reads.setdefault(drafter, deque(maxlen=self.CALLS)).append(seconds / tokens)
-
-
-def seconds_of_others() -> float:
-    """Return the seconds of the processor that other programs have used so far."""
-    every, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    used = every.user + every.system + getattr(every, "nice", 0.0)
-    return float(used - own.user - own.system)
 
 
 @torch.inference_mode()

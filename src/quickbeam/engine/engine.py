@@ -14,14 +14,14 @@ import torch
 
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
-from quickbeam.engine.commit import Clock, Commit
+from quickbeam.engine.commit import Commit
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.growing import Drafting, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Batch, Draft, Model, Passed, inference
+from quickbeam.models.base import Batch, Model, Passed, inference
 from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import Noise
@@ -59,11 +59,10 @@ class Engine:
         self.model = model
         pool = model.pool
         self._noise = partial(NativeNoise, pool.kernels) if isinstance(pool, PagePool) else Noise
-        self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
+        self.prefixes = PrefixCache(model.granularity if share else None, model.pool)
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
-        if self.prefixes is not None:
-            model.pool.spare = self.prefixes.evict
+        model.pool.spare = self.prefixes.evict
         self._budget, self._memory = budget, memory
         self.left: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
@@ -100,7 +99,6 @@ class Engine:
             )
         sequence = SequenceState(request, self._noise)
         if (drafter := sequence.drafter) is not None:
-            drafter.check_shortlist(request.shortlist)
             drafter.check_length(prompt, most)
         self.scheduler.check(sequence)
         return sequence
@@ -109,11 +107,10 @@ class Engine:
         """Let a sequence wait for its turn, unless it is over."""
         if sequence.over:
             return
-        if self.prefixes is not None and self.prefixes.drafter is None:
-            self.prefixes.drafter = sequence.drafter
+        self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
         if self._memory is not None:
             sequence.texts = self._memory.of(sequence.request.tenant)
-        self.scheduler.add(sequence)
+        self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
         """End a sequence as `interrupted`, unless it is over, and free what it holds."""
@@ -132,8 +129,7 @@ class Engine:
 
     def forget(self) -> None:
         """Forget all texts, so that the next prompt is computed from its first token."""
-        if self.prefixes is not None:
-            self.prefixes.clear()
+        self.prefixes.clear()
         if self._memory is not None:
             self._memory.forget()
 
@@ -152,8 +148,7 @@ class Engine:
         pool = self.model.pool
         if not pool.limit:
             return 0.0
-        idle = self.prefixes.idle_pages() if self.prefixes is not None else 0
-        return max(0, pool.used - idle) / pool.limit
+        return max(0, pool.used - self.prefixes.idle_pages()) / pool.limit
 
     @property
     def nodes(self) -> float:
@@ -181,7 +176,7 @@ class Engine:
             raise
 
     def _step(self) -> None:
-        clock = Clock()
+        began = time.perf_counter()
         # schedule
         self.scheduler.admit()
         self._release_finished()
@@ -192,22 +187,22 @@ class Engine:
         drafting = Drafting(self.model, lambda: self.budget, running, prompts)
         growing = drafting.grow()
         self._release_finished()  # those that failed: before anyone is preempted for their pages
-        ready = [Ready(one.sequence, Draft(one.cache, one.tree), one) for one in growing]
-        clock.drafted = time.perf_counter()
+        ready = [Ready(one.sequence, one.part, one) for one in growing]
+        drafted = time.perf_counter()
         # verify
         ready = self.scheduler.with_room(ready + reading)
         passed = self._forward(ready)
-        clock.verified = time.perf_counter()
+        verifying = time.perf_counter() - drafted
         # commit
-        commit = Commit(clock, self.prefixes, self._budget)
+        commit = Commit(self.prefixes, began, drafted - began, verifying)
         emitted = sum(
             commit.part(one, result)
             for one, result in zip(ready, passed, strict=True)
             if result is not None and not one.sequence.over
         )
         self._advance_drafters(ready)
-        seconds = clock.seconds
-        self._record_times(ready, seconds, clock.verifying)
+        seconds = time.perf_counter() - began
+        self._record_times(ready, seconds, verifying)
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted
@@ -225,14 +220,12 @@ class Engine:
         What was computed of its text goes to the prefix cache, the text itself to the memory of
         finished ones; the rest is freed.
         """
-        if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
+        if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
         if sequence.texts is not None and sequence.started:
             sequence.texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
-        if self._budget is not None:
-            self._budget.observe_answer(sequence.statistics.new_tokens)
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
         """Run one pass for all parts.
@@ -288,7 +281,7 @@ class Engine:
             except Exception as error:
                 fail(sequence, error)
                 continue
-            if self.prefixes is not None and one.growing is None:
+            if one.growing is None:
                 self.prefixes.remember(sequence, sequence.read)
 
     def _record_times(self, ready: Sequence[Ready], seconds: float, verifying: float) -> None:
@@ -305,5 +298,4 @@ class Engine:
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
         reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        rows, experts = sum(one.part.rows for one in ready), self.model.experts_read
-        cost.observe(rows, verifying, reading, len(trees), experts)
+        cost.observe(sum(one.part.rows for one in ready), verifying, reading, len(trees))

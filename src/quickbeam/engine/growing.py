@@ -1,7 +1,7 @@
 """The draft trees of one step, grown side by side.
 
 Each round asks which trees want a drafter's distributions, answers them in one call, and sends each
-tree its own. When all are grown, they share the rows of the pass.
+tree its own.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
-from quickbeam.methods.constrained import constrained, situation
-from quickbeam.models.base import Model
-from quickbeam.models.kv import SequenceCache
-from quickbeam.tree import TokenTree
+from quickbeam.methods.constrained import constrained
+from quickbeam.models.base import Draft, Model
 
 logger = logging.getLogger(__name__)
 
 CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
+UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
 CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
+# Of these it reads at most twice as many as the answer may still have, and at most so many, if it
+# can leave out those before them: drafts gain little from the rest, and reading takes time.
+TAIL = 128
 
 
 @dataclass(eq=False)
 class TreeDraft:
     """One sequence's tree while it grows.
 
-    - `nodes`: the most nodes it may have, the root included.
-    - `situation`: the class of `Method.situation` by which the budget chose `nodes`, else None.
     - `request`: its next request to the drafter, None once it is grown.
     - `grown`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
     """
 
     sequence: SequenceState
-    nodes: int
-    situation: int | None
     growth: Growth
     request: DraftRequest | None = None
     grown: Grown | None = None
@@ -50,43 +48,16 @@ class TreeDraft:
     seconds: float = 0.0
 
     @property
-    def tree(self) -> TokenTree:
-        """The tree, once it is grown."""
-        assert self.grown is not None
-        return self.grown.tree
-
-    @property
-    def cache(self) -> SequenceCache:
-        """Where the pass puts the tree's keys and values."""
-        assert self.sequence.cache is not None
-        return self.sequence.cache
+    def part(self) -> Draft:
+        """The tree as a part of a pass, once it is grown."""
+        assert self.grown is not None and self.sequence.cache is not None
+        return Draft(self.sequence.cache, self.grown.tree)
 
     @property
     def measured(self) -> bool:
         """Whether each of its nodes has to be worth its marginal cost."""
         context = self.sequence.context
         return context is not None and context.marginal_cost is not None
-
-    def count(
-        self,
-        tree: TokenTree,
-        path: Sequence[int],
-        emitted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """Add the verified `tree`, its accepted path and its times to the sequence's statistics."""
-        stats = self.sequence.statistics
-        stats.steps += 1
-        stats.nodes += len(tree)
-        stats.draft_seconds += draft_seconds
-        stats.drafter_calls += self.calls
-        stats.drafter_seconds += self.seconds
-        stats.verify_seconds += verify_seconds
-        for name in tree.source[1:]:
-            stats.sources[name].drafted += 1
-        for node in path[1 : len(emitted) + 1]:
-            stats.sources[tree.source[node]].accepted += 1
 
 
 class Drafting:
@@ -113,9 +84,10 @@ class Drafting:
     @cached_property
     def budget(self) -> Budget:
         budget = self._make_budget()
-        contexts = {one.arrival: len(one.ids) for one in self.running}
-        nodes = {one.arrival: one.nodes for one in self.running}
-        budget.begin(contexts, nodes, self._prompts)
+        tokens = sum(len(one.ids) for one in self.running)
+        budget.begin(
+            len(self.running), tokens, sum(one.nodes for one in self.running), self._prompts
+        )
         return budget
 
     @cached_property
@@ -123,27 +95,17 @@ class Drafting:
         """The comparison that all sequences with a measured budget take part in."""
         measured = [one for one in self.running if one.request.budget is None]
         settings = frozenset(one.request.setting for one in measured)
-        drafters = [one.drafter for one in measured if one.drafter is not None]
-        for drafter in drafters:
-            if drafter.weight_bytes and self.model.token_bytes:
-                share = drafter.weight_bytes / self.model.token_bytes
-                self.budget.cost.expect_calls(drafter, share)
+        drafter = next((one.drafter for one in measured if one.drafter is not None), None)
         modes = list({mode: None for one in measured for mode in _modes(one)})
-        first = drafters[0] if drafters else None
-        alone = len(self.running) == 1 and ASKED in modes and self._cheap(first)
+        # Modes are compared over whole texts. One that repeats itself would make a fast drafter
+        # seem superfluous in the next one, which does not: there the tree alone decides on calls.
+        fast = self.budget.cost.call(drafter) < CHEAP * self.budget.plain
+        alone = len(self.running) == 1 and ASKED in modes and fast
         key = (settings, "alone") if alone else settings  # costs, and so modes, may change
-        comparison = self.budget.comparison(key, [ASKED] if alone else modes, first)
+        comparison = self.budget.comparison(key, [ASKED] if alone else modes, drafter)
         if alone and not self.running[0].statistics.steps:
             comparison.begin_text()
         return comparison
-
-    def _cheap(self, drafter: Drafter | None) -> bool:
-        """Whether a call takes so little that the tree alone decides whether it is made.
-
-        Modes are compared over whole texts. One that repeats itself would make the drafter seem
-        superfluous in the next one, which does not.
-        """
-        return self.budget.cost.call(drafter) < CHEAP * self.budget.plain
 
     @cached_property
     def rate(self) -> float:
@@ -164,39 +126,34 @@ class Drafting:
                 asked = self._ask([one for one in waiting if one.sequence.drafter is drafter])
                 if asked:
                     self._answer(drafter, asked)
-        drafts = [one for one in drafts if not one.sequence.over]
-        self._share(drafts)
-        return drafts
+        return [one for one in drafts if not one.sequence.over]
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
         if "comparison" in vars(self):
-            # what it read serves the rest of the answer (`Budget.worth_reading`)
+            # what it read serves the rest of the answer
             self.budget.observe(self.comparison, tokens, seconds - self.reading, self.asked)
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
         """Decide how many nodes a sequence's tree may have, and begin to grow it."""
         request, policy, context = sequence.request, sequence.policy, sequence.context
         assert context is not None and sequence.cache is not None
-        nodes, chosen, context.marginal_cost = request.budget or 1, None, None
+        nodes, context.marginal_cost = request.budget or 1, None
         if request.budget is None and policy.sources and self._mode(sequence) != PLAIN:
+            nodes = UNPRICED
             if policy.priced and not context.draws:
-                cost = self.budget.marginal_cost(request.setting, self.rate)
+                cost = self.budget.marginal_cost(self.rate)
                 explore = self._explores(sequence)
-                if explore or cost.node(1) < 1:  # a node gives one token at most
-                    nodes = self.budget.limit
+                # a node gives one token at most
+                nodes = self.budget.limit if explore or cost.node(1) < 1 else 1
                 context.marginal_cost = replace(cost, explore=explore)
-            else:
-                chosen = situation(policy, context)
-                nodes = self.budget.nodes(request.setting, chosen, self.rate, sequence.drafter)
             if nodes == 1:
                 self.budget.doubt(self.model)
-        remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
-        depth = remaining - 1
+        depth = sequence.remaining - 1
         growth = policy.grow(context, nodes, depth)
         if context.grammar is not None:
-            growth = constrained(growth, context.grammar, nodes, depth)
-        return TreeDraft(sequence, nodes, chosen, growth)
+            growth = constrained(growth, context, nodes, depth)
+        return TreeDraft(sequence, growth)
 
     def _mode(self, sequence: SequenceState) -> str:
         """Return the mode of this step, or one that the sequence has."""
@@ -210,53 +167,31 @@ class Drafting:
         cost, plain = self.budget.cost, self.budget.plain
         call, reading = cost.call(sequence.drafter), cost.read(sequence.drafter, _unread(sequence))
         self._explored = self.comparison.explores(call / plain, reading / plain)
-        if self._explored:
-            cost.doubt_calls(sequence.drafter)
         return self._explored
 
     def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
         """Return the trees whose requests are worth their time; the others go on without."""
         measured = [one for one in waiting if one.measured]
-        refused = list[TreeDraft]()
-        if measured:
-            drafter = measured[0].sequence.drafter
-            gains = [
-                one.request.gain if self._mode(one.sequence) == ASKED else 0.0
-                for one in measured
-                if one.request is not None
-            ]
-            answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
-            refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
-        refused += [one for one in measured if one not in refused and not self._may_read(one)]
+        if not measured:
+            return waiting
+        drafter = measured[0].sequence.drafter
+        gains = [
+            one.request.gain if self._mode(one.sequence) == ASKED else 0.0
+            for one in measured
+            if one.request is not None
+        ]
+        answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
+        refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
         for one in refused:
             self._send(one, None)
         return [one for one in waiting if one not in refused]
 
-    def _may_read(self, one: TreeDraft) -> bool:
-        """Whether the drafter may read what it missed of a sequence before its first call.
-
-        It may where that is expected to pay for the rest of the answer, and to explore. A drafter
-        that can do without the beginning of a text leaves it out where its end is enough.
-        """
-        sequence, budget = one.sequence, self.budget
-        state, drafter, unread = sequence.draft_state, sequence.drafter, _unread(sequence)
-        if one.calls or unread <= CAUGHT_UP or state is None or drafter is None:
-            return True
-        rest = sequence.params.max_tokens - len(sequence.output.token_ids)
-        rest = min(rest, round(budget.answer_tokens))
-        tail = budget.worth_reading(self.comparison, drafter, unread, rest, drafter.skips)
-        context = sequence.context
-        if not tail and context is not None and context.marginal_cost is not None:
-            tail = budget.TAILS[0][0] if context.marginal_cost.explore else 0
-        if tail:
-            state.skip(tail)
-        return bool(tail)
-
     def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
         """Answer requests in one call, and send each tree its distributions.
 
-        Where the drafter missed many tokens because it was not asked, it reads them first. So the
-        call that follows is timed like any other, however long ago the last one was.
+        Where the drafter missed many tokens because it was not asked, it reads them first, or the
+        last of them, if it can do without the others. So the call that follows is timed like any
+        other, however long ago the last one was.
         """
         self.asked = True
         cost = self.budget.cost if any(one.measured for one in asked) else None
@@ -265,6 +200,9 @@ class Drafting:
         behind = [one.sequence for one in first if _unread(one.sequence) > CAUGHT_UP]
         if behind:
             try:
+                for sequence in behind:
+                    if cost is not None and drafter.skips and sequence.draft_state is not None:
+                        sequence.draft_state.skip(min(TAIL, 2 * sequence.remaining))
                 read(drafter, behind, cost)
             except Exception as error:
                 # the call meets it again, and tells which sequence it is
@@ -307,26 +245,6 @@ class Drafting:
         except Exception as error:
             one.request = None
             fail(one.sequence, error)
-
-    def _share(self, drafts: Sequence[TreeDraft]) -> None:
-        """Share the pass's rows among several trees: nodes stay where the most tokens are
-        expected."""
-        sharing = [
-            (one, one.grown, one.grown.accepted_per_expected)
-            for one in drafts
-            if one.measured
-            and one.grown is not None
-            and one.grown.accepted_per_expected is not None
-        ]
-        if len(drafts) < 2 or all(len(grown.tree) < 2 for _, grown, _ in sharing):
-            return
-        rows = self._prompts + sum(len(one.tree) for one in drafts)
-        rows -= sum(len(grown.tree) - 1 for _, grown, _ in sharing)
-        values = [[value * truth for value in grown.tree.value[1:]] for _, grown, truth in sharing]
-        kept = self.budget.share(values, rows, self.rate)
-        for (one, grown, _), nodes in zip(sharing, kept, strict=True):
-            if nodes + 1 < len(grown.tree):
-                one.grown = grown._replace(tree=grown.tree.first(nodes + 1))
 
 
 def _modes(sequence: SequenceState) -> list[str]:

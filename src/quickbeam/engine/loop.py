@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -51,10 +50,8 @@ class EngineLoop:
         self.began: float | None = None  # when its latest work began; None while it is idle
         self.error: BaseException | None = None  # what ended the thread, if nobody asked for it
 
-    def run(self, before: threading.Thread | None) -> None:
-        """Run until the queue says that this is the end. `before` is the thread before this one."""
-        if before is not None:
-            before.join()
+    def run(self) -> None:
+        """Run until the queue says that this is the end."""
         try:
             while self._run_commands():
                 self._step()
@@ -133,9 +130,7 @@ class EngineThread:
         self.engine = engine
         self._loop = EngineLoop(engine)
         self._thread: threading.Thread | None = None
-        self._before: threading.Thread | None = None  # the one that was closed last
-        self._process: int | None = None  # the process in which the thread runs
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # held while the thread starts or ends
         # an object that dies may be collected on any thread, this one included: nothing waits
         weakref.finalize(self, self._loop.inbox.put, None).atexit = False
 
@@ -156,8 +151,8 @@ class EngineThread:
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps, and return its result.
 
-        Raises what it raises. Raises `QuickbeamError` if this is the engine's thread itself, if the
-        thread can't be started or has failed, or in a process that was forked from the thread's.
+        Raises what it raises, and `QuickbeamError` if this is the engine's thread itself, or if
+        the thread has failed or was left behind by a fork.
         """
         self.check()
         result: Future[T] = Future()
@@ -178,15 +173,11 @@ class EngineThread:
                 "a step of this model is under way: an observer can't ask the same model for "
                 "more; keep what it is told, and ask after the answer"
             )
-        if self._process not in (None, os.getpid()):
+        dead = self._thread is not None and not self._thread.is_alive()
+        if dead or self._loop.error is not None:
             raise QuickbeamError(
-                "this process was forked from the one that loaded the model, and has no thread of "
-                "its engine: load the model in this process (multiprocessing: start it with "
-                "'spawn')"
-            )
-        if self._loop.error is not None:
-            raise QuickbeamError(
-                "the engine's thread has ended, by a fault of quickbeam's: load the model again"
+                "the engine's thread has ended, by a fault of quickbeam's or because this process "
+                "was forked (multiprocessing: start it with 'spawn'): load the model again"
             ) from self._loop.error
 
     @property
@@ -206,40 +197,26 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """End all answers and the thread, and give back what both hold."""
-        if self._process not in (None, os.getpid()):
-            return
+        """End all answers and the thread, and give back what both hold. An observer must not."""
         with self._starting:
-            thread, self._thread = self._thread, None
-            if thread is None or not thread.is_alive():
+            if self._thread is not None and self._thread.is_alive():
+                self._loop.inbox.put(self._loop.close)
+                self._loop.inbox.put(None)
+                self._thread.join()
+            else:
                 self.engine.close()
-                return
-            self._before = thread
-            self._loop.inbox.put(self._loop.close)
-            self._loop.inbox.put(None)
-        if thread is not threading.current_thread():
-            thread.join()
+            self._thread = None
 
     def _put(self, command: Command) -> None:
         self.check()
         with self._starting:
             if self._thread is None:
-                self._start()
+                self._thread = threading.Thread(
+                    target=self._loop.run, name="quickbeam-engine", daemon=True
+                )
+                self._thread.start()
+                _inboxes[self._thread] = self._loop.inbox
             self._loop.inbox.put(command)
-
-    def _start(self) -> None:
-        thread = threading.Thread(
-            target=self._loop.run, args=(self._before,), name="quickbeam-engine", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise QuickbeamError(
-                f"the engine's thread can't be started ({error}): this process may start no more "
-                "threads; raise its limit (ulimit -u)"
-            ) from error
-        self._thread, self._before, self._process = thread, None, os.getpid()
-        _inboxes[thread] = self._loop.inbox
 
 
 # of threads that run, those of forgotten models too, which may be about to free them

@@ -29,11 +29,11 @@ class Detokenizer:
     For ids that spell valid text, the pieces joined together are
     `tokenizer.decode(ids, skip_special_tokens=...)`.
 
-    Each time, only a window of the last few tokens is decoded. It holds the tokens that are not
-    shown in full yet, and before them the last ones that are, since a token's spaces may depend on
-    its neighbours. A character whose bytes are still arriving is held back. Tokens that decoding
-    leaves out, such as special ones, do not enter the window, so that its length has a bound. It
-    works with any tokenizer of transformers, of which it uses only `decode`.
+    Each time, only a window of the last few tokens is decoded: those that are not shown in full
+    yet, and before them the last ones that are, since a token's spaces may depend on its
+    neighbours. A character whose bytes are still arriving is held back. Tokens that decoding leaves
+    out do not enter the window, so that its length has a bound. It works with any tokenizer of
+    transformers, of which it uses only `decode`.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:

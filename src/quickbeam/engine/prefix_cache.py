@@ -1,13 +1,11 @@
 """The prefix cache: what was computed of the beginnings of texts, in chunks of tokens.
 
-Requests whose texts begin alike share these chunks. Only whole chunks are shared, cut where the
-model cuts prompts (`Model.granularity`). So what is read from the cache has the bits of what would
-be computed anew.
+Requests whose texts begin alike share these chunks. They are cut where the model cuts prompts
+(`Model.granularity`), so what is read from the cache has the bits of what would be computed anew.
 
-A drafter's rows are kept beside the target's. The drafter's last row of a chunk also depends on the
-token after the chunk. If texts differ there, the cache holds the row of the text that came first.
-That may cost accepted drafts, but never changes an answer. If the drafter has not read a chunk yet,
-the chunk holds its hidden states. A sequence that drafts makes the rows from these.
+A drafter's rows are kept beside the target's. Its last row of a chunk also depends on the token
+after the chunk; the cache holds that of the text that came first, which never changes an answer. If
+the drafter has not read a chunk yet, the chunk holds its hidden states.
 
 Where the target has recurrent layers, a text can go on only behind a chunk whose state is kept: a
 *snapshot*. There are at most `SNAPSHOTS`; the least recently used one goes first.
@@ -15,8 +13,10 @@ Where the target has recurrent layers, a text can go on only behind a chunk whos
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,43 +28,42 @@ from quickbeam.models.kv import NoRoom, Page, Pool
 SNAPSHOTS = 32
 
 
+@dataclass(eq=False, slots=True)
 class Chunk:
     """One chunk of tokens, behind those of its parents.
 
     - `key`: its tokens.
     - `held`: the target's keys and values.
-    - `draft`: the drafter's rows, if known.
     - `edge`: the hidden states `[1, layers * d]` of the last token, if known.
+    - `draft`: the drafter's rows, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
     - `snapshot`: the state of recurrent layers behind it, if kept.
     """
 
-    __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent", "snapshot")
-
-    def __init__(
-        self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None
-    ) -> None:
-        self.parent, self.key, self.held, self.edge = parent, key, held, edge
-        self.draft: Any = None
-        self.hidden: torch.Tensor | None = None
-        self.snapshot: Page | None = None
-        self.children: dict[tuple[int, ...], Chunk] = {}
+    parent: Chunk | None = None
+    key: tuple[int, ...] = ()
+    held: Any = None
+    edge: torch.Tensor | None = None
+    draft: Any = None
+    hidden: torch.Tensor | None = None
+    snapshot: Page | None = None
+    children: dict[tuple[int, ...], Chunk] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """A tree of chunks of `size` tokens each.
+    """A tree of chunks of `size` tokens each; without a size it keeps none.
 
     `pool` is the target's. `drafter` is the one whose rows are kept too: that of the first sequence
     that has one. If the pool runs short, the least recently used chunks that no sequence holds are
     dropped.
     """
 
-    def __init__(self, size: int, pool: Pool) -> None:
-        self.size, self._pool = size, pool
-        pool.snapshots = pool.state_pages > 0
+    def __init__(self, size: int | None, pool: Pool) -> None:
+        self.size, self._pool = size or sys.maxsize, pool
+        pool.snapshots = size is not None and pool.state_pages > 0
         self._snapshots: OrderedDict[Chunk, None] = OrderedDict()  # least recently used first
         self.drafter: Drafter | None = None
-        self._root = Chunk(None, (), None, None)
+        self._root = Chunk()
         # least recently used first; children come before their parents
         self._order: OrderedDict[Chunk, None] = OrderedDict()
 
@@ -118,8 +117,12 @@ class PrefixCache:
             elif chunk.edge is None:
                 chunk.edge = sequence.edges.get(at)
             chunks.append(chunk)
-            if chunk.snapshot is None:
-                self._keep_snapshot(chunk, cache.snapshot((at + 1) * self.size))
+            snapshot = cache.snapshot((at + 1) * self.size) if chunk.snapshot is None else None
+            if snapshot is not None:
+                self._pool.keep([snapshot])
+                chunk.snapshot, self._snapshots[chunk] = snapshot, None
+                if len(self._snapshots) > SNAPSHOTS:
+                    self._drop_snapshot(next(iter(self._snapshots)))
         if (
             self.drafter is not None
             and state is not None
@@ -137,15 +140,6 @@ class PrefixCache:
                 elif chunks[at].hidden is None:
                     chunks[at].hidden = state.unread_hidden(at, self.size)
         self._touch(chunks)
-
-    def _keep_snapshot(self, chunk: Chunk, snapshot: Page | None) -> None:
-        if snapshot is None:
-            return
-        self._pool.keep([snapshot])
-        chunk.snapshot = snapshot
-        self._snapshots[chunk] = None
-        if len(self._snapshots) > SNAPSHOTS:
-            self._drop_snapshot(next(iter(self._snapshots)))
 
     def _drop_snapshot(self, chunk: Chunk) -> None:
         if chunk.snapshot is not None:
@@ -169,32 +163,23 @@ class PrefixCache:
         return pages
 
     def evict(self) -> bool:
-        """Drop the least recently used chunk that nothing else holds. Returns whether there was
-        one.
+        """Drop the least recently used chunk that nothing else holds, with those behind it.
 
-        Chunks behind it, which a sequence may still hold, are only forgotten with it where there is
-        no other. Where all are held, a snapshot goes.
+        Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        inner: Chunk | None = None
-        for chunk in self._order:
-            if not self._pool.idle(chunk.held):
-                continue
-            if not chunk.children:
+        if (first := next(filter(self._is_idle, self._order), None)) is not None:
+            below = [first]
+            for chunk in below:  # grows meanwhile
+                below += chunk.children.values()
+            for chunk in reversed(below):
                 self._drop(chunk)
-                return True
-            inner = inner or chunk
-        if inner is None:
-            for chunk in self._snapshots:
-                self._drop_snapshot(chunk)
-                return True
-            return False
-        below = [inner]
-        for chunk in below:  # grows meanwhile
-            below += chunk.children.values()
-        for chunk in reversed(below):
-            if chunk in self._order:
-                self._drop(chunk)
-        return True
+            return True
+        if (oldest := next(iter(self._snapshots), None)) is not None:
+            self._drop_snapshot(oldest)
+        return oldest is not None
+
+    def _is_idle(self, chunk: Chunk) -> bool:
+        return self._pool.idle(chunk.held)
 
     def clear(self) -> None:
         """Drop all chunks."""

@@ -41,7 +41,7 @@ class Statistics:
     preemptions: int = 0  # how often its keys and values were dropped and computed again
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
-    head: HeadUse | None = None  # counters of the shortlist: time, tokens scored, recall
+    head: HeadUse | None = None  # counters of the drafter's head: time, tokens scored
     # whether a row's bits never depend on the other rows of a pass; where they do, the answer may
     # differ in another batch or with other drafts
     exact: bool = False
@@ -112,7 +112,6 @@ class Completion:
         if s.head is not None:
             record["head_seconds"] = s.head.seconds
             record["shortlist_size"] = s.head.tokens / s.head.calls if s.head.calls else 0.0
-            record["shortlist_recall"] = s.head.held / s.head.wanted if s.head.wanted else None
         if self.logprobs is not None:
             record["logprobs"] = [vars(entry) for entry in self.logprobs]
         return record

@@ -1,26 +1,20 @@
-"""The scheduler: which sequences run, and what of their texts is read in a step.
-
-Tenants take turns; of one tenant's sequences the first one to come is served first. All this holds
-as long as there is room for keys and values.
-"""
+"""The scheduler: which sequences run, and what of their texts is read in a step."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
+from bisect import insort
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from quickbeam.engine.growing import TreeDraft, fail
-from quickbeam.engine.prefix_cache import Chunk, PrefixCache
+from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Chain, Draft, Model, Part
-from quickbeam.models.kv import NoRoom, Pool
+from quickbeam.models.kv import NoRoom
 
 TREE = 64  # how many rows a sequence may need besides its tokens
-QUANTUM = 256  # tokens that a tenant's turn is worth
 MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
 SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
 
@@ -41,17 +35,14 @@ def _arrival(sequence: SequenceState) -> int:
 
 
 class FairQueue:
-    """Waiting sequences: deficit round robin over their tenants (Shreedhar and Varghese, 1995).
+    """Waiting sequences. The tenant that was served the fewest tokens is next, its first one first.
 
-    A tenant whose turn comes may begin sequences worth `QUANTUM` tokens more. What it does not use
-    is kept for its next turn, while it has sequences that wait. With one tenant alone, the order is
-    that of arrival.
+    A tenant that comes counts as served as much as the one that was served least so far.
     """
 
     def __init__(self) -> None:
-        # by tenant, in order of arrival; the first one has its turn
-        self._queues: OrderedDict[Hashable, list[SequenceState]] = OrderedDict()
-        self._credit: dict[Hashable, int] = {}
+        self._queues: dict[Hashable, list[SequenceState]] = {}  # by tenant, in order of arrival
+        self._served: dict[Hashable, int] = {}  # tokens, of tenants that wait
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -63,60 +54,43 @@ class FairQueue:
         """Add a sequence. It comes before those that arrived later, whichever was added first."""
         tenant = sequence.request.tenant
         if tenant not in self._queues:
-            self._queues[tenant], self._credit[tenant] = [], 0
+            least = min(self._served.values(), default=0)
+            self._queues[tenant], self._served[tenant] = [], least
         insort(self._queues[tenant], sequence, key=_arrival)
 
-    def first(self) -> SequenceState:
-        """Return the sequence that is next. There must be one."""
-        while True:
-            tenant, queue = next(iter(self._queues.items()))
-            sequence = queue[0]
-            if self._credit[tenant] >= sequence.cost:
-                return sequence
-            self._queues.move_to_end(tenant)
-            self._credit[next(iter(self._queues))] += QUANTUM
-
     def heads(self) -> list[SequenceState]:
-        """Return the first sequence of each tenant."""
-        return [queue[0] for queue in self._queues.values()]
+        """Return the first sequence of each tenant, in the order in which they are next."""
+        return [self._queues[one][0] for one in sorted(self._served, key=self._served.__getitem__)]
 
     def take(self, sequence: SequenceState) -> None:
         """Remove a sequence that begins, at the cost of its tenant."""
-        self._credit[sequence.request.tenant] -= sequence.cost
+        self._served[sequence.request.tenant] += sequence.cost
         self.remove(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence. Does nothing if it is not waiting."""
         tenant = sequence.request.tenant
         queue = self._queues.get(tenant, [])
-        at = bisect_left(queue, sequence.arrival, key=_arrival)
-        if queue[at : at + 1] == [sequence]:
-            del queue[at]
+        if sequence in queue:
+            queue.remove(sequence)
             if not queue:
-                del self._queues[tenant], self._credit[tenant]
+                del self._queues[tenant], self._served[tenant]
 
 
 class Scheduler:
     """`waiting` sequences, and `active` ones in order of arrival.
 
-    Active sequences are read or run; at most `most` are active.
-
-    A sequence is admitted when there is room for its text, and never before one whose turn it is.
-    Where there are `MANY_PLACES`, a tenant's sequences leave the last one free, so that a short one
-    of another tenant need not wait for them.
-    If memory runs short later, the active sequence that came last is preempted: its text stays, and
-    its keys and values are computed anew when there is room again. So the first one always makes
-    progress.
+    At most `most` are active, which are read or run. A sequence is admitted when there is room for
+    its text, and never before one whose turn it is. Where there are `MANY_PLACES`, a tenant's leave
+    the last one free for a short one of another. If memory runs short later, the active sequence
+    that came last is preempted: its text stays, its keys and values are computed anew.
     """
 
-    def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
+    def __init__(self, model: Model, prefixes: PrefixCache, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most
+        self.pool = model.pool
         self.waiting = FairQueue()
         self.active: list[SequenceState] = []
-
-    @property
-    def pool(self) -> Pool:
-        return self.model.pool
 
     def check(self, sequence: SequenceState) -> None:
         """Raise `InvalidInput` for a request for which there can never be room."""
@@ -132,16 +106,13 @@ class Scheduler:
                 "--kv-memory or ask for less"
             )
 
-    def add(self, sequence: SequenceState) -> None:
-        """Let a sequence wait for its turn."""
-        self.waiting.add(sequence)
-
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over, and free what it holds."""
         sequence.release()
         if sequence in self.active:
             self.active.remove(sequence)
-        self.waiting.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def admit(self) -> None:
         """Make waiting sequences active, in order, as long as there is room."""
@@ -155,8 +126,7 @@ class Scheduler:
             try:
                 sequence.begin(self.pool.new())
                 sequence.statistics.exact = self.model.exact
-                if self.prefixes is not None:
-                    self._reuse(sequence, self.prefixes)
+                self._reuse(sequence)
             except Exception as error:
                 sequence.end("error", error)
 
@@ -165,11 +135,11 @@ class Scheduler:
         free = self.most - len(self.active)
         if free <= 0 or not self.waiting:
             return None
-        first = self.waiting.first()
-        if free > 1 or self.most < MANY_PLACES or first.request.tenant is None:
-            return first
+        heads = self.waiting.heads()
+        if free > 1 or self.most < MANY_PLACES or heads[0].request.tenant is None:
+            return heads[0]
         served = {one.request.tenant for one in self.active}
-        short = (one for one in self.waiting.heads() if one.cost <= SHORT)
+        short = (one for one in heads if one.cost <= SHORT)
         return next((one for one in short if one.request.tenant not in served), None)
 
     def _fits(self, sequence: SequenceState) -> bool:
@@ -180,26 +150,23 @@ class Scheduler:
         if self.pool.limit is None:
             return True
         page = self.pool.page
-        found = list[Chunk]()
-        if self.prefixes is not None and not sequence.scoring:
-            found = self.prefixes.find(sequence.ids, sequence.drafter)
-        known = len(found) * self.prefixes.size if self.prefixes is not None else 0
+        scoring = sequence.scoring
+        found = [] if scoring else self.prefixes.find(sequence.ids, sequence.drafter)
+        known = len(found) * self.prefixes.size
         needed = -(-(len(sequence.ids) - known + TREE) // page) + self.pool.most_state_pages
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
         missing = needed + promised - (self.pool.free or 0)
-        if missing <= 0 or self.prefixes is None:
-            return missing <= 0
         # shared chunks that it is going to hold can't be dropped for it
-        return missing <= self.prefixes.idle_pages(found)
+        return missing <= 0 or missing <= self.prefixes.idle_pages(found)
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.
 
         Waiting for it then saves reading that text twice.
         """
-        if self.prefixes is None or sequence.scoring:
+        if sequence.scoring:
             return False
         size, ids = self.prefixes.size, sequence.ids
         for other in self.active:
@@ -212,17 +179,18 @@ class Scheduler:
                 return True
         return False
 
-    def _reuse(self, sequence: SequenceState, prefixes: PrefixCache) -> None:
+    def _reuse(self, sequence: SequenceState) -> None:
         """Begin a sequence with the chunks that the prefix cache holds.
 
         They hold no log-probabilities, so a prompt whose tokens' are wanted is read anew.
         """
         if sequence.scoring:
             return
-        drafter, state = sequence.drafter, sequence.draft_state
+        prefixes, drafter, state = self.prefixes, sequence.drafter, sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
-        if not chunks or sequence.cache is None:
+        if not chunks:
             return
+        assert sequence.cache is not None
         # looked up first, since making room for the sequence may drop chunks that it adopts
         held, snapshot = [chunk.held for chunk in chunks], chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
@@ -245,7 +213,7 @@ class Scheduler:
         sequence.release()
         sequence.statistics.preemptions += 1
         self.active.remove(sequence)
-        self.add(sequence)
+        self.waiting.add(sequence)
 
     def with_room(self, ready: list[Ready]) -> list[Ready]:
         """Return the parts that can run.
@@ -284,8 +252,7 @@ class Scheduler:
                     ),
                 )
                 return []
-            if self.prefixes is not None:
-                self.prefixes.remember(last, last.read)
+            self.prefixes.remember(last, last.read)
             self.preempt(last)
             ready = [one for one in ready if one.sequence is not last]
 

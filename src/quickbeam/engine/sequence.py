@@ -14,7 +14,6 @@ import torch
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.texts import Texts
-from quickbeam.engine.accept import Randomness
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
@@ -76,12 +75,10 @@ class SequenceState:
 
     A sequence waits, then its prompt is read, then it runs, and then it is over.
     `output.finish_reason` then says why, or `error` holds what went wrong. `context` exists only
-    while it is active. If it is preempted, `ids`, `output` and the generators survive, and the rest
-    is computed anew.
+    while it is active. If it is preempted, `ids`, `output` and the generators survive.
 
-    The request's seed makes the noise of its places. If none was given, a seed is drawn. For the
-    residual rule the seed makes two generators: one for what is emitted, and one for what is drawn
-    while drafting.
+    The request's seed, or one that is drawn, makes the noise of its places. For the residual rule
+    it makes two generators: for what is emitted, and for what is drawn while drafting.
     """
 
     def __init__(self, request: Request, noise: Callable[[int, int, int], Noise] = Noise) -> None:
@@ -116,10 +113,7 @@ class SequenceState:
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.randomness = Randomness(
-            noise(self.seed, choice, request.sampler.vocab_size) if coupled else None,
-            self.generator,
-        )
+        self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
 
     @property
     def cost(self) -> int:
@@ -152,6 +146,11 @@ class SequenceState:
         return len(self.ids) - self.started - self.read
 
     @property
+    def remaining(self) -> int:
+        """How many tokens its answer may still have."""
+        return self.params.max_tokens - len(self.output.token_ids)
+
+    @property
     def scoring(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are still to be computed."""
         known = self.prompt_logprobs
@@ -178,11 +177,13 @@ class SequenceState:
             self.logits,
             self.params.temperature,
             self.drafting,
-            noise=self.randomness.noise,
+            noise=self.noise,
+            filters=self.params if self.params.filters else None,
+            grammar=self.request.sampler.grammar,
+            texts=self.texts,
+            cache=cache,
+            tenant=self.request.tenant,
         )
-        self.context.filters = self.params if self.params.filters else None
-        self.context.grammar = self.request.sampler.grammar
-        self.context.texts, self.context.cache = self.texts, cache
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
@@ -192,22 +193,18 @@ class SequenceState:
     def release(self) -> None:
         """Free keys and values and what sources keep. The text stays."""
         if (state := self.draft_state) is not None:
-            self._count_head(state)
+            if (used := state.used) is not None:
+                head = self.statistics.head
+                self.statistics.head = used if head is None else head.plus(used)
             state.release()
         if self.cache is not None:
             self.cache.release()
         self.cache = self.context = None
         self.chunks, self.edges, self.nodes = [], {}, 1
-        if self.randomness.noise is not None:
-            self.randomness.noise.forget()
+        if self.noise is not None:
+            self.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
         self.logits = torch.empty(0) if self.over else self.logits.clone()
-
-    def _count_head(self, state: DrafterState) -> None:
-        if (used := state.used) is not None:
-            self.statistics.head = (
-                used if self.statistics.head is None else self.statistics.head.plus(used)
-            )
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
         """End the sequence. Does nothing if it is over."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
 from typing import Any, NamedTuple
-
-from tqdm.auto import tqdm
 
 from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.result import Completion, Logprob
@@ -45,21 +42,11 @@ class News:
         self.changed.set()
 
 
-class Ends(SimpleQueue[SequenceState]):
-    """Sequences in the order in which they end."""
-
-    def notify(self, sequences: Sequence[SequenceState]) -> None:
-        for sequence in sequences:
-            if sequence.over:
-                self.put(sequence)
-
-
 class Stream(Iterator[str]):
     """The pieces of an answer's text as they come.
 
-    The engine's thread makes the answer, whether or not anybody reads it. `completion` gives the
-    whole answer afterwards, or the answer so far at any time. Any number of streams may be open at
-    once, in any threads. A stream that is dropped ends its answer.
+    The engine's thread makes the answer, whether or not anybody reads it. Any number of streams may
+    be open at once, in any threads. A stream that is dropped ends its answer.
     """
 
     def __init__(
@@ -177,16 +164,3 @@ class Stream(Iterator[str]):
             seed=None if sequence.params.greedy else sequence.seed,
             prompt_logprobs=sequence.prompt_logprobs,
         )
-
-
-def results(streams: Sequence[Stream], ends: Ends, shown: bool) -> list[Completion]:
-    """Wait for all answers, of which `ends` is notified, and return them.
-
-    `shown`: whether to show a bar. Raises the error that ended one of them, as soon as it has.
-    """
-    with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
-        for _ in streams:
-            if (error := ends.get().error) is not None:
-                raise error
-            bar.update(1)
-    return [stream.completion for stream in streams]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import trial
 from quickbeam.grammar.masks import Compiled, Masks
 from quickbeam.grammar.spec import Grammar
+from quickbeam.machine import in_own_thread
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -33,9 +34,8 @@ class Compiler:
     def __init__(self, tokenizer: Any, vocab: int, eos: Collection[int]) -> None:
         self._hf, self._vocab, self._eos = tokenizer, vocab, sorted(eos)
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # held for moments, so that known grammars never wait
         self._compiling = threading.Lock()
+        self.compile = lru_cache(KEPT)(self._compile)  # known grammars never wait
 
     def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
         """Return the masks of an answer that the ids `ends` end.
@@ -57,26 +57,10 @@ class Compiler:
             )
         return Masks(compiled, self._vocab, ends, closing)
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> Compiled:
         """Return a grammar compiled, which may take seconds. Raises `InvalidInput` as `begin`."""
-        compiled = self._known(grammar)
-        if compiled is None:
-            with self._compiling:
-                compiled = self._known(grammar) or self._compiled(grammar)
-        return compiled
-
-    def _known(self, grammar: Grammar) -> Compiled | None:
-        with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-            return self._kept.get(grammar)
-
-    def _keep(self, grammar: Grammar, compiled: Compiled) -> Compiled:
-        with self._lock:
-            self._kept[grammar] = compiled
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return compiled
+        with self._compiling:
+            return self._compiled(grammar)
 
     def _compiled(self, grammar: Grammar) -> Compiled:
         try:
@@ -94,23 +78,19 @@ class Compiler:
                     defaults=None if grammar.any_whitespace else LIKE_PYTHON,  # type: ignore[arg-type]
                 )
             else:
-                make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[
-                    grammar.kind
-                ]
-                text = make(grammar.text)
+                text = getattr(LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
         except ValueError as error:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
         if (why := trial.failure(text)) is not None:
             raise InvalidInput(f"{grammar.kind}: {why}")
-        tokenizer = self._tokenizer
-        matcher = trial.with_stack(2 * trial.STACK, lambda: LLMatcher(tokenizer, text, log_level=0))
+        compile_text = partial(LLMatcher, self._tokenizer, text, log_level=0)
+        matcher = in_own_thread(compile_text, 2 * trial.STACK)
         if matcher.is_error():
             raise InvalidInput(f"{grammar.kind}: {matcher.get_error().strip()}")
         # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
             logger.info("%s: %r", grammar.kind, warning)
-        compiled = Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
-        return self._keep(grammar, compiled)
+        return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _prepared(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form."""

@@ -9,42 +9,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 SECONDS = 5  # of processor time
 MEMORY = 2 << 30  # bytes
 STACK = 256 << 20  # bytes; the process that compiles in earnest has twice as much
 STEPS = 8  # tokens that are read on trial
-_starting = threading.Lock()
-T = TypeVar("T")
-
-
-def with_stack(size: int, work: Callable[[], T]) -> T:
-    """Return what `work` returns, called in a thread with a stack of `size` bytes.
-
-    Only the part of the stack that is used takes memory. Raises what `work` raises.
-    """
-    results, errors = list[T](), list[BaseException]()
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    with _starting:
-        before = threading.stack_size(size)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def failure(grammar: str) -> str | None:
@@ -87,7 +57,10 @@ def main(path: str) -> None:
             if not allowed or not matcher.consume_token((allowed & -allowed).bit_length() - 1):
                 break
 
-    with_stack(STACK, compile_and_step)
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=compile_and_step)
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

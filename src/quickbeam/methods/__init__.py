@@ -1,4 +1,5 @@
-"""The table of methods: for each, what grows its trees, its sources and its budget.
+"""The table of methods: for each, what grows its trees, its sources and its budget. What each does
+is in `docs/guides/methods.md`.
 
 Importing it takes no torch: a method's module is imported when the method is made.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # the sources of candidates
 DRAFTER, NGRAM, LAST_LOGITS, ANSWERS = "drafter", "ngram", "last_logits", "answers"
+RECYCLING = "recycling"
 
 
 @dataclass(frozen=True)
@@ -28,94 +30,37 @@ class Preset:
     - `sources`: names of the sources that propose tokens.
     - `budget`: the most nodes of a draft tree, the root included; 0 leaves it to the measured cost
       model.
-    - `summary`: one line about the method.
     - `vocab`: what the drafter scores, one of `VOCABS` or `SHORTENED`.
     - `without`: the method that is used instead where there is no drafter.
     """
 
     maker: str
     sources: tuple[str, ...]
-    budget: int
-    summary: str
+    budget: int = 0
     vocab: str = FULL
     without: str | None = None
 
 
-def _drafted(maker: str, summary: str, budget: int = 16, vocab: str = FULL) -> Preset:
-    """Return the preset of a method that a drafter's answers decide alone."""
-    return Preset(maker, (DRAFTER,), budget, summary, vocab)
-
-
-METHODS: dict[str, Preset] = {
-    "ar": Preset("base.NoDraft", (), 1, "plain decoding, one token a step: the reference"),
-    "pld": Preset(
-        "prompt_lookup.PromptLookup",
-        (NGRAM,),
-        0,
-        "prompt lookup: the continuation of the longest n-gram seen before",
-    ),
-    "logitspec": Preset(
-        "logitspec.LogitSpec",
-        (NGRAM, LAST_LOGITS, ANSWERS),
-        0,
-        "LogitSpec: the last logits guess the token after next, n-grams continue both",
-    ),
-    "dyspec": _drafted(
-        "dyspec.DySpec",
-        "DySpec: a tree grown from a drafter, always where a token is most likely to be reached",
-    ),
-    "dyspec-printed": _drafted(
-        "dyspec.printed",
-        "DySpec as printed: assumes that acceptance probability equals draft probability",
-    ),
-    "dyspec-threshold": _drafted(
-        "dyspec.Threshold",
-        "DySpec with one call of the drafter a layer: all places above a threshold",
-    ),
+METHODS = {
+    "ar": Preset("base.NoDraft", (), 1),
+    "pld": Preset("prompt_lookup.PromptLookup", (NGRAM,)),
+    "logitspec": Preset("logitspec.LogitSpec", (NGRAM, LAST_LOGITS, ANSWERS)),
+    "recycling": Preset("auto.Auto", (RECYCLING, NGRAM, LAST_LOGITS, ANSWERS)),
+    "dyspec": Preset("dyspec.DySpec", (DRAFTER,), 16),
+    "dyspec-printed": Preset("dyspec.printed", (DRAFTER,), 16),
+    "dyspec-threshold": Preset("dyspec.Threshold", (DRAFTER,), 16),
     # 5 drafted tokens, as is usual. Each costs a call of the drafter, and at an acceptance rate of
     # 0.6 the fifth is reached only 1 time in 10.
-    "chain": _drafted(
-        "specinfer.chain",
-        "speculative decoding as first published: one chain of 5 tokens from a drafter",
-        budget=6,
-    ),
-    "specinfer": _drafted("specinfer.SpecInfer", "SpecInfer: three branches from a drafter"),
-    "sequoia": _drafted(
-        "sequoia.Sequoia", "Sequoia: the best tree of a fixed shape, filled from a drafter"
-    ),
-    "eagle2": _drafted(
-        "eagle2.Eagle2",
-        "EAGLE-2: the drafter's likeliest tokens layer by layer, then "
-        "the likeliest paths of all layers",
-    ),
-    "ddtree": _drafted(
-        "ddtree.DDTree",
-        "DDTree: the likeliest paths by the marginals of a block drafter, one of each depth",
-    ),
-    "pctree": _drafted(
-        "pctree.pctree",
-        "PCTree: four children a parent from a block drafter that knows the parent, then the "
-        "likeliest paths",
-    ),
-    "frspec": _drafted(
-        "dyspec.DySpec",
-        "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens",
-        vocab=FREQUENCY,
-    ),
-    "dynaspec": _drafted(
-        "dynaspec.dynaspec",
-        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens, the context's, and "
-        "clusters that a router picks",
-        vocab=ROUTER,
-    ),
+    "chain": Preset("specinfer.chain", (DRAFTER,), 6),
+    "specinfer": Preset("specinfer.SpecInfer", (DRAFTER,), 16),
+    "sequoia": Preset("sequoia.Sequoia", (DRAFTER,), 16),
+    "eagle2": Preset("eagle2.Eagle2", (DRAFTER,), 16),
+    "ddtree": Preset("ddtree.DDTree", (DRAFTER,), 16),
+    "pctree": Preset("pctree.pctree", (DRAFTER,), 16),
+    "frspec": Preset("dyspec.DySpec", (DRAFTER,), 16, FREQUENCY),
+    "dynaspec": Preset("dynaspec.dynaspec", (DRAFTER,), 16, ROUTER),
     "auto": Preset(
-        "auto.Auto",
-        (DRAFTER, NGRAM, LAST_LOGITS, ANSWERS),
-        0,
-        "one tree of n-grams, last logits and drafted tokens, each added only if it pays; "
-        "LogitSpec where there is no drafter",
-        SHORTENED,
-        without="logitspec",
+        "auto.Auto", (DRAFTER, NGRAM, LAST_LOGITS, ANSWERS), 0, SHORTENED, without="recycling"
     ),
 }
 
@@ -151,14 +96,20 @@ def make_method(name: str, drafter: Drafter | None = None) -> Method:
 
     Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
     """
-    from quickbeam.drafters.answers import Answers
     from quickbeam.drafters.last_logits import LastLogits
-    from quickbeam.drafters.ngram import Ngram
+    from quickbeam.drafters.ngram import Answers, Ngram
+    from quickbeam.drafters.recycling import TokenRecycling
 
     chosen = preset(name)
     if DRAFTER in chosen.sources and drafter is None:
         raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
-    sources = {DRAFTER: drafter, NGRAM: Ngram(), LAST_LOGITS: LastLogits(), ANSWERS: Answers()}
+    sources = {
+        DRAFTER: drafter,
+        NGRAM: Ngram(),
+        LAST_LOGITS: LastLogits(),
+        ANSWERS: Answers(),
+        RECYCLING: TokenRecycling(),  # what it learns is the method's, as its rates are
+    }
     module, maker = chosen.maker.split(".")
     make = getattr(import_module(f"quickbeam.methods.{module}"), maker)
     method: Method = make(*(sources[source] for source in chosen.sources))

@@ -20,10 +20,11 @@ LIFT = 1.4
 # Acceptance rates of tokens that another source than the drafter proposes. `repeated`: after 1, 2
 # and 3, 4 to 7, 8 to 15, 16 and more repeated tokens. `remembered`: likewise, of another text.
 # `guessed`: of ranks 1, 2 and 3, 4 to 7, …
+REPEATED, REMEMBERED, GUESSED = "repeated", "remembered", "guessed"
 RATES = {
-    "repeated": (0.25, 0.45, 0.65, 0.8, 0.9),
-    "remembered": (0.25, 0.45, 0.65, 0.8, 0.9),
-    "guessed": (0.04, 0.025, 0.015, 0.01, 0.005),
+    REPEATED: (0.25, 0.45, 0.65, 0.8, 0.9),
+    REMEMBERED: (0.25, 0.45, 0.65, 0.8, 0.9),
+    GUESSED: (0.04, 0.025, 0.015, 0.01, 0.005),
 }
 # By how much their odds are multiplied if the token is the drafter's first choice. They are divided
 # if that is another token.
@@ -87,28 +88,12 @@ def drawn(rank: int, probability: float, confidence: float | None = None) -> Evi
     return Evidence(("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
-def repeated(length: int) -> Evidence:
-    """Return the evidence of a token that continues the text as it went on before.
+def elsewhere(kind: str, number: int) -> Evidence:
+    """Return the evidence of a token of a kind in `RATES`.
 
-    `length`: for how many tokens the text has been repeating itself.
+    `number`: for how many tokens the text has been repeating itself, or has agreed with another
+    text, that the token continues; of a guess from the last logits, its rank among them, from 1.
     """
-    return _elsewhere("repeated", length)
-
-
-def remembered(length: int) -> Evidence:
-    """Return the evidence of a token that continues the text as another one went on.
-
-    `length`: for how many tokens both have agreed.
-    """
-    return _elsewhere("remembered", length)
-
-
-def guessed(rank: int) -> Evidence:
-    """Return the evidence of a guess from the last logits, of this rank among them, from 1."""
-    return _elsewhere("guessed", rank)
-
-
-def _elsewhere(kind: str, number: int) -> Evidence:
     size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
     return Evidence((kind, size, UNASKED), RATES[kind][size])
 

@@ -19,13 +19,10 @@ class Grown(NamedTuple):
 
     - `learn(tree, path)` is called after verification. `tree` is the verified tree, which may be
       only the first nodes of the grown one. `path` is the accepted nodes, the root first.
-    - `accepted_per_expected`: accepted tokens for each token that `tree.value` leads one to
-      expect. None if the values are no expectations.
     """
 
     tree: TokenTree
     learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
-    accepted_per_expected: float | None = None
 
 
 # The generator of a growing tree. It yields requests to the drafter. It is sent distributions, or
@@ -40,20 +37,12 @@ class Method(ABC):
     grows it.
 
     - `sources`: the sources of its candidates.
-    - `priced`: whether it uses `Context.marginal_cost` where that is given (unless it draws
-      children). The budget is then only an upper bound.
+    - `priced`: whether it uses `Context.marginal_cost` where that is given, which is where it draws
+      no children. The budget is then only an upper bound.
     """
 
     sources: Sequence[Source] = ()
     priced = False
-
-    def situation(self, context: Context) -> int:
-        """Return a rough class of how many tokens the next tree will give, from 0 (few) to 4.
-
-        Budgets are learned separately for each class (`engine/budget.py`). A drafter is right about
-        3 times in 4, whatever the text.
-        """
-        return 3
 
     @abstractmethod
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
@@ -64,10 +53,12 @@ class Method(ABC):
         """
 
 
-def without_calls(tree: TokenTree) -> Growth:
+def without_calls(
+    tree: TokenTree, learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
+) -> Growth:
     """Return the growth of a tree that takes no call of a drafter."""
     yield from ()
-    return Grown(tree)
+    return Grown(tree, learn)
 
 
 class NoDraft(Method):

@@ -25,7 +25,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import Row, largest
-from quickbeam.noise import Array, Places, Wanted
+from quickbeam.noise import Array
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
@@ -46,6 +46,8 @@ class Drawn:
     - `probs`: the distribution `[vocab]` that the tokens are drawn from, as `TokenTree.probs` holds
       it.
     """
+
+    forced = False
 
     def __init__(self, distributions: DraftProbs, row: int, generator: torch.Generator) -> None:
         self.left = 1.0
@@ -75,7 +77,8 @@ class Drawn:
 class Ranked:
     """Deterministic proposals: tokens with their probabilities, the likeliest first.
 
-    `left` is the probability of the next one, 0 if there is none.
+    `left` is the probability of the next one, 0 if there is none. `forced`: a grammar allows only
+    this one token, so nothing is learned from it.
     """
 
     probs, peak = None, 1.0
@@ -129,15 +132,10 @@ def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) 
     if child is None:
         return None
     token, probability = child
-    source = GRAMMAR if is_forced(children) else drafter.name
+    source = GRAMMAR if children.forced else drafter.name
     return tree.add(
         node, token, source, tree.value[node] * probability, children.probs, probability
     )
-
-
-def is_forced(children: Children) -> bool:
-    """Whether a grammar allows only this one token, so that nothing is learned from it."""
-    return children.probs is None and children.forced
 
 
 def proposals(
@@ -162,8 +160,10 @@ def proposals(
         unlikely = [0.0] * len(values)
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
-        places = Places([len(context.ids) + depth for depth in depths], unlikely, floors)
-        rows = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
+        positions = [len(context.ids) + depth for depth in depths]
+        rows = context.noise.perturb(
+            values, tokens, positions, unlikely, floors, context.temperature, count
+        )
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
     return rows

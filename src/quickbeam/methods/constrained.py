@@ -1,15 +1,12 @@
 """Trees within a grammar: no banned token is proposed, and forced tokens take no call of the
 drafter.
 
-A token is forced if it is the only one that the grammar allows. Only such tokens count as certain.
-Sometimes the grammar fixes the text that comes next, though that text could be split into tokens in
-several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
-text and no others.
+A token is forced if it is the only one that the grammar allows. Where the grammar fixes the text
+that comes next, llguidance's masks allow the canonical tokens of the text and no others.
 
-Methods need to know little about this. The `DraftProbs` they are sent have banned tokens removed,
-and
-forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
-is the grammar. No method counts them when it learns how often its own children are accepted.
+The `DraftProbs` that methods are sent have banned tokens removed, and forced tokens in place of the
+drafter's. Forced tokens become children of probability 1 whose source is the grammar. No method
+counts them when it learns how often its own children are accepted.
 """
 
 from __future__ import annotations
@@ -21,21 +18,17 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.grammar.masks import Masks, Place
-from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.base import Grown, Growth
 from quickbeam.tree import TokenTree
 
-# how many situations methods tell apart (`Method.situation`); the further ones are for forced
-# runs
-USUAL = 5
 
+def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -> Growth:
+    """Wrap a growth so that its drafter keeps to the context's grammar.
 
-def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Growth:
-    """Wrap a growth so that its drafter keeps to a grammar.
-
-    If the tree's values do not rank its nodes (`Grown.accepted_per_expected` is None), the rest of
-    the budget goes
-    to forced runs.
+    What is left of the budget goes to forced runs.
     """
+    masks = context.grammar
+    assert masks is not None
     read = set[int]()  # nodes of its tree that the drafter was asked about
     distributions: DraftProbs | None = None
     while True:
@@ -45,31 +38,22 @@ def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Gr
             grown: Grown = end.value
             break
         distributions = yield from _answer(masks, request, read)
-    if grown.accepted_per_expected is None:
-        lay_runs(grown.tree, masks, budget, max_depth)
+    lay_runs(grown.tree, context, budget, max_depth)
     return grown
 
 
-def situation(method: Method, context: Context) -> int:
-    """Return the method's situation, or a further one if forced tokens follow the root.
+def lay_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:
+    """Add the tokens that are forced below the tree's leaves, as long as there is room.
 
-    The further ones tell apart runs of 1, of 2 or 3, of 4 to 7, and of 8 or more forced tokens.
+    Where nodes have marginal costs, only below leaves that are reached often enough.
     """
-    length, path = 0, list[int]()
-    while length < 8 and (token := context.forced(path)) is not None:
-        path.append(token)
-        length += 1
-    return USUAL - 1 + length.bit_length() if length else method.situation(context)
-
-
-def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None:
-    """Add the tokens that are forced below the tree's leaves, as long as there is room."""
-    node = 0
+    node, cost = 0, context.marginal_cost
     while node < len(tree) < budget:
         if (
             not tree.children[node]
             and tree.depth[node] < max_depth
-            and (token := masks.forced(tree.tokens(node))) is not None
+            and (cost is None or tree.value[node] > cost.node(len(tree)))
+            and (token := context.forced(tree.tokens(node))) is not None
         ):
             tree.add(node, token, GRAMMAR, tree.value[node], probability=1.0)
         node += 1

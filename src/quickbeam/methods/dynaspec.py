@@ -4,14 +4,13 @@ for.
 In the paper's order, with the places where each step is:
 
 1. *Clusters*, offline. Spherical k-means on the rows of the drafter's head divides the vocabulary
-   (`train/clusters.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
+   (`train/router.py`). Rows of a cluster lie together (`drafters/shortlist/layout.py`), and the
    most frequent tokens are a block of their own that is always scored.
 2. *Router*. A two-layer MLP reads the hidden state and the embedding of the token, which are known
-   before the drafter's layer has run, and scores the clusters (`drafters/shortlist/router.py`).
+   before the drafter's layer has run, and scores the clusters (`drafters/shortlist/native.py`).
 3. *Top-k*. The best clusters are scored (`Shortlist.choose`). The paper takes fewer at deeper
    positions, since early misses compound. Here a cluster is worth its probabilities summed over all
-   nodes of a call, so a call with few nodes has more room for each; below `deepest` a call keeps
-   what the call above it scored.
+   nodes of a call, so a call with few nodes has more room for each.
 4. *Head*. Logits of these rows alone (`drafters/shortlist/native.py`), and of tokens that prompt
    and answer hold. The drafter's distribution is their softmax; any other token has probability 0.
 5. *Verification* is over the whole vocabulary. It uses the same truncated distribution, so the

@@ -20,7 +20,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import zip_longest
 
 from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
     Calibration,
@@ -30,7 +29,7 @@ from quickbeam.methods.acceptance import (
     drawn,
 )
 from quickbeam.methods.base import Grown, Growth, Method, without_calls
-from quickbeam.methods.children import ROUNDING, Children, add_child, ask, is_forced
+from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
 
@@ -85,7 +84,7 @@ def sampled_tree(
         if new is None:
             continue
         d = 1.0
-        if not is_forced(children[node]):
+        if not children[node].forced:
             rank = len(tree.children[node]) - 1
             draws[new] = rank, min(1.0, tree.probability[new] / left)
             d = rate(*draws[new])
@@ -182,16 +181,9 @@ def printed(drafter: Drafter) -> DySpec:
 
 
 class Threshold(Method):
-    """DySpec with a threshold (Alg. 2). `threshold=None` takes 1 / budget.
-
-    Raises `InvalidInput` for a threshold outside (0, 1].
-    """
+    """DySpec with a threshold (Alg. 2). `threshold=None` takes 1 / budget."""
 
     def __init__(self, drafter: Drafter, threshold: float | None = None) -> None:
-        if threshold is not None and not 0 < threshold <= 1:
-            raise InvalidInput(
-                f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget"
-            )
         self.drafter, self.sources, self.threshold = drafter, (drafter,), threshold
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:

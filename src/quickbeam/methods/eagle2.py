@@ -6,7 +6,6 @@ It expands the likeliest nodes of each layer, then keeps the likeliest nodes of 
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.acceptance import AcceptanceModel, as_printed
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.search import Search
@@ -22,13 +21,9 @@ class Eagle2(Method):
     Which candidates are kept depends on the tokens themselves. So they are deterministic proposals,
     never draws. The defaults 10 and 7 are those of EAGLE-2's code. A candidate that reranking would
     drop already is not expanded. Nodes are in order of worth.
-
-    Raises `InvalidInput` for a width or a depth below 1.
     """
 
     def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
-        if width < 1 or depth < 1:
-            raise InvalidInput(f"width={width}, depth={depth}: must be at least 1 each")
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from quickbeam.drafters.answers import Answers
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
+from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method, without_calls
-from quickbeam.methods.prompt_lookup import graft, repetition_class
+from quickbeam.methods.free import FreeCandidates, free_tree
+from quickbeam.methods.prompt_lookup import graft
 from quickbeam.tree import TokenTree
 
 CHAIN = 20  # the most tokens of the chain
@@ -39,18 +40,19 @@ class LogitSpec(Method):
       that token, as a guess of the one after the root. Then comes what followed the longest match
       ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
-    The paper spends 64 nodes, and the chain goes first. With fewer nodes the chain would leave
-    little to the guesses. So here the chain at first gets only 3 tokens for each matched token,
-    since a longer match is right more often. Then come its shorter companions. After that each
-    branch is followed by as many further tokens of the chain as the branch added. The order does
-    not depend on the budget: a smaller tree is the beginning of a larger one. Nodes that two drafts
-    share are added once, and the nodes saved go to further guesses.
+    The paper spends 64 nodes, and the chain goes first. With fewer it would leave little to the
+    guesses. So here it at first gets only 3 tokens for each matched token. Then come its shorter
+    companions, and after each branch as many further tokens of the chain as the branch added. A
+    smaller tree is the beginning of a larger one. Nodes that two drafts share are added once.
 
     Where a finished text agrees with the end of this one for longer, the chain is how that one went
     on (`drafters/texts.py`).
 
-    Nodes carry no value.
+    That is for a fixed budget, and its nodes carry no value. Where nodes have marginal costs, the
+    same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).
     """
+
+    priced = True
 
     def __init__(
         self,
@@ -59,14 +61,12 @@ class LogitSpec(Method):
         answers: Answers = Answers(),  # noqa: B008
     ) -> None:
         self.last_logits, self.answers = last_logits, answers
-        self.sources = (ngram, last_logits, answers)
-
-    def situation(self, context: Context) -> int:
-        known = self.answers.match(context)
-        remembered = min(known.length.bit_length(), 4) if known else 0
-        return max(repetition_class(context), remembered)
+        self.sources, self.model = (ngram, last_logits, answers), AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        if context.marginal_cost is not None:
+            free = FreeCandidates(context, self.last_logits, self.answers)
+            return free_tree(context, budget, max_depth, self.model, free)
         return without_calls(self._tree(context, budget, max_depth))
 
     def _tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:

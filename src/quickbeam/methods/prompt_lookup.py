@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quickbeam.drafters.base import Context
-from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.tree import TokenTree
 
 
@@ -28,32 +30,22 @@ def graft(
     return node
 
 
-def repetition_class(context: Context) -> int:
-    """Return how long the text has been repeating itself at its end, as a `Method.situation`.
-
-    0 stands for no repetition, 1 to 4 for at least 1, 2, 4 and 8 tokens.
-    """
-    index: NgramIndex | None = context.states.get(Ngram.name)
-    match = index.match(context.ids[-index.max_n :]) if index else None
-    return min(index.extent(match).bit_length(), 4) if index and match else 0
-
-
 class PromptLookup(Method):
     """Drafts what followed the newest earlier occurrence of the longest n-gram that ends in the
     root.
 
     It drafts `length` tokens at most. 10 is what prompt lookup drafts elsewhere too (transformers'
-    `num_output_tokens`). Nodes carry no value.
+    `num_output_tokens`), and where nodes have marginal costs, as many as are worth them.
     """
 
-    def __init__(self, ngram: Ngram, length: int = 10) -> None:
-        self.sources = (ngram,)
-        self.length = length
+    priced = True
 
-    def situation(self, context: Context) -> int:
-        return repetition_class(context)
+    def __init__(self, ngram: Ngram, length: int = 10) -> None:
+        self.sources, self.length, self.model = (ngram,), length, AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        if context.marginal_cost is not None:
+            return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
         match = index.match(context.ids[-index.max_n :])
         wanted = min(self.length, budget - 1, max_depth)

@@ -79,12 +79,13 @@ class Search:
 
     Where the context has marginal costs, a path is also kept only if its expected tokens exceed
     that of its node. `accepted_per_expected` corrects these expectations. `estimate(rank,
-    probability, confidence)` is the evidence of a drafter's proposal.
+    probability, confidence)` is the evidence of a drafter's proposal. Without a drafter, candidates
+    are entered from elsewhere alone.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         context: Context,
         size: int,
         max_depth: int,
@@ -93,7 +94,8 @@ class Search:
         estimate: Estimate = drafted,
     ) -> None:
         self.estimate = estimate
-        self.drafter, self.context, self.size, self.max_depth = drafter, context, size, max_depth
+        self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
+        self.context, self.size, self.max_depth = context, size, max_depth
         self.model, self.cost = model, context.marginal_cost
         self.accepted_per_expected = accepted_per_expected
         self.wide = size > WIDE
@@ -194,8 +196,8 @@ class Search:
         for one in due:
             if one.parent is not None:
                 assert one.parent.place is not None
-                name = self.drafter.name
-                one.place = self._drafted.add(one.parent.place, one.token, name, one.value)
+                parent = one.parent.place
+                one.place = self._drafted.add(parent, one.token, self.name, one.value)
         worst = self.worst
         # for each of `due`, what a child's probability must exceed for its path to get in
         least = [ROUNDING * worst / (LIFT * one.value) for one in due]
@@ -232,7 +234,7 @@ class Search:
             value = parent.value * rate
             if value <= worst or self.below_cost(value, parent.depth + 1 + rank):
                 break
-            self.enter(parent, token, self.drafter.name, rate, (evidence,), probability)
+            self.enter(parent, token, self.name, rate, (evidence,), probability)
 
     def _merge(self, parent: Candidate, row: Row, sure: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
@@ -291,7 +293,7 @@ def best_first(
     propose(search)
     while due:
         worths = [search.worth(one) for one in due]
-        free = cost is None or explore or (asked > 0 and search.drafter.one_call)
+        free = cost is None or explore or (asked > 0 and search.one_call)
         gain = float("inf") if free else _gain(search, calibration, worths)
         if not (yield from search.ask(due, gain=gain)):
             break
@@ -301,7 +303,7 @@ def best_first(
         propose(search)
         due = search.open()
     learn = partial(_learn, search, calibration, asked if cost is not None else 0.0)
-    return Grown(search.tree(), learn, None if cost is None else search.accepted_per_expected)
+    return Grown(search.tree(), learn)
 
 
 def _gain(search: Search, calibration: Calibration, worths: Sequence[float]) -> float:
@@ -310,21 +312,25 @@ def _gain(search: Search, calibration: Calibration, worths: Sequence[float]) -> 
     return sum(max(0.0, worth * calibration.accepted_per_asked - nodes) for worth in worths)
 
 
-def _learn(
-    search: Search, calibration: Calibration, asked: float, tree: TokenTree, path: Sequence[int]
-) -> None:
-    """Learn from a verified tree, which may be only the first nodes of the search's.
+def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
+    """Let acceptance rates learn from a verified tree, maybe only the first nodes of the search's.
 
     All children of a reached node count, those after the accepted one too: the target could have
-    chosen any of them. `asked`: see `Calibration.observe`; 0 where it does not learn.
+    chosen any of them.
     """
     for node, accepted in zip_longest(path, path[1:]):
         for child in tree.children[node].values():
             # forced runs may follow the search's own nodes
             for evidence in search.best[child - 1].evidence if child <= len(search.best) else ():
                 search.model.observe(evidence, child == accepted)
+
+
+def _learn(
+    search: Search, calibration: Calibration, asked: float, tree: TokenTree, path: Sequence[int]
+) -> None:
+    """Learn from a verified tree. `asked`: see `Calibration.observe`; 0 where it does not learn."""
+    observe(search, tree, path)
     if asked:
-        name = search.drafter.name
-        added = [i for i in range(1, len(tree)) if search.wide or tree.source[i] == name]
+        added = [i for i in range(1, len(tree)) if search.wide or tree.source[i] == search.name]
         expected = sum(tree.value[node] for node in added)
         calibration.observe(len({*added} & {*path}), expected, asked, len(added))

@@ -11,7 +11,6 @@ from itertools import zip_longest
 import numpy as np
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
@@ -87,20 +86,11 @@ class Sequoia(Method):
     corrected by what verification accepts. The shape is computed again each time the number of
     observations has doubled. So the shape depends on earlier answers; the distribution of the
     output does not.
-
-    Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """
 
     TRUST = 16  # how many observed nodes the generic vector counts for
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
-        if acceptance is not None and not (
-            len(acceptance) and all(0 <= chance <= 1 for chance in acceptance)
-        ):
-            raise InvalidInput(
-                f"acceptance={list(acceptance)}: must be at least one probability, "
-                "of the first child, the second and so on"
-            )
         self.drafter, self.sources = drafter, (drafter,)
         self.acceptance = tuple(acceptance or GENERIC)
         self._learns = acceptance is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quickbeam.drafters.base import Context, Drafter
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.children import add_child, ask
 from quickbeam.tree import TokenTree
@@ -16,13 +15,9 @@ class SpecInfer(Method):
     2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and Sequoia compare
     with. First tokens are drawn without replacement, so that no two branches are the same. Nodes
     come layer by layer.
-
-    Raises `InvalidInput` for less than 1 branch.
     """
 
     def __init__(self, drafter: Drafter, branches: int = 3) -> None:
-        if branches < 1:
-            raise InvalidInput(f"branches={branches}: must be at least 1 branch")
         self.drafter, self.sources, self.branches = drafter, (drafter,), branches
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:

@@ -25,7 +25,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Recurrence
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.native.quantised import BFLOAT16, WHOLE
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.pages import PagePool
 from quickbeam.models.parameters import Parameters
@@ -33,6 +33,8 @@ from quickbeam.models.stack import Stack
 from quickbeam.models.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
+
+SMALL = 64 << 20  # bytes of weights that take less time to pack than a file is worth
 
 
 def kv_shapes(stack: Stack) -> list[KVShape]:
@@ -65,6 +67,7 @@ class CompiledStack:
         memory: int | None = None,
     ) -> None:
         self.stack, self._parameters, self._pages = stack, parameters, pages
+        self.mapped_bytes = 0  # of weights that are in a mapped file
         self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
         self._numbers = Numbers(parameters, pages.kernels, self._float32)
         self._angles = AngleTable(parameters.config, stack)
@@ -89,22 +92,28 @@ class CompiledStack:
 
     def _load(self, name: str, kept: WeightFile | None) -> None:
         """Bring all weights into memory."""
-        packed = self._packed
+        packed, as_they_come = self._packed, name in WHOLE
+        if as_they_come and packed.size < SMALL:
+            kept = None
         found = None if kept is None else kept.read(packed.size)
         packed.filled = found is not None
         packed.memory = room_for_weights(packed.size, torch.uint8) if found is None else found
         self._place(None if packed.filled else kept, name)
-        if kept is not None and not packed.filled:
+        if kept is not None and packed.filled:
+            self.mapped_bytes = packed.size * kept.mapped
+        elif kept is not None:
             try:
                 kept.write(packed.size, lambda: [packed.memory], f"keeping {name} weights")
             except QuickbeamError as error:
-                logger.warning("%s; the next load packs them again", error)
+                level = logging.INFO if as_they_come else logging.WARNING
+                logger.log(level, "%s; the next load packs them again", error)
 
     def _place(self, kept: WeightFile | None, name: str) -> None:
         """Make the first program, for which the weights are packed unless they are already."""
         self._head = self._packed(self.stack.head)
         self.vocab = self._head.outputs
-        self._program = self._make(kept, f"quantising to {name}")
+        stage = "packing weights" if name in WHOLE else f"quantising to {name}"
+        self._program = self._make(kept, stage)
         self._parameters.release(self.stack.inside, None)
 
     @property

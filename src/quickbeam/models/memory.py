@@ -6,6 +6,7 @@ import mmap
 import sys
 import warnings
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -31,6 +32,36 @@ def room_for_weights(size: int, dtype: torch.dtype) -> torch.Tensor:
     whole = torch.frombuffer(block, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE
     return whole[begin : begin + bytes_needed].view(dtype)
+
+
+def map_file(path: Path) -> torch.Tensor | None:
+    """Return a file's bytes, `[size]` uint8, mapped: read when they are first used, and shared with
+    other processes.
+
+    None where Linux maps them in small pages, which a pass reads more slowly (`room_for_weights`).
+    Large ones need a file system that keeps a file in them (ext4 and XFS in recent versions).
+    """
+    with open(path, "rb") as file:
+        block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    found = torch.frombuffer(block, dtype=torch.uint8)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        found[::HUGE].sum()  # maps them
+        if _in_huge_pages(found.data_ptr()) < len(found) / 2:
+            return None
+    return found
+
+
+def _in_huge_pages(begin: int) -> int:
+    """Return how many bytes of the file that is mapped at address `begin` are in huge pages."""
+    with suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
+        inside = False
+        for line in maps:
+            inside = line.startswith(f"{begin:x}-") or inside
+            if inside and line.startswith("FilePmdMapped:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def reserved(size: int) -> torch.Tensor:

@@ -91,6 +91,7 @@ class NativeModel(Model):
                 self.streamed = self._compiled.disk
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
+        self.mapped_bytes = self._compiled.mapped_bytes
         one, every = self._compiled.expert_bytes
         self.expert_share = one / (self.weight_bytes - every) if one else 0.0
         chosen = max((of.routing.top for of in experts(stack)), default=0)

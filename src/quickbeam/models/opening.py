@@ -145,14 +145,11 @@ def _native(
     memory: int | None,
     progress: Progress | None,
 ) -> NativeModel:
-    stack, kept = checkpoint.stack, None
-    name = weights_format(weights, checkpoint.dtype)
+    stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
-    if memory is not None:
-        kept = WeightFile.of(str(checkpoint.path), None, f"{name}-disk", progress)
-    elif weights != BFLOAT16 and not checkpoint.quantised:
-        kept = WeightFile.of(str(checkpoint.path), None, weights, progress)
+    kind = name if memory is None else f"{name}-disk"
+    kept = WeightFile.of(str(checkpoint.path), None, kind, progress)
     return NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
 
 

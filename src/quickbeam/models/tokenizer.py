@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Backend
 
+from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.chat_template import render
 from quickbeam.models.checkpoint import read_json
 
@@ -44,8 +45,26 @@ ODD = (
 def load_tokenizer(folder: Path, config: Any) -> Any:
     """Return a folder's tokenizer: a `Tokenizer`, or that of transformers where it has other rules.
 
-    `config`: the model's. Raises `OSError` and `ValueError` as transformers does.
+    `config`: the model's. Raises `InvalidInput` where it is missing or can't be read.
     """
+    try:
+        return _load(folder, config)
+    except InvalidInput:
+        raise
+    except Exception as error:  # tokenizers and transformers raise any
+        known = (folder / one for one in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        if not any(path.exists() for path in known):
+            raise InvalidInput(
+                f"can't load {str(folder)!r}: it has no tokenizer.json: download it again, with "
+                "all of its files"
+            ) from error
+        raise InvalidInput(
+            f"can't load {str(folder)!r}: its tokenizer can't be read ({first_line(error)}): "
+            "download it again"
+        ) from error
+
+
+def _load(folder: Path, config: Any) -> Any:
     fields = read_json(folder / "tokenizer_config.json")
     kind = str(fields.get("tokenizer_class") or "").removesuffix("Fast")
     model_type = str(getattr(config, "whole_type", None) or getattr(config, "model_type", ""))

@@ -17,7 +17,7 @@ import torch
 
 from quickbeam.cache import Progress, alone, cache_folder, sweep
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.memory import room_for_weights
+from quickbeam.models.memory import map_file, room_for_weights
 from quickbeam.models.native import build
 from quickbeam.models.tensor_files import read_into
 
@@ -38,7 +38,7 @@ class WeightFile:
     """
 
     def __init__(self, path: Path | None, progress: Progress | None = None) -> None:
-        self.path = path
+        self.path, self.mapped = path, False  # whether what was read is mapped
         self.progress = progress or (lambda stage, fraction: None)
 
     @classmethod
@@ -48,18 +48,20 @@ class WeightFile:
         """Return the file of a checkpoint.
 
         `folder`: a folder or file, which is identified by the sizes and times of its files, or a
-        Hugging Face id at a `commit`. Another checkpoint, or another version of the layout, has
-        another file. Nothing is kept of an id without a commit. Nothing is kept of an adapter
-        either, as the model that it belongs to may change elsewhere.
+        Hugging Face id at a `commit`. Another state of the checkpoint, or another version of the
+        layout, has another file, which replaces this one. Nothing is kept of an id without a
+        commit. Nothing is kept of an adapter either, as the model that it belongs to may change
+        elsewhere.
         """
         place = Path(folder)
         if (not place.exists() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
+        where = str(place.resolve()) if place.exists() else folder
         name = "".join(
             letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
         )
-        checkpoint = _digest([folder, str(commit), *_state(place)])
-        file = f"{name}-{kind}-{checkpoint}-{_digest(_layout())}.safetensors"
+        state = _digest([str(commit), *_state(place), *_layout()])
+        file = f"{name}-{kind}-{_digest([where])}-{state}.safetensors"
         return cls(cache_folder() / "weights" / file, progress)
 
     def is_whole(self, size: int) -> bool:
@@ -82,9 +84,16 @@ class WeightFile:
             ) from error
 
     def read(self, size: int) -> torch.Tensor | None:
-        """Return the weights, `[size]` uint8; None if there is no file with that many bytes."""
+        """Return the weights, `[size]` uint8; None if there is no file with that many bytes.
+
+        They are mapped where that is as fast to use (`memory.map_file`), else read.
+        """
         if self.path is None or not self.is_whole(size):
             return None
+        mapped = map_file(self.path)
+        self.mapped = mapped is not None
+        if mapped is not None:
+            return mapped[ALIGNED:]
         found = room_for_weights(size, torch.uint8)
         with open(self.path, "rb", buffering=0) as file:
             done = read_into(_bytes(found), file.fileno(), ALIGNED)
@@ -95,7 +104,7 @@ class WeightFile:
 
         `pieces()` yields tensors that are written one after the other. `stage`: words for the
         progress. The file appears in one rename, so that no reader finds a part of it. Files of
-        earlier layouts are deleted, and so is what interrupted processes left. Raises
+        earlier states and layouts are deleted, and so is what interrupted processes left. Raises
         `QuickbeamError` if the disk has no room for it or refuses it.
         """
         if self.path is None:
@@ -138,7 +147,7 @@ class WeightFile:
         finally:
             part.unlink(missing_ok=True)
         for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
-            if other != path:  # of an earlier layout
+            if other != path:  # of an earlier state or layout
                 other.unlink(missing_ok=True)
 
 

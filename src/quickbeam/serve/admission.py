@@ -1,19 +1,16 @@
-"""Admission control: decides which requests may wait for an answer. Knows neither HTTP nor models.
+"""Admission control: which requests may wait for an answer. Used on one event loop.
 
-The size of a request is estimated before anything is computed for it, so that refusing it costs
-nothing. A request that the engine has started is never refused. Everything here must be used on one
-event loop.
+The size of a request is estimated, so that refusing it costs nothing. A request that the engine has
+started is never refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable
 from contextvars import ContextVar
-from enum import Enum
 
 from typing_extensions import Self
 
@@ -21,10 +18,9 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
-LONGEST_WAIT = 60  # seconds, the longest wait that a client is told
+SOON, LATER = 5, 60  # seconds after which a client is told to ask again
 # whose the request is that is answered; tenants take turns in the engine
 TENANT: ContextVar[Hashable] = ContextVar("tenant", default=None)
-SEEN = 64  # recent starts that the waiting time is estimated from
 
 
 class TurnedAway(QuickbeamError):
@@ -47,18 +43,11 @@ class Unavailable(TurnedAway):
     status, code = 503, "unavailable"
 
 
-class Phase(str, Enum):
-    starting = "starting"
-    ready = "ready"
-    draining = "draining"
-
-
 class Ticket:
-    """The admission of one request, for `choices` answers to prompts of about `tokens` tokens.
+    """The admission of one request: `choices` answers to prompts of about `tokens` tokens.
 
-    The prompts' tokens count as waiting until the engine starts the first answer. Leaving the
-    `with` block ends the answers that were not `taken`. Of each that was, `begin` and then `end`
-    must be called.
+    The tokens count as waiting until the engine starts the first answer. Leaving the `with` block
+    ends the answers that were not `taken`; of each that was, `begin` and then `end` must be called.
     """
 
     def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable) -> None:
@@ -75,7 +64,6 @@ class Ticket:
 
     def begin(self) -> None:
         """Record that the engine has started an answer, or that it is over before that."""
-        self.gate.starts.append(time.perf_counter())
         self.gate.waiting -= 1
         self.weigh(0)
 
@@ -96,20 +84,17 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in or turns them away.
+    """Lets requests in or turns them away; an eighth of the queue is left to other tenants.
 
-    No tenant may take the whole queue: an eighth of it is left to others.
-
-    `places` is the number of answers that the engine computes at the same time. `inside` counts the
-    answers that are not over, `waiting` those of them that the engine has not started, and
-    `waiting_tokens` the tokens of their prompts. `starts` are the times of the latest starts
-    (`time.perf_counter`).
+    `places`: answers that the engine computes at a time. `inside` counts the answers that are not
+    over, `waiting` those of them that the engine has not started, `waiting_tokens` their prompts'
+    tokens.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.settings, self.phase, self.places = settings, Phase.starting, 0
+        self.settings, self.places = settings, 0
+        self.phase = "starting"  # then "ready", then "draining"
         self.inside = self.waiting = self.waiting_tokens = 0
-        self.starts = deque[float](maxlen=SEEN)
         self._inside_of = Counter[Hashable]()  # by tenant
         self.empty = asyncio.Event()
         self.empty.set()
@@ -118,9 +103,8 @@ class Gate:
         """Let a request in, and return its ticket.
 
         Raises `Unavailable` if the server is not ready, `InvalidInput` for more answers than can
-        ever be let in, and `Busy` if too many answers or prompt tokens wait already, of all tenants
-        or of this one. A prompt of more than `max_waiting_tokens` is let in if no prompt is
-        waiting, because its turn would never come otherwise.
+        ever be let in, and `Busy`. A prompt of more than `max_waiting_tokens` is let in if none is
+        waiting.
         """
         self.check()
         settings, own = self.settings, self._inside_of[tenant]
@@ -147,7 +131,7 @@ class Gate:
                 f"{most_tokens} may; this one has about {tokens}"
             )
         if full is not None:
-            raise Busy(f"{full}: come back later", self.retry_after(choices))
+            raise Busy(f"{full}: come back later", SOON)
         self.inside += choices
         self.waiting += choices
         self._inside_of[tenant] += choices
@@ -157,24 +141,13 @@ class Gate:
 
     def check(self) -> None:
         """Raise `Unavailable` if the server is not ready."""
-        if self.phase is Phase.starting:
-            raise Unavailable("the server is starting: the model is being loaded", 5)
-        if self.phase is Phase.draining:
+        if self.phase == "starting":
+            raise Unavailable("the server is starting: the model is being loaded", SOON)
+        if self.phase == "draining":
             raise Unavailable(
                 "the server is ending: it finishes what it has begun and takes nothing new",
-                LONGEST_WAIT,
+                LATER,
             )
-
-    def retry_after(self, choices: int = 1) -> int:
-        """Estimate the seconds until the waiting answers and `choices` more are started, from
-        recent starts."""
-        now = time.perf_counter()
-        recent = [at for at in self.starts if now - at < LONGEST_WAIT]
-        if len(recent) < 2:
-            return 1
-        pace = (now - recent[0]) / (len(recent) - 1)
-        wait = math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting))
-        return max(1, min(LONGEST_WAIT, wait))
 
     def leave(self, tenant: Hashable) -> None:
         self.inside -= 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
@@ -15,8 +13,6 @@ from quickbeam.aio import AsyncStream
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.serve.errors import Interrupted, problem
-from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 
 Json = dict[str, Any]
 
@@ -31,8 +27,8 @@ class Part(NamedTuple):
 class Answers:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
-    The answers to the first prompt come first. `prompts` holds token ids, `seeds` one seed
-    for each prompt. Leaving the `with` block ends the answers.
+    Those to the first prompt come first. `seeds`: one for each prompt. Leaving the `with` block
+    ends the answers.
     """
 
     def __init__(
@@ -52,11 +48,7 @@ class Answers:
             stream.close()
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Yield the parts of all answers as they arrive.
-
-        Raises the error that ended an answer, and `Interrupted` for an answer that the server cut
-        short.
-        """
+        """Yield the parts of all answers as they arrive. Raises what ended one of them."""
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
         tasks = [asyncio.ensure_future(self._follow(i, parts)) for i in range(len(self.streams))]
         try:
@@ -89,11 +81,7 @@ class Answers:
         return [stream.completion for stream in self.streams]
 
     def usage(self, given: str, made: str) -> Json:
-        """Return the counts so far, over all answers, in OpenAI's form.
-
-        `given` and `made` are what an API calls prompts and answers. Each prompt is counted once,
-        `cached_tokens` are those that were not computed anew, `steps` passes over a draft tree.
-        """
+        """Return the counts so far in OpenAI's form; `given`, `made`: its prompts and answers."""
         every = [one.statistics for one in self.completions]
         sources = [source for one in every for source in one.sources.values()]
         accepted = sum(source.accepted for source in sources)
@@ -133,73 +121,6 @@ class Reply:
     def chunks(self) -> AsyncIterator[Json]:
         """Yield the parts of a stream as the answers arrive. Leaving it ends the answers."""
         raise NotImplementedError
-
-
-class Choices(Reply):
-    """The reply of chats and completions. `prefix` begins its id, `kind` is its `object`."""
-
-    def __init__(
-        self, runner: Runner, request: GenerationRequest, answers: Answers, prefix: str, kind: str
-    ) -> None:
-        self.answers, self.with_ids = answers, bool(request.return_token_ids)
-        self.about_prompt: Json = {}  # fields of the whole response and of the first chunks
-        self._options = request.stream_options or StreamOptions()
-        self._head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": runner.name,
-            "system_fingerprint": runner.fingerprint,
-            "seed": answers.seeds[0] if len(set(answers.seeds)) == 1 else None,
-        }
-
-    def opening(self) -> Iterable[Json]:
-        """Return the choices that a stream begins with."""
-        return []
-
-    def new(self, index: int, delta: Delta | None) -> Iterable[Json]:
-        """Return the choices that tell a part of an answer; `delta` is None at its end."""
-        raise NotImplementedError
-
-    async def told(self) -> AsyncIterator[tuple[Delta | None, Json]]:
-        """Yield the parts of all answers as choices, each with what is new in it."""
-        async for index, delta in self.answers.parts():
-            for choice in self.new(index, delta):
-                yield delta, choice
-
-    async def chunks(self) -> AsyncIterator[Json]:
-        with self.answers:
-            for choice in self.opening():
-                yield {**self._chunk(choice), **self.about_prompt}
-            async for delta, choice in self.told():
-                yield self._chunk(choice, delta)
-            if self._options.include_usage:
-                yield {**self._head, "choices": [], "usage": self._usage()}
-
-    def response(self, completions: Sequence[Completion]) -> Json:
-        choices = [self.choice(index, one) for index, one in enumerate(completions)]
-        return {**self._head, "choices": choices, "usage": self._usage(), **self.about_prompt}
-
-    def choice(self, index: int, completion: Completion) -> Json:
-        """Return the choice that tells a whole answer."""
-        raise NotImplementedError
-
-    def _usage(self) -> Json:
-        return self.answers.usage("prompt", "completion")
-
-    def shows(self, delta: Delta) -> bool:
-        """Whether there is anything to send of a part, beside its text."""
-        return bool(delta.steps or delta.logprobs or (delta.token_ids and self.with_ids))
-
-    def _chunk(self, choice: Json, delta: Delta | None = None) -> Json:
-        chunk = {**self._head, "choices": [choice]}
-        if self._options.include_usage:
-            each = self._options.continuous_usage_stats
-            chunk["usage"] = self._usage() if each else None
-        if delta is not None and delta.steps:
-            method = self.answers.streams[choice["index"]].completion.method
-            chunk["quickbeam"] = {"steps": delta.steps, "method": method}
-        return chunk
 
 
 async def done_events(chunks: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:

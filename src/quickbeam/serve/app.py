@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,13 +17,11 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from quickbeam import __version__
-from quickbeam.errors import InvalidInput
 from quickbeam.serve import errors
-from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
+from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
-from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
 from quickbeam.serve.tool_formats import tool_format
@@ -27,10 +30,7 @@ PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 def create_app(runner: Runner) -> FastAPI:
-    """Return the HTTP application for a runner.
-
-    The runner is closed when the application ends. Handlers find it as `request.app.state.runner`.
-    """
+    """Return the HTTP application for a runner, which it closes when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,6 +58,27 @@ def create_app(runner: Runner) -> FastAPI:
     return app
 
 
+@cache
+def page() -> tuple[bytes, str]:
+    """Return the HTML of the page at `/`, and the value of its Content-Security-Policy header.
+
+    The policy admits scripts and styles by their hashes, so they run only as they are in the file.
+    The page may connect to this server only, and no site may frame it.
+    """
+    html = files("quickbeam.serve").joinpath("page/index.html").read_text(encoding="utf-8")
+    sources = {}
+    for kind in ("script", "style"):  # elements of the file have no attributes
+        texts = re.findall(f"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        hashes = (b64encode(sha256(text.encode()).digest()).decode() for text in texts)
+        sources[kind] = " ".join(f"'sha256-{one}'" for one in hashes)
+    rules = (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return html.encode(), rules
+
+
 async def index() -> Response:
     html, policy = page()
     headers = {**PAGE, "Content-Security-Policy": policy}
@@ -82,21 +103,18 @@ def version() -> dict[str, str]:
 
 
 def models(http: Request) -> dict[str, Any]:
-    """List the model under each of its names."""
     runner: Runner = http.app.state.runner
     return {"object": "list", "data": [_model(runner, name) for name in runner.names]}
 
 
 def model(name: str, http: Request) -> dict[str, Any]:
-    """Describe the model, given one of its names."""
     runner: Runner = http.app.state.runner
     check_model(runner, name)
     return _model(runner, name)
 
 
 def _model(runner: Runner, name: str) -> dict[str, Any]:
-    """Return OpenAI's model object, with vLLM's fields and the methods that `speculation` may
-    name."""
+    """Return OpenAI's model object, with vLLM's fields and the methods of `speculation`."""
     llm = runner.loaded.llm
     return {
         "id": name,
@@ -113,30 +131,23 @@ async def tokenize(http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     runner: Runner = http.app.state.runner
     request = await read(http, TokenizeText | TokenizeChat)
-    check_model(runner, request.model)
-    try:
-        ids = await asyncio.to_thread(_tokens, runner, request)
-    except Refused:
-        raise
-    except InvalidInput as error:
-        raise Refused(str(error), field_of(str(error), request)) from error
-    texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    tokenizer = runner.llm.tokenizer
+    with named(request):
+        check_model(runner, request.model)
+        if isinstance(request, TokenizeText):
+            special = request.add_special_tokens is not False
+            found = await asyncio.to_thread(tokenizer, request.prompt, add_special_tokens=special)
+            ids = list(found["input_ids"])
+        else:
+            if request.tools:
+                tool_format(tokenizer)  # raises if the chat template doesn't take tools
+            tools = request.tools
+            ids = await asyncio.to_thread(encode_conversation, runner.llm, request, tools)
+    texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
     return JSONResponse(
         {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
     )
-
-
-def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
-    tokenizer = runner.llm.tokenizer
-    if isinstance(request, TokenizeText):
-        check_size(runner.llm, len(request.prompt), "prompt")
-        special = request.add_special_tokens is not False
-        return list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
-    if request.tools:
-        tool_format(tokenizer)  # raises if the chat template doesn't take tools
-    check_size(runner.llm, size_of(request.messages), "messages")
-    return encode_conversation(runner.llm, request, request.tools)
 
 
 async def detokenize(http: Request) -> Response:

@@ -1,132 +1,104 @@
-"""Convert requests to the engine's terms: prompts as token ids, `SamplingParams`, jobs.
-
-Knows nothing of HTTP.
-"""
+"""Convert requests to the engine's terms: prompts as token ids, `SamplingParams`, jobs."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
+import re
 import secrets
-import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from quickbeam.errors import InvalidInput
-from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT
+from quickbeam.serve.admission import TENANT
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import Conversation, Message, TokenizeText, Tool, ToolMessage, text_of
+from quickbeam.serve.messages import (
+    Conversation,
+    Message,
+    TokenizeChat,
+    TokenizeText,
+    Tool,
+    ToolMessage,
+    text_of,
+)
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import Request, Speculation
+from quickbeam.serve.tools import Calling
 
 OTHER = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "grammar", "coupling"}
 # fields that mean the same in SamplingParams
 SAME = [field.name for field in fields(SamplingParams) if field.name not in OTHER]
-# What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
-INFILL = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, StarCoder2, Granite Code
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 (DeepSeek-Coder)
-)
-MOST_LOGPROBS = 2**20  # of one response that is no stream; more would take a second to write
+LONG = 32  # a prompt of so many times the context, as estimated, can't fit
 SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
 
-class Prompts(NamedTuple):
-    """The prompts of a request, before they are encoded, and what their tools ask of its answers.
-
-    - `encode`: returns the prompts' token ids; it runs in a thread.
-    - `size`: their length in characters, from which their place in the queue is estimated, unless
-      `tokens`, their number of tokens, is known. `number` is how many there are.
-    - `grammar`: takes precedence over the request's own.
-    - `keep_special`: special tokens stay in the text.
-    """
-
-    encode: Callable[[], list[list[int]]]
-    size: int
-    tokens: int | None = None
-    number: int = 1
-    grammar: Grammar | None = None
-    keep_special: bool = False
-
-
-async def begin(runner: Runner, request: Request, given: Prompts) -> Answers:
+async def begin(
+    runner: Runner,
+    request: Request,
+    encode: Callable[[], list[list[int]]],
+    tokens: int,
+    calling: Calling | None = None,
+) -> Answers:
     """Have the engine begin with a request, and return its answers.
 
-    The request first takes a place in the queue; then its prompts are encoded. Raises
-    `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
+    The request takes a place in the queue, for prompts of about `tokens` tokens; then `encode`
+    returns their ids, in a thread. Raises `InvalidInput`, `Busy` and `Unavailable`.
     """
-    try:
+    with named(request):
         check_model(runner, request.model)
-        return await _begun(runner, request, given)
+        asked = request.speculation or Speculation()
+        if asked.method not in (None, *(methods := runner.llm.methods)):
+            raise Refused(
+                f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
+                "speculation.method",
+            )
+        if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising
+            raise too_long(room, f"and about {tokens} can't fit: shorten it", request.prompt_field)
+        params = sampling(request, calling or Calling(), runner.defaults)
+        with runner.gate.enter(tokens, request.count * params.n, TENANT.get()) as ticket:
+            prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, encode)
+            if params.grammar is not None:
+                await runner.compile_grammar(params.grammar)
+            # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice
+            # would see the same noise and get the same answer.
+            seeds: list[int | None] = getattr(request, "seeds", None) or [params.seed] * len(
+                prompts
+            )
+            if not params.greedy:
+                seeds = [secrets.randbits(SEED_BITS) if one is None else one for one in seeds]
+            how = (asked.method, asked.budget, bool(getattr(request, "trace", False)))
+            jobs = []
+            for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
+                own = replace(params, max_tokens=most, seed=seed)
+                # the first answer scores the prompt for all, where they have any text
+                others = replace(own, prompt_logprobs=None) if most else own
+                jobs += [Job(ids, others if i else own, i, *how) for i in range(params.n)]
+            return Answers(await runner.begin(jobs, ticket), prompts, seeds)
+
+
+@contextmanager
+def named(request: Request | TokenizeText | TokenizeChat) -> Iterator[None]:
+    """Raise `InvalidInput` as `Refused`, by the field that its message begins with."""
+    try:
+        yield
     except Refused:
         raise
-    except InvalidInput as error:  # named by the request's field that it is about
-        message = str(error).replace("max_tokens", request.asked_length[0])
-        param = field_of(message, request)
-        if message.startswith(("json_schema", "regex", "lark", "grammar")):
+    except InvalidInput as error:
+        message, param = str(error), request.prompt_field
+        if isinstance(request, Request):
+            message = message.replace("max_tokens", request.asked_length[0])
+        within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
+        word = re.match("[a-zA-Z_]*", message)[0]  # type: ignore[index]
+        param = word if word in type(request).model_fields else within.get(word, param)
+        if isinstance(request, Request) and word in ("json_schema", "regex", "lark", "grammar"):
             param = request.grammars[0].param if request.grammars else "tools"
         raise Refused(message, param) from error
-
-
-async def _begun(runner: Runner, request: Request, given: Prompts) -> Answers:
-    asked = request.speculation or Speculation()
-    if asked.method not in (None, *(methods := runner.llm.methods)):
-        raise Refused(
-            f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
-            "speculation.method",
-        )
-    params = sampling(request, given, runner.defaults)
-    tokens = -(-given.size // BYTES_A_TOKEN) if given.tokens is None else given.tokens
-    with runner.gate.enter(tokens, given.number * params.n, TENANT.get()) as ticket:
-        prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, given)
-        if params.grammar is not None:
-            await runner.compile_grammar(params.grammar)
-        _check_logprobs(request, params, len(prompts), max(lengths))
-        # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
-        # see the same noise and get the same answer.
-        seeds: list[int | None] = getattr(request, "seeds", None) or [params.seed] * len(prompts)
-        if not params.greedy:
-            seeds = [secrets.randbits(SEED_BITS) if seed is None else seed for seed in seeds]
-        how = (asked.method, asked.budget, bool(getattr(request, "trace", False)))
-        jobs = []
-        for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
-            own = replace(params, max_tokens=most, seed=seed)
-            for choice in range(params.n):
-                # the first scores the prompt for all, where they have any text
-                scores = not choice or not most
-                asks = own if scores else replace(own, prompt_logprobs=None)
-                jobs.append(Job(ids, asks, choice, *how))
-        return Answers(await runner.begin(jobs, ticket), prompts, seeds)
-
-
-def _check_logprobs(request: Request, params: SamplingParams, prompts: int, length: int) -> None:
-    """Raise `Refused` for more log-probabilities than one response can hold."""
-    each = 0 if params.logprobs is None else params.logprobs + 1
-    if not request.stream and each * prompts * params.n * length > MOST_LOGPROBS:
-        raise Refused(
-            f"{each} log-probabilities for each of up to {prompts * params.n * length} tokens: "
-            "ask for a stream, fewer answers, or shorter ones",
-            "top_logprobs" if hasattr(request, "top_logprobs") else "logprobs",
-        )
-
-
-def field_of(message: str, request: Request | Conversation | TokenizeText) -> str:
-    """Return which of a request's fields an error is about.
-
-    Messages begin with its name; the others are about the prompt.
-    """
-    word = message[: len(message) - len(message.lstrip(string.ascii_letters + "_"))]
-    within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
-    return word if word in type(request).model_fields else within.get(word, request.prompt_field)
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -139,7 +111,7 @@ def check_model(runner: Runner, model: str | None) -> None:
         )
 
 
-def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling(request: Request, calling: Calling, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the request's sampling parameters; its length is not final where no limit is given."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
     given = {**defaults, **given}
@@ -147,7 +119,7 @@ def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) ->
         given["top_k"] = 0
     if request.logit_bias:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
-    if prompts.keep_special:
+    if calling.keeps_special:
         given["skip_special_tokens"] = False
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
@@ -156,18 +128,18 @@ def sampling(request: Request, prompts: Prompts, defaults: Mapping[str, Any]) ->
         max_tokens=2**31 if length is None else length,
         logprobs=request.scores,
         prompt_logprobs=request.prompt_scores,
-        grammar=prompts.grammar or next((one.make(one.value) for one in request.grammars), None),
+        grammar=calling.grammar or next((one.make(one.value) for one in request.grammars), None),
         **given,
     )
 
 
-def _measured(llm: LLM, request: Request, given: Prompts) -> tuple[list[list[int]], list[int]]:
+def _measured(
+    llm: LLM, request: Request, encode: Callable[[], list[list[int]]]
+) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids, and the number of tokens that its answer may have."""
     (name, asked), param = request.asked_length, request.prompt_field
     method = request.speculation.method if request.speculation else None
-    if given.tokens is None:
-        check_size(llm, given.size, param, given.number)
-    prompts, lengths = given.encode(), list[int]()
+    prompts, lengths = encode(), list[int]()
     for ids in prompts:
         if not ids:
             raise Refused("an empty prompt: give at least one token", param)
@@ -184,22 +156,9 @@ def _measured(llm: LLM, request: Request, given: Prompts) -> tuple[list[list[int
     return prompts, lengths
 
 
-def check_size(llm: LLM, size: int, param: str, prompts: int = 1) -> None:
-    """Raise `Refused` for texts that can't fit: a token may stand for twice its characters at
-    most."""
-    room = llm.room(0)
-    if size > 2 * room * _longest_token(llm.tokenizer) * prompts:
-        raise too_long(room, f"and {size} characters can't fit: shorten the prompt", param)
-
-
 def too_long(most: int, why: str, param: str) -> Refused:
     message = f"This model's maximum context length is {most} tokens, {why}"
     return Refused(message, param, "context_length_exceeded")
-
-
-@lru_cache(maxsize=4)
-def _longest_token(tokenizer: Any) -> int:
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def encode_conversation(
@@ -240,26 +199,10 @@ def _effort(template: str, effort: str | None) -> dict[str, Any]:
     )
 
 
-def encode_infill(llm: LLM, prompt: str, suffix: str) -> list[int]:
-    """Return the token ids that ask for the text between `prompt` and `suffix`."""
-    known = llm.tokenizer.get_added_vocab()
-    marks = next((marks for marks in INFILL if known.keys() >= {*marks}), None)
-    if marks is None:
-        raise Refused(
-            "suffix: this model's tokenizer has no tokens for filling in; leave it out, or serve a "
-            "model that was trained for that, such as Qwen2.5-Coder or StarCoder2",
-            "suffix",
-        )
-    before, between, behind = marks
-    return list(llm.tokenizer(f"{before}{prompt}{between}{suffix}{behind}")["input_ids"])
-
-
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages in the form that chat templates take.
+    """Return messages as chat templates take them: contents as text, arguments as objects.
 
-    Content becomes one text, `developer` becomes `system`, the arguments of tool calls become
-    objects, and a tool's answer gets the tool's name. Raises `Refused` for arguments that are not a
-    JSON object.
+    `developer` becomes `system`, and a tool's answer gets the tool's name.
     """
     shown, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
@@ -268,24 +211,15 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             one["role"] = "system"
         for i, call in enumerate(one.get("tool_calls", ())):
             names[call["id"]] = call["function"]["name"]
-            where = f"messages[{number}].tool_calls[{i}].function.arguments"
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"], where)
+            try:
+                arguments = json.loads(call["function"]["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                where = f"messages[{number}].tool_calls[{i}].function.arguments"
+                raise Refused(f"{where}: not a JSON object", where)
+            call["function"]["arguments"] = arguments
         if isinstance(message, ToolMessage) and message.tool_call_id in names:
             one.setdefault("name", names[message.tool_call_id])
         shown.append(one)
     return shown
-
-
-def size_of(messages: Sequence[Message]) -> int:
-    """Return the number of characters of all messages."""
-    return sum(len(text_of(message.content)) for message in messages)
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise Refused(f"{where}: not a JSON object", where)
-    return arguments

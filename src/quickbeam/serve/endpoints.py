@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -14,18 +13,21 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
+from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
-from quickbeam.serve import chat, completions, errors, responses
+from quickbeam.llm import LLM
+from quickbeam.serve import answers, completions, errors, responses
 from quickbeam.serve.admission import TurnedAway
-from quickbeam.serve.answers import Reply, done_events
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.messages import ChatRequest
+from quickbeam.serve.messages import ChatRequest, CompletionRequest
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import CompletionRequest
+from quickbeam.serve.settings import ServeSettings
 
 T = TypeVar("T")
+adapter = cache(TypeAdapter)
 Handler = Callable[[Request], Awaitable[Response]]
+NEVER = 10**9  # seconds
 LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 
 
@@ -39,20 +41,49 @@ class Endpoint(NamedTuple):
     """
 
     kind: Any
-    begin: Callable[[Runner, Any], Awaitable[Reply]]
+    begin: Callable[[Runner, Any], Awaitable[answers.Reply]]
     events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[dict[str, str]]]
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, chat.begin, done_events),
-    "/v1/completions": Endpoint(CompletionRequest, completions.begin, done_events),
+    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat, answers.done_events),
+    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text, answers.done_events),
     "/v1/responses": Endpoint(ResponsesRequest, responses.begin, responses.named_events),
 }
 
 
-async def answer(runner: Runner, path: str, body: Any) -> dict[str, Any]:
-    """Return the response object to a request, without HTTP."""
-    return await _whole(runner, ENDPOINTS[path], check(body, ENDPOINTS[path].kind))
+class Answering:
+    """Answers requests without HTTP, and without limits on how many wait.
+
+    An instance belongs to one event loop. As a context manager it gives `answer`, and ends the
+    answers under way. `name` is what responses call the model.
+    """
+
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        unbounded = ServeSettings(
+            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
+        )
+        self._runner = Runner(unbounded, llm)
+
+    async def answer(self, path: str, body: dict[str, Any]) -> Reply:
+        """Return the endpoint's reply, which is an error for a request that can't be answered.
+
+        Raises `QuickbeamError` if the engine can't answer any more.
+        """
+        try:
+            request = check(body, ENDPOINTS[path].kind)
+            return Reply(200, await _whole(self._runner, ENDPOINTS[path], request))
+        except Exception as error:
+            if (unhealthy_reason := self._runner.unhealthy_reason) is not None:
+                raise QuickbeamError(f"no more answers: {unhealthy_reason}") from error
+            about = errors.problem(error)
+            return Reply(about.status, about.body)
+
+    async def __aenter__(self) -> Answer:
+        return self.answer
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.close()
 
 
 async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, Any]:
@@ -98,7 +129,7 @@ async def read(http: Request, kind: Any) -> Any:
 def parse(body: bytes, kind: Any) -> Any:
     """Return the request that the bytes of a body hold. Raises as `read` does."""
     try:
-        value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
     return check(value, kind)
@@ -106,15 +137,12 @@ def parse(body: bytes, kind: Any) -> Any:
 
 def check(value: Any, kind: Any) -> Any:
     """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
+    if not isinstance(value, dict):
+        raise Refused("the body must be a JSON object")
     try:
-        return _adapter(kind).validate_python(value)
+        return adapter(kind).validate_python(value)
     except ValidationError as error:
         raise errors.invalid(error, value) from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def guarded(handler: Handler) -> Handler:
@@ -138,10 +166,7 @@ class Gone(QuickbeamError):
 
 
 async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`.
-
-    The request's body must have been read before.
-    """
+    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

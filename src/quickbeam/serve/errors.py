@@ -1,15 +1,11 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
-
-Each has an HTTP status. A request that asks for what it can't have gets a 400 that names the field.
-If something goes wrong in one answer, that request gets a 500.
-"""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -45,12 +41,10 @@ class Problem(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        message = self.message.encode(errors="replace").decode()
+        message, param = self.message, self.param
         if len(message) > MOST:
             message = f"{message[: MOST // 2]} … {message[-MOST // 2 :]}"
-        # a name that the client made up is not repeated if it is no text, or a long one
-        param = self.param and self.param.encode(errors="ignore").decode()
-        if param != self.param or len(param or "") > MOST:
+        if len(param or "") > MOST:  # a name that the client made up
             param = None
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
@@ -106,17 +100,13 @@ def response(error: BaseException) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Have all errors reported in this form, also those of no route (an unknown path)."""
+    """Have all errors reported in this form, also those of an unknown path."""
     for kind in (QuickbeamError, HTTPException, Exception):
         app.add_exception_handler(kind, lambda _, error: response(error))
 
 
 def invalid(error: ValidationError, body: Any) -> Refused:
-    """Return the most helpful of the errors that a body was refused for.
-
-    This is the one with the longest path. For a field with several types, it is the error of the
-    type that matched furthest.
-    """
+    """Return the most helpful of the errors that a body was refused for: the deepest."""
     telling = ("unsupported", "too_short", "too_long")
 
     def rank(one: tuple[list[str | int], Any]) -> tuple[bool, int, bool]:
@@ -125,12 +115,15 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     errors = error.errors(include_url=False)
     path, first = max(((_path(one, body), one) for one in errors), key=rank)
     kind, about = first["type"], first.get("ctx") or {}
-    name = about.get("param") or _name(path)
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    name = about.get("param") or where.removeprefix(".")  # such as messages[0].content
     message = first["msg"].removeprefix("Value error, ")
     if kind == "too_short":
         message = "empty: give at least one"
     elif kind == "too_long":
         message = f"more than {about['max_length']}, the most that there may be"
+    elif kind == "extra_forbidden":
+        message = "not supported by this server: leave it out"
     elif kind not in ("unsupported", "missing") and not isinstance(first["input"], dict | list):
         message += f", not {reprlib.repr(first['input'])}"
     return Refused(f"{name}: {message}" if name else message, name or None)
@@ -147,13 +140,4 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
             value = value[part]
         elif i == len(parts) - 1 and error["type"] == "missing":
             path.append(part)
-    if (unknown := (error.get("ctx") or {}).get("unknown")) is not None:
-        path.append(unknown)
     return path
-
-
-def _name(path: Sequence[str | int]) -> str:
-    """Return a path as text, such as `messages[0].content`."""
-    return "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
-    ).removeprefix(".")

@@ -1,24 +1,24 @@
-"""Requests to the Responses API: what they may hold, and how their items become messages.
-
-Knows nothing of models.
-"""
+"""Requests to the Responses API: what they may hold, and how their items become messages."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.messages import (
+    AssistantMessage,
     Conversation,
     Function,
     FunctionName,
+    Message,
     NamedTool,
     Tool,
+    ToolMessage,
     ToolMode,
+    UserMessage,
     check_tools,
-    text_of,
 )
 from quickbeam.serve.schemas import (
     AskedGrammar,
@@ -27,83 +27,51 @@ from quickbeam.serve.schemas import (
     Object,
     PlainFormat,
     Request,
-    Returned,
     Schema,
     Some,
     format_grammars,
     refuse,
-    text_part,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-
-
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class InputText(Body):
-    type: Literal["input_text"]
-    text: str
+def _content(value: Any) -> Any:
+    """Return an item's content as that of a message, with what it says beside its text left out."""
+    if not isinstance(value, list):
+        return value
+    parts = list[Any]()
+    for part in value:
+        match part:
+            case {"type": "output_text", "text": text}:
+                parts.append({"type": "text", "text": text})
+            case {"type": "input_text"}:
+                parts.append({**part, "type": "text"})
+            case _:
+                parts.append(part)
+    return parts
 
 
-class OutputText(Returned):
-    type: Literal["output_text"]
-    text: str
+def _message(item: Any) -> Any:
+    """Return an item as the message that it is in a chat, which is checked as such."""
+    if not isinstance(item, dict):
+        return item
+    match item.get("type"):
+        case None | "message":
+            own = {name: item[name] for name in item if name not in ("id", "status", "type")}
+            return {**own, "content": _content(own["content"])} if "content" in own else own
+        case "function_call":
+            function = {name: item[name] for name in ("name", "arguments") if name in item}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output":
+            own = {"tool_call_id": item.get("call_id"), "name": item.get("name")}
+            return {"role": "tool", "content": _content(item.get("output")), **own}
+    raise refuse(f"an item of type {item['type']!r} is not supported by this server: leave it out")
 
 
-ItemText = Annotated[InputText | OutputText, Field(discriminator="type")]
-ItemContent = str | Some[Annotated[ItemText, text_part("input_text", "output_text")]]
-
-
-class Item(Body):
-    """The fields that any item may have."""
-
-    id: str | None = None
-    status: str | None = None
-
-
-class MessageItem(Item):
-    type: Literal["message"] | None = None
-    role: Literal["user", "system", "developer"]
-    content: ItemContent
-
-
-class AnswerItem(Returned):
-    type: Literal["message"] | None = None
-    role: Literal["assistant"]
-    content: ItemContent
-
-
-class CallItem(Returned):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    namespace: None = None  # it would say something to a model
-
-
-class OutputItem(Item):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: ItemContent
-    name: str | None = None
-
-
-def _kind(item: Any) -> str:
-    fields = item if isinstance(item, dict) else {}
-    kind = fields.get("type")
-    if isinstance(kind, str) and kind != "message":
-        return kind
-    return "answer" if fields.get("role") == "assistant" else "message"
-
-
-AnyItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[AnswerItem, Tag("answer")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(_kind),
-]
+Item = Annotated[Message, BeforeValidator(_message)]
 
 
 class OfFunction(Body):
@@ -146,7 +114,7 @@ class ResponsesRequest(Request):
     prompt_field: ClassVar[str] = "input"
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
 
-    input: str | Some[AnyItem]
+    input: str | Some[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Few[FunctionTool] | None = None
@@ -194,28 +162,20 @@ class ResponsesRequest(Request):
 
     @property
     def conversation(self) -> Conversation:
-        """The input as a conversation.
-
-        Tool calls become part of the assistant's message directly before them, or else a message of
-        their own.
-        """
-        messages = list[dict[str, Any]]()
+        """The input as a conversation; tool calls become part of the message before them."""
+        messages = list[UserMessage | AssistantMessage | ToolMessage]()
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            messages.append(UserMessage(role="system", content=self.instructions))
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        for item in self.input if not isinstance(self.input, str) else ():
-            if isinstance(item, CallItem):
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant"})
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
-            elif isinstance(item, OutputItem):
-                about = {"role": "tool", "tool_call_id": item.call_id, "name": item.name}
-                messages.append({**about, "content": text_of(item.output)})
+            messages.append(UserMessage(role="user", content=self.input))
+        for one in self.input if not isinstance(self.input, str) else ():
+            last = messages[-1] if messages else None
+            calls = one.tool_calls if isinstance(one, AssistantMessage) else None
+            if calls and isinstance(last, AssistantMessage):
+                every = [*(last.tool_calls or []), *calls]
+                messages[-1] = last.model_copy(update={"tool_calls": every})
             else:
-                messages.append({"role": item.role, "content": text_of(item.content)})
+                messages.append(one)
         return Conversation.model_validate(
             {
                 "messages": messages,

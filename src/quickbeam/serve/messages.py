@@ -1,4 +1,4 @@
-"""Requests about conversations: messages, tools and the chat request. Knows nothing of models."""
+"""Requests to chats, completions and about tokens. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quickbeam.serve.schemas import (
     Few,
     GenerationRequest,
     Ids,
+    Many,
     Object,
     Returned,
     Root,
@@ -191,6 +192,80 @@ class ChatRequest(Conversation, GenerationRequest):
     @property
     def scores(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+# the most log-probabilities for each token of a prompt: they take memory, and prompts are long
+MOST_OF_PROMPTS = 20
+
+
+class CompletionRequest(GenerationRequest):
+    length: ClassVar[int | None] = 16  # as in OpenAI's API
+
+    prompt: str | Some[str] | Annotated[Ids, Field(min_length=1)] | Some[Ids]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPTS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    # one for each prompt
+    seeds: Many[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def scores(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """An echo gets as many as `logprobs` says, and without an answer at least 0."""
+        if not self.echo or self.prompt_logprobs is not None:
+            return self.prompt_logprobs
+        return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        prompts, seeds = self.prompts, self.seeds
+        echo, scored = bool(self.echo), self.logprobs is not None
+        given = 0 if seeds is None else len(seeds)
+        rules = {
+            f"{given} seeds for {len(prompts)} prompts: give one for each": (
+                "seeds", seeds is not None and given != len(prompts)
+            ),
+            "given with seed: give one of them": ("seeds", None not in (seeds, self.seed)),
+            "needs a prompt of text: give no token ids, or no suffix": (
+                "suffix", self.suffix and not all(isinstance(one, str) for one in prompts)
+            ),
+            "an echo with logprobs is of the prompt's tokens, which hold the suffix and marks "
+            "around it: leave out one of suffix, echo and logprobs": (
+                "suffix", self.suffix and echo and scored
+            ),
+            "no more answers are drawn than are given: leave it out, or give the value of n": (
+                "best_of", self.best_of not in (None, self.n or 1)
+            ),
+            "not given in a stream: leave out stream, or give echo and logprobs instead": (
+                "prompt_logprobs", self.stream and self.prompt_logprobs is not None
+            ),
+            f"at most {MOST_OF_PROMPTS} with echo: give fewer": (
+                "logprobs", echo and (self.logprobs or 0) > MOST_OF_PROMPTS
+            ),
+            "logprobs with echo are those of the prompt, too: give one of them": (
+                "prompt_logprobs", echo and scored and self.prompt_logprobs is not None
+            ),
+        }  # fmt: skip
+        for what, (param, broken) in rules.items():
+            if broken:
+                raise refuse(what, param)
+        return self
 
 
 class TokenizeChat(Root, Conversation):

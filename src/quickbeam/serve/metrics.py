@@ -1,9 +1,4 @@
-"""The server's metrics for Prometheus.
-
-Most have the names that vLLM gives them, so that dashboards made for vLLM work here. A few are
-quickbeam's own. Counting costs only a few additions per step. Values that take time to find out are
-computed when `/metrics` is read.
-"""
+"""The server's metrics for Prometheus, mostly under vLLM's names."""
 
 from __future__ import annotations
 
@@ -115,11 +110,7 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Counts one answer. `step` runs on the engine's thread, `over` on any thread.
-
-    `prompt` is the prompt's length in tokens. `entered` is when the answer was asked for
-    (`time.perf_counter`).
-    """
+    """Counts one answer, asked for at `entered`. `step` runs on the engine's thread."""
 
     def __init__(
         self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float

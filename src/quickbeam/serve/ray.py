@@ -1,7 +1,4 @@
-"""The server as a Ray Serve application, with replicas.
-
-Start it with `quickbeam serve --ray`, or with `serve run quickbeam.serve.ray:build replicas=2`.
-"""
+"""The server as a Ray Serve application, with replicas: `serve run quickbeam.serve.ray:build`."""
 
 from __future__ import annotations
 
@@ -39,12 +36,10 @@ SERVER: dict[str, Any] = {  # the arguments that `LLM` lacks, with their types a
 
 
 def _arguments() -> type[BaseModel]:
-    """Return the arguments of `build`. Values may also be given as text.
+    """Return the arguments of `build`, which may be text: those of `LLM`, and `SERVER`.
 
-    `settings` holds arguments of `ServeSettings`, but not the address, which belongs to Ray.
-    `replicas` is the number of replicas. `cpus` and `gpus` are what Ray reserves for each,
-    `threads` is the number of threads that each computes with. `warm` is that of `prepare`. The
-    other arguments are those of `LLM`.
+    `settings` are those of `ServeSettings` without the address. `cpus` and `gpus` are what Ray
+    reserves for each replica, `threads` what it computes with.
     """
     types, parameters = get_type_hints(LLM.__init__), signature(LLM).parameters
     options: dict[str, Any] = {
@@ -73,10 +68,7 @@ class Replica:
         return create_app(self.runner)
 
     def check_health(self) -> None:
-        """Raise if requests are not answered.
-
-        Ray calls this regularly, and replaces a replica that raises.
-        """
+        """Raise if requests are not answered; Ray then replaces the replica."""
         if (unhealthy_reason := self.runner.unhealthy_reason) is not None:
             raise QuickbeamError(unhealthy_reason)
 
@@ -124,8 +116,7 @@ def run(
 ) -> None:
     """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM.
 
-    The replicas run on the cluster that `RAY_ADDRESS` names, or on this machine. `ready` is called
-    once all of them answer. Raises `InvalidInput` if the application can't be started.
+    Runs on the cluster that `RAY_ADDRESS` names, or here. Raises `InvalidInput` if it can't.
     """
     given = {name: value for name, value in asdict(settings).items() if name != "port"}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

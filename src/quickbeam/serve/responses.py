@@ -1,7 +1,4 @@
-"""The endpoint `/v1/responses`.
-
-It is stateless: each request holds its whole conversation, and nothing is stored.
-"""
+"""The endpoint `/v1/responses`, without state: each request holds its whole conversation."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve.answers import Answers, Json, Reply
-from quickbeam.serve.chat import begin_conversation
+from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.logprobs import chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 
@@ -46,7 +42,6 @@ async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, s
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
-    """Have the engine begin with a request, and return its reply."""
     return Responses(runner, request, *await begin_conversation(runner, request))
 
 
@@ -137,8 +132,7 @@ class Items:
                 yield from self._text(piece, None if last else len(piece.encode()))
 
     def end(self, cut: bool) -> Iterator[Json]:
-        """End the output, and yield the events of that. `cut`: the answer reached its length
-        limit."""
+        """End the output, and yield the events of that. `cut`: by its length limit."""
         if self._open is None and not self.output:
             yield from self._begin()
         yield from self._close("incomplete" if cut else "completed")

@@ -1,34 +1,37 @@
-"""A served model: the gate in front of it, the engine's thread, and the metrics.
-
-Knows nothing of HTTP.
-"""
+"""A served model: the gate in front of it, the engine's thread, and the metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+from huggingface_hub import snapshot_download
 
-from quickbeam import hub
+from quickbeam import __version__, hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
+from quickbeam.cache import cache_folder
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import LONGEST_WAIT, Gate, Phase, Ticket, Unavailable
-from quickbeam.serve.fingerprint import fingerprint_of
+from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.metrics import Metrics, RequestMetrics
 from quickbeam.serve.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
+# suffixes of files that answers depend on
+DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
+BLOCK = 2**20  # bytes read at once
 
 
 class Job(NamedTuple):
@@ -43,11 +46,7 @@ class Job(NamedTuple):
 
 
 class Runner:
-    """Answers requests with one model. Everything but `attach` must be called on the event loop.
-
-    `llm` is a model that is loaded already. Without it, the runner is `starting` until `attach` is
-    called.
-    """
+    """Answers requests with one model, on one event loop; `starting` until it has an `llm`."""
 
     def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
@@ -57,6 +56,7 @@ class Runner:
         # parameters of requests that don't give them
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         self._aio: AsyncLLM | None = None
+        self._under_way = dict[RequestMetrics, AsyncStream]()  # kept until they are over
         # grammars take seconds, so they have a thread of their own: the others begin answers
         self._compiling = ThreadPoolExecutor(1, "quickbeam-grammar")
         self.metrics = Metrics(self.name, self.gate)
@@ -72,8 +72,8 @@ class Runner:
         logger.info("sampling of requests that don't say: %s", self.defaults)
         self.gate.places = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
-        if self.gate.phase is Phase.starting:
-            self.gate.phase = Phase.ready
+        if self.gate.phase == "starting":
+            self.gate.phase = "ready"
 
     @property
     def loaded(self) -> AsyncLLM:
@@ -96,8 +96,8 @@ class Runner:
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.
 
-        Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has passed
-        or the engine has been closed, and the error that ended the first answer, if there is one.
+        Raises `InvalidInput` for a job that is refused, `Unavailable` after `queue_timeout`, and
+        what ended the first answer.
         """
         settings, prompts = self.settings, {id(job.prompt): job.prompt for job in jobs}.values()
         for ids in prompts:
@@ -122,8 +122,7 @@ class Runner:
                 stream.close()
             if isinstance(error, TimeoutError):
                 why = f"the request has waited for {settings.queue_timeout:g} seconds without its"
-                wait = self.gate.retry_after()
-                raise Unavailable(f"{why} turn: come back later", wait) from None
+                raise Unavailable(f"{why} turn: come back later", SOON) from None
             raise
         return streams
 
@@ -136,13 +135,15 @@ class Runner:
             stream = await self.loaded.stream(job.prompt, job.params, **how, **watch)
         except Closed as error:
             why = self.unhealthy_reason or error
-            raise Unavailable(f"the server can't answer: {why}", LONGEST_WAIT) from error
+            raise Unavailable(f"the server can't answer: {why}", LATER) from error
 
         def over(answer: Stream) -> None:
+            self._under_way.pop(counting, None)
             ticket.end()
             counting.over(answer.completion, answer.times)
 
         ticket.taken += 1
+        self._under_way[counting] = stream
         stream.watch(ticket.begin, over)
         return stream
 
@@ -159,8 +160,8 @@ class Runner:
     @property
     def unhealthy_reason(self) -> str | None:
         """Why requests are not answered; None if they are."""
-        if self.gate.phase is not Phase.ready:
-            return str(self.gate.phase.value)
+        if self.gate.phase != "ready":
+            return self.gate.phase
         if not self.alive:
             return "the engine's thread has ended"
         silent, limit = self.heartbeat, self.settings.heartbeat_limit
@@ -169,16 +170,15 @@ class Runner:
         return f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
 
     async def drain(self) -> bool:
-        """Refuse new requests; return whether those under way finish within `drain_timeout`
-        seconds."""
-        self.gate.phase = Phase.draining
+        """Refuse new requests; return whether those under way finish in `drain_timeout` seconds."""
+        self.gate.phase = "draining"
         with anyio.move_on_after(self.settings.drain_timeout):
             await self.gate.empty.wait()
         return self.gate.empty.is_set()
 
     async def close(self) -> None:
         """End all answers under way, and the engine's thread."""
-        self.gate.phase = Phase.draining
+        self.gate.phase = "draining"
         self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._aio is not None:
             await asyncio.to_thread(self._aio.close)
@@ -187,3 +187,43 @@ class Runner:
 def name_of(model: str) -> str:
     """Return what clients call a model: its name, or the last part of a path."""
     return Path(model).name if Path(model).exists() else model
+
+
+def fingerprint_of(llm: LLM) -> str:
+    """Return a hash of version, model files, number format, kind of device and kernels.
+
+    Two servers with the same one answer alike, bit for bit if the machine allows it.
+    """
+    model = llm.model
+    parts = (__version__, digest_of(llm.folder), str(model.dtype), model.device.type, llm.kernels)
+    return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def digest_of(model: str) -> str:
+    """Return a hash of a model's files, here or in Hugging Face's cache; its name without any."""
+    path = Path(model)
+    if not path.exists():
+        try:
+            path = Path(snapshot_download(model, local_files_only=True))
+        except Exception:  # only the model's loader knows where it is
+            return model
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    named = (f"{one.name}\0{_digest(one)}" for one in files if one.suffix in DECIDES)
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    """Return the hash of a file, which is kept in the cache folder by path, size and time."""
+    state = file.stat()
+    key = f"{file.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+    kept = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
+    if kept.exists() and (known := kept.read_text()):
+        return known
+    digest = hashlib.sha256()
+    with open(file, "rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    with suppress(OSError):  # or the file is read again next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(digest.hexdigest())
+    return digest.hexdigest()

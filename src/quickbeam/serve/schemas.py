@@ -1,10 +1,6 @@
-"""What requests may hold. Knows nothing of models.
+"""What requests may hold: types and shapes. `SamplingParams` checks the bounds of its fields.
 
-Each field either works, or its value is refused by name. Nothing is silently ignored but what
-answers hold beside their text and calls, in which clients write themselves. This module checks
-types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the same
-as leaving a field out.
-
+Each field either works, or its value is refused by name; `null` means the same as leaving it out.
 Every list is bounded, and checking stops at the first thing that is wrong: a request of a few
 megabytes may hold a million of them.
 """
@@ -33,14 +29,9 @@ Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
 LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
-def refuse(what: str, param: str | None = None, unknown: str | None = None) -> PydanticCustomError:
-    """Return the error for a value that is well formed but can't be served.
-
-    `param` names the field, if it is not the one that is being read. `unknown` is a field of the
-    value that is read.
-    """
-    context = {"what": what, "param": param, "unknown": unknown}
-    return PydanticCustomError("unsupported", "{what}", context)
+def refuse(what: str, param: str | None = None) -> PydanticCustomError:
+    """Return the error for a value that can't be served. `param`: its field, if not this one."""
+    return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
 
 
 def text_part(*kinds: str) -> BeforeValidator:
@@ -49,10 +40,9 @@ def text_part(*kinds: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            known = " or ".join(repr(one) for one in kinds)
-            raise refuse(
-                f"content part of type {kind!r}: give parts of type {known}, as {TEXT_ALONE}"
-            )
+            known = " or ".join(map(repr, kinds))
+            what = f"content part of type {kind!r}: give parts of type {known}, as {TEXT_ALONE}"
+            raise refuse(what)
         return value
 
     return BeforeValidator(check)
@@ -70,16 +60,7 @@ class Body(BaseModel):
     def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
-        if cls.model_config["extra"] == "forbid":
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next((name for name in given if name not in known), None)
-            if unknown is not None:
-                raise refuse(
-                    "not supported by this server: leave it out",
-                    unknown=unknown if unknown.isprintable() else "",
-                )
-        return given
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class Returned(Body):
@@ -93,34 +74,6 @@ class Root(Body):
 
     model: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_object(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise refuse("the body must be a JSON object")
-        return body
-
-
-def at_most(most: int) -> BeforeValidator:
-    """Refuse objects of more entries, before pydantic checks each of them."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise refuse(f"more than {most} entries, the most that there may be")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _biases(value: Any) -> Any:
-    """Check `logit_bias` here, because pydantic would go on after the first error."""
-    for name, bias in value.items() if isinstance(value, dict) else ():
-        if not (name.isascii() and name.isdigit() and len(name) < 10):
-            raise refuse(f"{name[:40]!r} is not a token id", "logit_bias")
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise refuse(f"the bias of token {name} is not a number", "logit_bias")
-    return value
-
 
 def _short(value: Any) -> Any:
     if sum(map(len, value)) > LETTERS:
@@ -128,17 +81,10 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _finite(value: Any) -> Any:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise refuse("holds a number that is too large") from None
-    return value
-
-
 Texts = Annotated[Few[str], AfterValidator(_short)]
-Pairs = Annotated[dict[str, str], at_most(64)]
-Object = Annotated[dict[str, Any], AfterValidator(_finite)]  # any JSON object
+Pairs = Annotated[dict[str, str], Field(max_length=64)]
+Object = dict[str, Any]  # any JSON object
+Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float]  # by token id
 
 
 class Speculation(Body):
@@ -213,7 +159,7 @@ class Request(Root):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases), at_most(16_384)] | None = None
+    logit_bias: Annotated[Biases, Field(max_length=16_384)] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: Many[int] | None = None
@@ -264,6 +210,11 @@ class Request(Root):
         given = ((name, getattr(self, name)) for name in self.length_fields)
         found = next((one for one in given if one[1] is not None), None)
         return found or (self.length_fields[0], self.length)
+
+    @property
+    def count(self) -> int:
+        """The number of prompts."""
+        return 1
 
     @property
     def scores(self) -> int | None:
@@ -325,73 +276,3 @@ class GenerationRequest(Request):
     @property
     def grammars(self) -> list[AskedGrammar]:
         return [*format_grammars("response_format", self.response_format), *super().grammars]
-
-
-# the most log-probabilities for each token of a prompt: they take memory, and prompts are long
-MOST_OF_PROMPTS = 20
-
-
-class CompletionRequest(GenerationRequest):
-    length: ClassVar[int | None] = 16  # as in OpenAI's API
-
-    prompt: str | Some[str] | Annotated[Ids, Field(min_length=1)] | Some[Ids]
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPTS)] | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-    # one for each prompt
-    seeds: Many[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
-
-    @property
-    def scores(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def prompt_scores(self) -> int | None:
-        """An echo gets as many as `logprobs` says, and without an answer at least 0."""
-        if not self.echo or self.prompt_logprobs is not None:
-            return self.prompt_logprobs
-        return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        prompts, seeds = self.prompts, self.seeds
-        echo, scored = bool(self.echo), self.logprobs is not None
-        given = 0 if seeds is None else len(seeds)
-        rules = {
-            f"{given} seeds for {len(prompts)} prompts: give one for each": (
-                "seeds", seeds is not None and given != len(prompts)
-            ),
-            "given with seed: give one of them": ("seeds", None not in (seeds, self.seed)),
-            "needs a prompt of text: give no token ids, or no suffix": (
-                "suffix", self.suffix and not all(isinstance(one, str) for one in prompts)
-            ),
-            "an echo with logprobs is of the prompt's tokens, which hold the suffix and marks "
-            "around it: leave out one of suffix, echo and logprobs": (
-                "suffix", self.suffix and echo and scored
-            ),
-            "no more answers are drawn than are given: leave it out, or give the value of n": (
-                "best_of", self.best_of not in (None, self.n or 1)
-            ),
-            "not given in a stream: leave out stream, or give echo and logprobs instead": (
-                "prompt_logprobs", self.stream and self.prompt_logprobs is not None
-            ),
-            f"at most {MOST_OF_PROMPTS} with echo: give fewer": (
-                "logprobs", echo and (self.logprobs or 0) > MOST_OF_PROMPTS
-            ),
-            "logprobs with echo are those of the prompt, too: give one of them": (
-                "prompt_logprobs", echo and scored and self.prompt_logprobs is not None
-            ),
-        }  # fmt: skip
-        for what, (param, broken) in rules.items():
-            if broken:
-                raise refuse(what, param)
-        return self

@@ -18,19 +18,16 @@ from quickbeam.serve.settings import ServeSettings
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
+KEY = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
 
 class Guard:
     """An ASGI middleware that lets through what the settings allow.
 
-    With API keys it requires one of them, as `Authorization: Bearer KEY`. Without, it refuses web
-    pages of others: a page may send a request to any address that its browser reaches, and its own
-    name may be made to point to this machine.
-
-    It refuses bodies that are too large or arrive too slowly, and has HEAD answered as GET (what
-    runs the application leaves the body out). It sets `TENANT` to the key's hash, or without keys
-    to the client's address, which is the same for all behind a proxy.
+    With API keys it requires one of them. Without, it refuses web pages of others, whose own name
+    may be made to point to this machine. It refuses bodies that are too large or too slow, has HEAD
+    answered as GET, and sets `TENANT` to the key's hash or the client's address.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
@@ -46,8 +43,14 @@ class Guard:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         if self._keys:
-            known = self._is_known(digest) and scheme.lower() == "bearer"
-            error = None if known or scope["path"] in self._open else wrong_key()
+            # all are compared, by hashes of equal length, so that it takes the same time for any
+            same = [hmac.compare_digest(digest, one) for one in self._keys]
+            known = any(same) and scheme.lower() == "bearer"
+            error = (
+                None
+                if known or scope["path"] in self._open
+                else Refused(KEY, code="invalid_api_key")
+            )
         else:
             error = self._foreign_page(headers, scope["method"])
         length = headers.get("content-length", "0")
@@ -59,10 +62,6 @@ class Guard:
         TENANT.set(digest if self._keys else client and client[0])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._app({**scope, "method": method}, self._limited(receive), send)
-
-    def _is_known(self, digest: bytes) -> bool:
-        """Compare all keys, by hashes of equal length, so that it takes the same time for any."""
-        return any([hmac.compare_digest(digest, key) for key in self._keys])
 
     def _foreign_page(self, headers: Headers, method: str) -> Refused | None:
         settings = self._settings
@@ -109,11 +108,6 @@ class Guard:
     def _too_large(self) -> Refused:
         most = f"{self._settings.max_body_bytes} bytes, this server's limit"
         return Refused(f"the request's body is larger than {most}", code="body_too_large")
-
-
-def wrong_key() -> Refused:
-    why = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
-    return Refused(why, code="invalid_api_key")
 
 
 def _split(address: str) -> tuple[str, str]:

@@ -5,80 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.app import create_app
-from quickbeam.serve.fingerprint import fingerprint_of
-from quickbeam.serve.runner import Runner
+from quickbeam.serve.runner import Runner, fingerprint_of
 
 GRACE = 5  # seconds to send responses after their answers are over
 BACKLOG = 1024  # connections that the operating system may queue
 WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
-class Punctual(H11Protocol):
-    """Closes connections whose client takes too long to send the head of a request.
-
-    The body's time is `Guard`'s matter. Between requests uvicorn has a limit of its own.
-    """
-
-    seconds = 20.0
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unwatch()
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unwatch()
-        elif self._late is None and self.timeout_keep_alive_task is None:
-            self._late = self.loop.call_later(self.seconds, self._close)
-
-    def _unwatch(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _close(self) -> None:
-        self._late = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
-
-
 def config(runner: Runner) -> uvicorn.Config:
     """Return how uvicorn serves a runner's application."""
-    protocol = type("Protocol", (Punctual,), {"seconds": runner.settings.read_timeout})
-    return uvicorn.Config(
-        create_app(runner),
-        http=protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=GRACE,
-    )
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    ends: dict[str, Any] = {"lifespan": "on", "timeout_graceful_shutdown": GRACE}
+    return uvicorn.Config(create_app(runner), ws="none", **quiet, **ends)
 
 
 class Server(uvicorn.Server):
@@ -113,17 +63,13 @@ def run(
     warm: bool = True,
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until a signal ends the server.
+    """Serve until a signal ends the server; it listens already while `load` runs.
 
-    The server listens already while `load` runs and, with `warm`, while the model's costs are
-    measured. Then `ready` is called with the server's address. Raises `InvalidInput` for an address
-    that can't be used, whatever `load` raises, and `QuickbeamError` if the engine's thread ends by
-    itself, so that a supervisor starts another server.
+    `ready` is called with the server's address. Raises `InvalidInput` for an address that can't be
+    used, what `load` raises, and `QuickbeamError` if the engine's thread ends by itself.
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
-        with suppress(OSError):
-            sys.stderr.flush()
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
@@ -133,18 +79,16 @@ async def serve(
     load: Callable[[], tuple[LLM, str]],
     ready: Callable[[str], None] = lambda address: None,
 ) -> bool:
-    """Do the work of `run`, on an event loop and a given socket.
+    """Do the work of `run` on an event loop; `load` returns what `prepare` returns.
 
-    `load` runs in a thread and returns what `prepare` returns. Returns False if the server ended
-    while `load` was running.
+    Returns False if the server ended while `load` was running.
     """
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
-    # an executor that asyncio does not wait for
-    threads = ThreadPoolExecutor(1, "quickbeam-load")
-    loading = asyncio.get_running_loop().run_in_executor(threads, load)
-    tasks: list[asyncio.Future[Any]] = [serving, loading]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    # asyncio does not wait for an executor of one's own
+    loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), load)
+    both: list[asyncio.Future[Any]] = [serving, loading]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving
         return False
@@ -162,10 +106,7 @@ async def serve(
 
 
 def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
-    """Load a model, and return it with its fingerprint.
-
-    With `warm`, the costs of its passes are measured and one short answer is made before that.
-    """
+    """Load a model, measure its costs and answer once if `warm`; return it and its fingerprint."""
     llm = load()
     if warm:
         _ = llm.engine.budget
@@ -175,14 +116,10 @@ def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, if possible an IPv4 one.
-
-    Raises `InvalidInput` if the address can't be used.
-    """
+    """Return a socket that listens at an address. Raises `InvalidInput` if it can't be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)
-        return socket.create_server(address, family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidInput(
             f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port"

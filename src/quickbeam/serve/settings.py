@@ -8,6 +8,9 @@ from ipaddress import ip_address
 
 from quickbeam.errors import InvalidInput
 
+COUNTS = ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_prompt_tokens")
+SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "drain_timeout")
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -46,7 +49,7 @@ class ServeSettings:
     )
     """Largest request, as in 8MB; larger ones get a 413."""
     read_timeout: float = field(default=20, metadata={"metavar": "SECONDS"})
-    """How long a client may take to send a request; then it gets a 408."""
+    """How long a client may take to send a request's body; then it gets a 408."""
     queue_timeout: float = field(default=60, metadata={"metavar": "SECONDS"})
     """How long a request may wait; then it gets a 503."""
     drain_timeout: float = field(default=30, metadata={"metavar": "SECONDS"})
@@ -61,24 +64,17 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise InvalidInput(
-                f"port={self.port}: must be between 0 and 65535 (0: any that is free)"
-            )
-        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_prompt_tokens"):
+            raise InvalidInput(f"port={self.port}: must be between 0 and 65535 (0: any free one)")
+        for name in COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1")
-        for name in ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise InvalidInput(f"{name}={value}: must be a number of seconds above 0")
-        if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
-            raise InvalidInput(
-                f"drain_timeout={self.drain_timeout}: must be a number of seconds of at least 0"
-            )
+        for name in SECONDS:
+            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+                raise InvalidInput(f"{name}={value}: must be a number of seconds of at least 0")
         for key in self.api_keys:
-            if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+            if not key.isascii() or not key.isprintable() or key.split() != [key]:
                 raise InvalidInput(
-                    "an API key is empty or holds what a header can't carry: use "
-                    "letters, digits and signs"
+                    "an API key is empty or holds what a header can't carry: use letters and digits"
                 )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):

@@ -1,9 +1,4 @@
-"""How models write tool calls: what their chat templates say about it, and grammars of calls.
-
-The format of calls comes from the tokenizer's own `response_template` (transformers), or is
-recognised by words in the chat template. A template that tells neither way is refused. This module
-knows nothing of requests and answers.
-"""
+"""How models write tool calls: what their chat templates say about it, and grammars of calls."""
 
 from __future__ import annotations
 
@@ -17,10 +12,9 @@ from quickbeam.serve.messages import Tool
 
 
 class Writing(NamedTuple):
-    """The text around tool calls.
+    """Text around calls: `before`, a call, `between`, a call, …, `after`.
 
-    Calls are written as `before`, a call, `between`, a call, …, `after`. A call is the first of the
-    `parts`, the tool's name, the second part, the arguments, and the third part.
+    A call is the first of the `parts`, the tool's name, the second, the arguments, and the third.
     """
 
     before: str
@@ -30,11 +24,7 @@ class Writing(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How tool calls are read and written.
-
-    `field` tells how to read them: it is a field of a response template of transformers. `writing`
-    is None if it is not known how they are written.
-    """
+    """How tool calls are read (`field` of a response template of transformers) and written."""
 
     field: dict[str, Any]
     writing: Writing | None
@@ -126,10 +116,9 @@ def _known(template: str) -> ToolFormat | None:
 
 
 def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
-    """Return a Lark grammar of one or more calls of these tools, and nothing else.
+    """Return a Lark grammar of calls of these tools, whose arguments follow their schemas.
 
-    It is written for llguidance. The arguments follow the tools' schemas. `several` allows more
-    than one call. Raises `Refused` if it is not known how calls are written.
+    `several`: more than one. Raises `Refused` if it is not known how calls are written.
     """
     if (writing := form.writing) is None:
         raise Refused(
@@ -143,11 +132,10 @@ def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, toke
 def strict_grammar(
     form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any
 ) -> str | None:
-    """Return a Lark grammar of any text, in which calls may appear.
+    """Return a Lark grammar of any text with calls, those of `strict` tools by their schemas.
 
-    The arguments of `strict` tools follow their schemas; those of other tools are any object.
-    Returns None if it is not known how calls are written. Also returns None if calls don't begin
-    with an added token, because text and calls then can't be told apart while they are written.
+    None if it is not known how calls are written, or if they don't begin with an added token,
+    because text and calls then can't be told apart while they are written.
     """
     if (writing := form.writing) is None:
         return None
@@ -196,8 +184,7 @@ def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: An
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
-    """Return text as terminals of a grammar; added tokens by their ids, as characters are
-    others."""
+    """Return text as terminals of a grammar: added tokens by their ids, others as characters."""
     added: dict[str, int] = tokenizer.get_added_vocab()
     pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
     parts = re.split(f"({pattern})", text) if added else [text]

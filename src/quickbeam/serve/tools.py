@@ -1,7 +1,4 @@
-"""Tool calls of a request: the tools that a model is shown, and the calls in its answers.
-
-Calls are found while an answer arrives. This module knows nothing of HTTP.
-"""
+"""Tool calls of a request: the tools that a model is shown, and the calls in its answers."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ def calling(
     several: bool | None,
     tokenizer: Any,
 ) -> Calling:
-    """Return what a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for.
-
-    For an answer without calls the model is not shown the tools. Raises `Refused` for what this
-    model can't do.
-    """
+    """Return what a request's fields about tools ask for. Raises `Refused` for what can't be."""
     if not tools or choice == "none":
         return Calling()
     form = tool_format(tokenizer)
@@ -81,13 +74,10 @@ def calling(
 
 
 class CallReader:
-    """Separates tool calls from text while an answer arrives.
+    """Separates tool calls from text while an answer arrives; `found` counts them.
 
-    Text that may be part of a call is held back. If it turns out not to be a call of one of the
-    given tools, it is returned as the text that it is; this includes a call that was cut short. If
-    `several` is False, calls after the first are left out. Without a `form`, all is text.
-
-    `found` is the number of calls so far.
+    Text that may be part of a call is held back; what turns out to be no call of a given tool, as
+    one that was cut short, is text. Unless `several`, calls after the first are left out.
     """
 
     def __init__(
@@ -134,18 +124,13 @@ class CallReader:
     def _step(self, character: str | None) -> Iterator[str | Call]:
         """Read one character, or the end of the answer if it is None, and yield what is certain."""
         self._held += character or ""
+        is_text = len(self._held) > MOST_SPACE and self._held.isspace()
+        parser = self._parser
         try:
-            events = (
-                self._parser.feed(character)
-                if character is not None
-                else self._parser.finalize()[1]
-            )
-        # what looked like a call can't be read
-        except (ValueError, KeyError, TypeError, RecursionError):
-            yield self._held
-            self._begin()
-            return
-        if len(self._held) > MOST_SPACE and self._held.isspace():
+            events = parser.finalize()[1] if character is None else parser.feed(character)
+        except (ValueError, KeyError, TypeError, RecursionError):  # it looked like a call
+            is_text = True
+        if is_text:
             yield self._held
             self._begin()
             return
@@ -166,14 +151,11 @@ class CallReader:
 
     def _call(self, value: Any) -> Call | None:
         """Return the call that was read; None if it is not a call of one of the tools."""
-        function = value.get("function") if isinstance(value, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(name := function.get("name"), str)
-            or name not in self._names
-        ):
-            return None
-        arguments = function.get("arguments") or {}
+        match value:
+            case {"function": {"name": str(name), **more}} if name in self._names:
+                arguments = more.get("arguments") or {}
+            case _:
+                return None
         if not isinstance(arguments, dict):
             return None
         try:

@@ -107,15 +107,13 @@ class Drafted(NamedTuple):
 
 
 class LossVocabulary:
-    """Chooses the tokens that a step's loss is taken over.
+    """Chooses the tokens that a step's loss is taken over: about `size` of them.
 
-    These are the most frequent ones, those of the batch, and some random others. The softmax over a
-    whole vocabulary costs more than the network. Each random token stands for its share of the
-    tokens that are neither frequent nor in the batch. The logarithm of how many it stands for is
-    added to its logit, so the sum over the sample estimates the sum over the vocabulary.
-
-    `counts` `[vocab]`. `size`: about how many tokens are chosen; half of them are the most frequent
-    ones.
+    Half are the most frequent by `counts` `[vocab]`, then come those of the batch, and random
+    others. The softmax over a whole vocabulary costs more than the network. Each random token
+    stands for its share of the tokens that are neither frequent nor in the batch. The logarithm of
+    how many it stands for is added to its logit, so the sum over the sample estimates the sum over
+    the vocabulary.
     """
 
     def __init__(self, counts: torch.Tensor, size: int) -> None:

@@ -1,7 +1,8 @@
 """Places of text where a drafter is asked for a token.
 
 For each place this gives the drafter's input, the target's likeliest tokens there, and which of
-those the context holds. Routers are trained on places, and measured on held-out ones.
+those the context holds. Routers are trained on places, and measured on held-out ones. At places
+below the first the drafter is unrolled over its own outputs, as in drafting.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from quickbeam.drafters.feature import OFFERED
 from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards, collate, spread_lengths
 from quickbeam.train.target import Batch, FrozenTarget, autocast
-from quickbeam.train.unroll import ahead, unroll
 
 LIKELY = 48  # the target's likeliest tokens that are kept of each place
 # Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
@@ -24,6 +24,68 @@ LIKELY = 48  # the target's likeliest tokens that are kept of each place
 STEP = 3
 FLOATS = 2**25  # logits that are computed at once
 BATCH_TOKENS = 1024  # tokens of the conversations that the drafter runs at once
+
+
+class _Unrolled:
+    """The attention of training-time test (EAGLE-3, 2503.01840, §3.2), by plain products.
+
+    A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
+    own key.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shared = query.shape[2] // key.shape[2]
+        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        self._keys.append(key.repeat_interleave(shared, 1))
+        self._values.append(value.repeat_interleave(shared, 1))
+        n = query.shape[2]
+        causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
+        with torch.autocast(query.device.type, enabled=False):
+            query = query.float() * query.shape[-1] ** -0.5
+            first, *later = (key.float() for key in self._keys)
+            scores = (query @ first.transpose(2, 3)).masked_fill(~causal, float("-inf"))
+            own = [(query * key).sum(-1, keepdim=True) for key in later]
+            weights = torch.cat([scores, *own], -1).softmax(-1)
+            first, *later = (value.float() for value in self._values)
+            out = weights[..., :n] @ first
+            for i, value in enumerate(later, n):
+                out = out + weights[..., i : i + 1] * value
+        return out.to(self._values[0].dtype).transpose(1, 2).flatten(2)
+
+
+def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Return `[b, n, …]` moved forward in time by `by` places.
+
+    Row i of the result is row i + by of `x`. The last `by` rows are zero.
+    """
+    return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
+
+
+def unroll(
+    network: EagleHead, batch: Batch, depths: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Run `depths` passes, and yield of each what it reads, which rows count, and its outputs.
+
+    In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
+    token belongs to an answer. The first are `[b, n, d]` (the rest are embeddings of the tokens at
+    i + k + 1), then `[b, n]` bool, m of them set, and `[m, d]`.
+    """
+    size = network.config.target_size
+    rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    with torch.no_grad():
+        embedded = network.embedding(batch.tokens).float()
+    attend = _Unrolled()
+    hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
+    for depth in range(depths):
+        following = ahead(embedded, depth + 1)
+        out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
+        counts = ahead(batch.answer, depth + 2)
+        yield hidden, counts, out[counts]
+        hidden = out
 
 
 class Places(NamedTuple):
@@ -69,7 +131,7 @@ def collect_places(
     `InvalidInput` if no place is in an answer.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [shards.length(i) for i in chosen]
+    lengths = [len(shards[i].tokens) for i in chosen]
     parts, collected = list[Places](), 0
     for group in spread_lengths(lengths, BATCH_TOKENS, generator) if lengths else ():
         batch = target.read(collate([shards[chosen[i]] for i in group]))
@@ -88,7 +150,6 @@ def collect_places(
 def _by_depth(
     network: EagleHead, head: torch.Tensor, batch: Batch, depths: int
 ) -> Iterator[Places]:
-    """Yield the places of one batch, one depth after another."""
     b, n = batch.tokens.shape
     last = batch.hidden[..., -head.shape[1] :]
     present = torch.arange(n, device=batch.tokens.device) < batch.lengths[:, None]
@@ -100,8 +161,8 @@ def _by_depth(
     conversation, position = (
         index.expand(b, n) for index in (torch.arange(b)[:, None], torch.arange(n))
     )
-    for depth, step in enumerate(unroll(network, batch, depths)):
-        counts = step.counts.cpu()
+    for depth, (hidden, drafted, _) in enumerate(unroll(network, batch, depths)):
+        counts = drafted.cpu()
         # hidden states are known up to `at`, so the root is the token after it
         one, at = conversation[counts], position[counts]
         candidates = likely[one, at + 1 + depth]
@@ -109,8 +170,8 @@ def _by_depth(
         in_context |= first_offered[one[:, None], candidates.long()] <= at[:, None]
         in_context |= (candidates[:, :, None] == likely[one, at][:, None, :OFFERED]).any(2)
         yield Places(
-            step.hidden[step.counts].to("cpu", torch.bfloat16),
-            ahead(batch.tokens, depth + 1)[step.counts].int().cpu(),
+            hidden[drafted].to("cpu", torch.bfloat16),
+            ahead(batch.tokens, depth + 1)[drafted].int().cpu(),
             torch.full((len(at),), depth, dtype=torch.uint8),
             candidates,
             mass[one, at + 1 + depth],

@@ -5,14 +5,42 @@ This module does not import PyTorch: the fields are the options of `quickbeam tr
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
+from itertools import cycle, islice
 from pathlib import Path
 
-from quickbeam.train.openers import LANGUAGES
+from quickbeam.errors import InvalidInput
 
 FIXED = {"option": False}  # fields that no option sets
+# How the model's own questions and documents begin, by language, in words of ours. An instruct
+# model that is given the chat template up to where a user speaks writes what a user would ask. Half
+# of the questions begin with one of these words, so that the text covers what users ask for and not
+# only what the model likes to ask. `code` is about programs, in English. Add none that begins as
+# the questions of a benchmark do that we measure with.
+WORDS = json.loads(resources.files(__package__).joinpath("openers.json").read_text("utf-8"))
+OPENERS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    kind: WORDS[kind] for kind in ("questions", "documents")
+}
+LANGUAGES = tuple(OPENERS["questions"])
+
+
+def opening_words(kind: str, languages: Sequence[str]) -> list[str]:
+    """Return how `questions` or `documents` in these `languages` begin, as many of each.
+
+    Raises `InvalidInput` for a language without any.
+    """
+    words = OPENERS[kind]
+    if not languages or (unknown := [one for one in languages if one not in words]):
+        told = repr(unknown[0]) if languages else ""
+        raise InvalidInput(
+            f"no language {told} to write text in: choose among {', '.join(LANGUAGES)}"
+        )
+    longest = max(len(words[language]) for language in languages)
+    return [opener for language in languages for opener in islice(cycle(words[language]), longest)]
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,102 @@
-"""Trains a router, and measures what it finds.
+"""Clusters of a vocabulary, and a router over them: made, trained, and measured.
 
-A router predicts which clusters of the vocabulary a row of the drafter needs, before the drafter's
-layer has run.
+A router predicts which clusters a row of the drafter needs, before the drafter's layer has run.
+Tokens of a cluster are alike: they have similar rows of the head (DynaSpec, 2510.13847: spherical
+k-means), or follow in the same places (`CLUSTERINGS`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.native import Router, RouterConfig, normed
 from quickbeam.errors import QuickbeamError
 from quickbeam.train.places import Places
 
+ROUNDS = 4  # of 2-means
+FEATURES = 192  # width of a token's features, in `pifa`
+LABELS = 8  # likeliest tokens of a place that `pifa` counts
+SEEN = 0.05  # a token with less mass in all places has its features predicted from its row
 CHUNK = 1024  # places at once
 LEAST_MASS = 0.02  # a place with less mass for the router to find is not trained on
+
+
+def ranking(counts: torch.Tensor) -> torch.Tensor:
+    """Return the token ids by falling count, ties by id.
+
+    `counts` `[vocab]` gives `[vocab]` int64 on the CPU.
+    """
+    return counts.argsort(descending=True, stable=True).cpu()
+
+
+@torch.no_grad()
+def halve(features: torch.Tensor, size: int, seed: int = 0) -> torch.Tensor:
+    """Return an order of the rows of `features` `[n, d]` in which neighbours are alike: `[n]`.
+
+    Rows are halved by balanced spherical 2-means again and again (Parabel, XR-Transformer), down to
+    parts of `size` rows; the last one may have fewer. So the order can be cut into clusters of
+    `size`. The same seed gives the same order on the same machine.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = F.normalize(features.float(), dim=1)
+    done, left = list[torch.Tensor](), [torch.arange(len(x))]
+    while left:
+        part = left.pop()
+        if len(part) <= size:
+            done.append(part)
+            continue
+        rows, first = x[part], size
+        while 2 * first < len(part):
+            first *= 2
+        pair = rows[torch.randperm(len(part), generator=generator)[:2]]
+        for _ in range(ROUNDS):
+            order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
+            pair = F.normalize(
+                torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1
+            )
+        left += [part[order[first:]], part[order[:first]]]
+    return torch.cat(done)
+
+
+@torch.no_grad()
+def pifa(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
+    """Return features of each token from the places that it follows, `[vocab, FEATURES]`.
+
+    They are the mean of the router's inputs over these places (positive instance feature
+    aggregation), weighted by mass and projected at random. Tokens that follow almost nowhere get
+    what a linear map predicts from their row of the head. The map is fitted to the other tokens.
+    """
+    total, weight = torch.zeros(len(head), FEATURES), torch.zeros(len(head))
+    generator = torch.Generator().manual_seed(0)
+    projection = torch.randn(2 * head.shape[1], FEATURES, generator=generator) / FEATURES**0.5
+    for part in torch.split(torch.arange(len(places.tokens)), CHUNK):
+        inputs = normed(places.hidden[part], network.embedding(places.tokens[part].long()))
+        x = F.normalize(inputs, dim=1) @ projection
+        tokens, mass = places.likely[part].long(), places.mass[part]
+        for column in range(LABELS):
+            total.index_add_(0, tokens[:, column], x * mass[:, column, None])
+            weight.index_add_(0, tokens[:, column], mass[:, column])
+    seen, rows = weight > SEEN, F.normalize(head.float(), dim=1)
+    features = F.normalize(total, dim=1)
+    a = rows[seen]
+    ridge = 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1])
+    features[~seen] = F.normalize(
+        rows[~seen] @ torch.linalg.solve(a.T @ a + ridge, a.T @ features[seen]), dim=1
+    )
+    return features
+
+
+CLUSTERINGS: dict[str, Callable[[EagleHead, torch.Tensor, Places], torch.Tensor]] = {
+    "pifa": pifa,
+    "kmeans": lambda network, head, places: head.float(),  # DynaSpec's: the rows of the head
+}
+"""By the name on the command line: the features that make tokens alike."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +104,16 @@ class RouterRecipe:
     """How a router is trained: AdamW, with a rate that falls from `lr` to zero as a cosine.
 
     `residual`: it learns to find only what is neither in the list nor in the context, otherwise all
-    that is not in the list. `width`: of the router's hidden layer. `batch`: places of a step.
+    that is not in the list (the paper's, without the context beside it). `width`: of the router's
+    hidden layer. `batch`: places of a step.
     """
 
     residual: bool = True
     width: int = 256
     epochs: int = 4
+    seed: int = 0
     lr: float = 1e-3
     batch: int = 512
-    seed: int = 0
 
 
 def train_router(
@@ -97,30 +176,13 @@ def routed(
     return hit
 
 
-class Recall(NamedTuple):
-    """How often a way to choose tokens has the target's likeliest one, on held-out places.
+def recall(places: Places, scored: torch.Tensor) -> float:
+    """Return the share of places at which the target's likeliest token is scored or in the context.
 
-    `recall`: the share of places at which it is scored or in the context. `alone`: the share at
-    which it is scored. `rare`: the share at which it is neither in the list of the same size nor in
-    the context. `rare_recall`: the recall at these.
+    `scored` `[n]` bool: whether a way to choose tokens has it.
     """
-
-    recall: float
-    alone: float
-    rare: float
-    rare_recall: float
-
-
-def recall(places: Places, scored: torch.Tensor, listed: torch.Tensor) -> Recall:
-    """Return the figures of a way to choose tokens.
-
-    `scored` `[n]` bool: whether it has the target's likeliest token. `listed` `[n]` bool: whether
-    that is among as many most frequent ones.
-    """
-    known = places.in_context[:, 0]
-    rare, both = ~(listed | known), scored | known
-    columns = (both, scored, rare, both[rare])
-    return Recall(*(float(x.float().mean()) if len(x) else 0.0 for x in columns))
+    known = scored | places.in_context[:, 0]
+    return float(known.float().mean()) if len(known) else 0.0
 
 
 def _scores(network: EagleHead, router: Router, places: Places) -> torch.Tensor:

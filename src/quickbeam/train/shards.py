@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -33,10 +33,6 @@ class Conversation(NamedTuple):
     temperature: float
 
 
-class Unwritten(QuickbeamError):
-    """Text can't be written."""
-
-
 class ShardWriter:
     """Collects conversations, and writes a file whenever they have `SHARD` tokens or more.
 
@@ -56,10 +52,7 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the conversations that are held.
-
-        Raises `Unwritten` if they can't be written. They are held on then.
-        """
+        """Write the conversations that are held. Raises `QuickbeamError` if that fails."""
         if not self._held:
             return
         tensors = {
@@ -71,107 +64,72 @@ class ShardWriter:
         # the number may be taken, if another file was deleted
         while (path := self.folder / f"text-{self.files:05}.safetensors").exists():
             self.files += 1
-        part, held = path.with_suffix(".part"), self._held
+        part = path.with_suffix(".part")
         try:
             save_file(tensors, part)
-            self._held = []  # before the file is there, so that no interrupt has it written twice
             os.replace(part, path)
-        except BaseException as error:
-            if part.exists():
-                self._held = held
-                part.unlink()
-            if isinstance(error, OSError | SafetensorError):  # the latter for a full disk
-                reason = getattr(error, "strerror", None) or error
-                raise Unwritten(
-                    f"{self.folder}: not written ({reason}); what is there stays: make room and "
-                    "run again"
-                ) from error
-            raise
-        self.files += 1
+        except (OSError, SafetensorError) as error:  # the latter for a full disk
+            part.unlink(missing_ok=True)
+            raise QuickbeamError(
+                f"{self.folder}: not written ({error}); what is there stays: make room and run "
+                "again"
+            ) from error
+        self._held, self.files = [], self.files + 1
 
 
 class Shards:
     """The conversations of a folder, in order.
 
-    Only their places are kept in memory. Files are mapped and read piece by piece. Raises
-    `InvalidInput` for a file that is no shard, and for a folder without any.
+    Raises `InvalidInput` for a file that is no shard, and for a folder without any.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files: list[Any] = []
-        # file, first token, one past the last, temperature
-        self._places: list[tuple[int, int, int, float]] = []
-        self.answered: list[int] = []  # tokens of answers, by conversation
+        self._all = list[Conversation]()
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                file: Any = safe_open(path, "pt")
-                lengths = file.get_tensor("length").tolist()
-                temperatures = file.get_tensor("temperature").tolist()
-                self.answered += [
-                    int(answer.sum()) for answer in file.get_tensor("answer").split(lengths)
-                ]
+                held: Any = load_file(path)
+                lengths = held["length"].tolist()
+                parts = (held[name].split(lengths) for name in ("tokens", "answer"))
+                self._all += map(Conversation, *parts, held["temperature"].tolist())
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
-            begin = 0
-            for length, temperature in zip(lengths, temperatures, strict=True):
-                self._places.append((len(self._files), begin, begin + length, temperature))
-                begin += length
-            self._files.append(file)
-        if not self._places:
+        if not self._all:
             raise InvalidInput(f"{folder} holds no text (*.safetensors)")
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._all)
 
-    def length(self, i: int) -> int:
-        """Return the number of tokens of conversation i."""
-        _, begin, end, _ = self._places[i]
-        return end - begin
+    def __getitem__(self, i: int) -> Conversation:
+        return self._all[i]
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self._all)
 
     @property
     def tokens(self) -> int:
-        return sum(end - begin for _, begin, end, _ in self._places)
+        return sum(len(one.tokens) for one in self)
 
     @property
     def answers(self) -> int:
         """Tokens of all answers."""
-        return sum(self.answered)
+        return sum(int(one.answer.sum()) for one in self)
 
     def counts(self, vocab: int) -> torch.Tensor:
         """Return how often each token occurs, `[vocab]` int64."""
-        counts = torch.zeros(vocab, dtype=torch.int64)
-        for file in self._files:
-            counts += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
-        return counts
+        every = torch.cat([one.tokens for one in self])
+        return torch.bincount(every.long(), minlength=vocab)
 
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
 
         Of equal prompts, as many are answered as there are answers.
         """
-        there = Counter[tuple[int, ...]]()
-        for file in self._files:
-            lengths = file.get_tensor("length").tolist()
-            tokens, answers = (
-                file.get_tensor(name).split(lengths) for name in ("tokens", "answer")
-            )
-            for ids, answer in zip(tokens, answers, strict=True):
-                there[tuple(ids[: int(answer.int().argmax())].tolist())] += 1
+        there = Counter(tuple(c.tokens[: int(c.answer.int().argmax())].tolist()) for c in self)
         answered = []
         for prompt in map(tuple, prompts):
             answered.append(there[prompt] > 0)
             there[prompt] -= 1
         return answered
-
-    def __getitem__(self, i: int) -> Conversation:
-        file, begin, end, temperature = self._places[i]
-        tokens, answer = (
-            self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer")
-        )
-        return Conversation(tokens, answer, temperature)
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[i] for i in range(len(self)))
 
 
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
@@ -180,34 +138,23 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     An object is `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns, of which the first is taken)
     or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
     """
-    prompts = []
+    prompts = list[list[dict[str, str]]]()  # one a line
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--prompts {path}: can't be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if "messages" in record:
-                messages = [
-                    {"role": str(m["role"]), "content": str(m["content"])}
-                    for m in record["messages"]
-                ]
-            else:
+        for line in path.read_text(encoding="utf-8-sig").splitlines():
+            record = json.loads(line) if line.strip() else {"messages": []}
+            turns = record.get("messages")
+            if turns is None:
                 first = record["prompt"] if "prompt" in record else record["turns"][0]
-                messages = [{"role": "user", "content": str(first)}]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise InvalidInput(
-                f'--prompts {path}, line {number}: want {{"prompt": …}}, {{"turns": '
-                f'[…]}} or {{"messages": […]}}'
-            ) from error
-        if messages:
-            prompts.append(messages)
-    if not prompts:
+                turns = [{"role": "user", "content": first}]
+            prompts.append([{name: str(m[name]) for name in ("role", "content")} for m in turns])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"--prompts {path}, line {len(prompts) + 1}: can't be read ({error!r}); want "
+            '{"prompt": …}, {"turns": […]} or {"messages": […]}'
+        ) from error
+    if not any(prompts):
         raise InvalidInput(f"--prompts {path}: holds no prompts")
-    return prompts
+    return [one for one in prompts if one]
 
 
 def spread_lengths(

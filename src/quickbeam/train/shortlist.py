@@ -19,40 +19,52 @@ from quickbeam import hub
 from quickbeam.drafters.block_model import is_block
 from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.folder import TargetParts
-from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import Router
+from quickbeam.drafters.shortlist.native import Router
+from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.models.formats import pick_device
-from quickbeam.train.clusters import CLUSTERINGS, halve, ranking
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.router import (
+    CLUSTERINGS,
+    RouterRecipe,
+    halve,
+    ranking,
+    recall,
+    routed,
+    train_router,
+)
 from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 
 HELD_PLACES = 20_000  # the most places that the figures are measured on
-DEEPEST = 5  # the largest depth at which the router is asked
 SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 # By kind of clusters: one token in so many is always scored, but at most so many; tokens of a
 # cluster, but at most a 64th of the vocabulary.
 DEFAULTS = {"pifa": (48, 1024, 16), "kmeans": (12, 2**31, 512)}
 FIGURES = "router.json"
 
-Figures = dict[int, tuple[Recall, Recall]]
-"""By number of rows of the head: what the list has, and what list and router have."""
+Figures = dict[int, tuple[float, float]]
+"""By number of rows of the head: the recall of the list, and of list and router."""
 
 
-class DrafterFolder:
-    """What the training of a shortlist reads.
+class ShortlistTraining:
+    """Makes a drafter's shortlist as `plan` says.
 
-    That is the text in `out`, its drafter, and the target. `model`: None is the embedded default.
-    Raises `InvalidInput` if the folder lacks one of them or if they don't fit one another.
+    It reads the text in `out`, its drafter, and the target. `model`: None is the embedded default.
+    Raises `InvalidInput` if the folder lacks one of them or they don't fit one another, and for
+    sizes that are out of range.
     """
 
-    def __init__(self, model: str | None, out: Path) -> None:
-        self.out = out
-        self.shards = Shards(out / "text")
+    def __init__(
+        self,
+        model: str | None,
+        out: Path,
+        plan: ShortlistPlan = ShortlistPlan(),  # noqa: B008
+        seed: int = 0,
+    ) -> None:
+        self.out, self.plan, self.seed, self.shards = out, plan, seed, Shards(out / "text")
         if is_block(out):
             raise InvalidInput(
                 f"{out} holds a block drafter: clusters and routers are for feature drafters "
@@ -64,18 +76,25 @@ class DrafterFolder:
         parts = TargetParts(count, size, vocab, read.get_input_embeddings(), head)
         network = load_eagle(out, parts).float()
         config = network.config
-        if config.own_head:
+        if config.own_head or config.vocab_size != vocab:
             raise InvalidInput(
-                f"{out}: this drafter has a vocabulary of its own, of "
-                f"{config.draft_vocab_size:,} tokens: a fixed shortlist"
-            )
-        if config.vocab_size != vocab:
-            raise InvalidInput(
-                f"{out} drafts for a model with {config.vocab_size:,} tokens, "
-                f"{model or hub.DEFAULT} has {vocab:,}: give the --model that it was trained for"
+                f"{out} drafts for a model with {config.vocab_size:,} tokens, with a head for "
+                f"{config.draft_vocab_size or 'all'} of them; {model or hub.DEFAULT} has "
+                f"{vocab:,}: give the --model that it was trained for, and a drafter without a "
+                "head of its own"
             )
         self.target = FrozenTarget(read, (*config.layers, count + 1))
         self.network = network.to(self.target.device).eval()
+        share, most, tokens = DEFAULTS[plan.clusters]
+        self.listed = plan.listed or min(max(1, vocab // share), most)
+        self.size = plan.size or min(tokens, max(1, vocab // 64))
+        if self.listed >= vocab:
+            raise InvalidInput(f"--listed {self.listed}: must be 1 to {vocab - 1}")
+        self.ranking = ranking(self.counts())
+        if plan.list_of is not None:
+            self.ranking = Artefact.load(plan.list_of).ranking
+            if len(self.ranking) != vocab:
+                raise InvalidInput(f"--list-of {plan.list_of}: of another vocabulary")
 
     @property
     def head(self) -> torch.Tensor:
@@ -97,37 +116,6 @@ class DrafterFolder:
             counts -= torch.bincount(self.shards[i].tokens.long(), minlength=len(counts))
         return counts
 
-
-class ShortlistTraining(DrafterFolder):
-    """Makes a drafter's shortlist as `plan` says.
-
-    Raises `InvalidInput` as `DrafterFolder` does, for sizes that are out of range, and for a
-    `plan.list_of` of another vocabulary.
-    """
-
-    def __init__(self, model: str | None, out: Path, plan: ShortlistPlan, seed: int = 0) -> None:
-        super().__init__(model, out)
-        self.plan, self.seed, vocab = plan, seed, len(self.head)
-        share, most, size = DEFAULTS[plan.clusters]
-        self.listed = plan.listed or min(max(1, vocab // share), most)
-        self.size = plan.size or min(size, max(1, vocab // 64))
-        if self.listed >= vocab:
-            raise InvalidInput(
-                f"--listed {self.listed}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} "
-                "tokens"
-            )
-        self.ranking = ranking(self.counts())
-        if plan.list_of is not None:
-            self.ranking = Artefact.load(plan.list_of).ranking
-            if len(self.ranking) != vocab:
-                raise InvalidInput(
-                    f"--list-of {plan.list_of}: its shortlist is of {len(self.ranking)} tokens, "
-                    f"the vocabulary has {vocab}"
-                )
-        # without the context beside it, the paper's router has to find everything
-        residual = plan.clusters == "pifa"
-        self.recipe = RouterRecipe(residual, plan.width, plan.router_epochs, seed=seed)
-
     def run(self, report: Callable[[str, float | None], None]) -> Figures:
         """Write the artefact and its figures, and return the figures on held-out text."""
         train, held = split(self.shards)
@@ -140,19 +128,16 @@ class ShortlistTraining(DrafterFolder):
         order = torch.cat([self.ranking[: self.listed], rest[halve(features[rest], self.size)]])
         layout = Layout(order, self.listed, self.size, len(self.head))
         report("router", None)
-        router = train_router(self.network, places, layout.cluster_of, self.recipe)
-        Artefact(layout, self.ranking, router, DEEPEST).save(self.out)
+        plan = self.plan
+        recipe = RouterRecipe(plan.clusters == "pifa", plan.width, plan.router_epochs, self.seed)
+        router = train_router(self.network, places, layout.cluster_of, recipe)
+        Artefact(layout, self.ranking, router).save(self.out)
         figures = self.figures(layout, router, counted)
-        held_out = {
-            rows: {"list": listed._asdict(), "router": both._asdict()}
-            for rows, (listed, both) in figures.items()
-        }
+        held_out = {rows: {"list": one, "router": both} for rows, (one, both) in figures.items()}
         record = {
-            "clusters": self.plan.clusters,
+            **{name: getattr(plan, name) for name in ("clusters", "width", "depths")},
             "listed": self.listed,
             "size": self.size,
-            "width": self.plan.width,
-            "depths": self.plan.depths,
             "text": self.shards.tokens,
             "places": len(places.tokens),
             "held_out": held_out,
@@ -161,16 +146,8 @@ class ShortlistTraining(DrafterFolder):
         return figures
 
     def _collect(self, chosen: list[int], count: int, report: Callable[[float], None]) -> Places:
-        return collect_places(
-            self.network,
-            self.target,
-            self.shards,
-            chosen,
-            self.plan.depths,
-            count,
-            self.seed,
-            report,
-        )
+        read, depths = (self.network, self.target, self.shards), self.plan.depths
+        return collect_places(*read, chosen, depths, count, self.seed, report)
 
     def figures(self, layout: Layout, router: Router, places: Places) -> Figures:
         """Measure the list and the router on held-out places, at the `SHARES` that have room."""
@@ -182,6 +159,6 @@ class ShortlistTraining(DrafterFolder):
             count = (rows - layout.frequent) // layout.size
             if count > 0:
                 hit = routed(self.network, router, places, layout.cluster_of, count)
-                scored, listed = hit | (rank < layout.frequent), rank < rows
-                figures[rows] = recall(places, listed, listed), recall(places, scored, listed)
+                scored = hit | (rank < layout.frequent)
+                figures[rows] = recall(places, rank < rows), recall(places, scored)
         return figures

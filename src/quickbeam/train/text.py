@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.sequence import SequenceState
+from quickbeam.engine.output import NullTokenizer, Output
+from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
+from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Model
 from quickbeam.models.chat_template import for_template
-from quickbeam.train.openers import documents, questions
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
+from quickbeam.train.recipes import WORDS, opening_words
 from quickbeam.train.shards import Conversation
-from quickbeam.train.talk import Talk
 
 
 class Quote(NamedTuple):
@@ -34,26 +39,8 @@ class Quote(NamedTuple):
     open: bool = False
 
 
-# What users ask about a longer text. The answer repeats much of what stands far before it, which no
-# short question shows. They are ours.
-QUOTES = (
-    Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "),
-    Quote("", "\n\nTL;DR"),
-    Quote("", "\n\nWrite a summary of the text above."),
-    Quote("List the main points of this text.\n\n"), Quote("Shorten this:\n\n"),
-    Quote("Rewrite the following text in simpler words.\n\n"),
-    Quote("Correct the mistakes in this text:\n\n"),
-    Quote("Make this more formal:\n\n"), Quote("Translate to French:\n\n"),
-    Quote("Translate the following text to German.\n\n"),
-    Quote("Continue this text:\n\n"), Quote("Extract all names and numbers from this text:\n\n"),
-    Quote("Give this text a title:\n\n"),
-    Quote("Read the text and answer the question.\n\n", "\n\nQuestion:", True),
-    Quote("Context:\n", "\n\nQuestion:", True),
-    Quote("Answer by the documents below.\n\n", "\n\nQ:", True),
-    Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
-    Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True),
-    Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
-)  # fmt: skip
+# what users ask about a longer text; the answer repeats much of what stands far before it
+QUOTES = tuple(Quote(*one) for one in WORDS["quotes"])
 # how many answers, and how many documents, are kept for quotes; shorter ones are not kept
 REMEMBERED, LEAST = 256, 32
 
@@ -63,9 +50,8 @@ class Recipe:
     """How text is written.
 
     A conversation holds at most `length` tokens, a user turn at most `question` beside what it
-    quotes. Half of the answers are greedy. The others are sampled at a temperature between 0 and 1.
-    An answer that repeats itself for `repetition` tokens (`RepetitionDetector`) ends the
-    conversation.
+    quotes. Half of the answers are greedy, the others sampled at a temperature between 0 and 1. One
+    that repeats itself for `repetition` tokens ends the conversation.
 
     `quote`: the share of conversations that begin with a text, which is made of earlier answers or
     documents and fills up to two thirds of `length`. Half as many conversations are documents of at
@@ -79,9 +65,9 @@ class Recipe:
     document: int = 256
     user_temperature: float = 0.9
     document_temperature: float = 0.8  # at a higher one, small models write no sentences
-    openers: Sequence[str] = tuple(questions(["en"]))
+    openers: Sequence[str] = tuple(opening_words("questions", ["en"]))
     quotes: Sequence[Quote] = QUOTES
-    documents: Sequence[str] = tuple(documents(["en"]))
+    documents: Sequence[str] = tuple(opening_words("documents", ["en"]))
     seed: int = 0
 
 
@@ -121,34 +107,67 @@ class Template:
         for mark in marks:
             before, mark_there, text = text.partition(mark)
             if not mark_there:
-                raise InvalidInput(
-                    "the model's chat template changes what users say: give --prompts FILE.jsonl"
-                )
+                break
             pieces.append(tokenizer(before, add_special_tokens=False)["input_ids"])
-        begin, reply, again = pieces
-        if not begin or not reply:
+        if len(pieces) < 3 or not pieces[0] or not pieces[1]:
             raise InvalidInput(
-                "the model's chat template says nothing before or after what users "
-                "say: give --prompts FILE.jsonl"
+                "the model's chat template changes what users say, or says nothing before or after "
+                "it: give --prompts FILE.jsonl"
             )
+        begin, reply, again = pieces
         return Template(
             begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"])
         )
 
 
+class Talk:
+    """One conversation in the making.
+
+    It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
+    the model's answers. `document`: the conversation is one document, which counts as an answer
+    after its first words. `turn`: tokens of the current turn. `repeated`: tokens in a row, up to
+    the last, that each ended a known trigram: small models' answers repeat themselves, and that is
+    soon drafted right.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        temperature: float,
+        *,
+        answering: bool = False,
+        document: bool = False,
+    ) -> None:
+        self.tokens, self.answer = list(tokens), [False] * len(tokens)
+        self.temperature, self.answering, self.document = temperature, answering, document
+        self.turn, self.over, self.repeated = 0, False, 0
+        self._seen, self._last = set[tuple[int, ...]](), tuple[int, ...]()
+
+    def append(self, token: int) -> None:
+        """Append the next token of the one who speaks."""
+        self.tokens.append(token)
+        self.answer.append(self.answering)
+        self.turn += 1
+        self._last = (*self._last[-2:], token)
+        self.repeated = self.repeated + 1 if self._last in self._seen else 0
+        self._seen.add(self._last)
+
+    def conversation(self) -> Conversation:
+        """Return the conversation, once it is `over`."""
+        tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
+        return Conversation(tokens, answer, self.temperature)
+
+
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
-    Iterating over it yields them. It ends when all `prompts` are answered or all `tokens` written.
-    `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
-    model's own questions. `answered`: for each prompt, whether to pass over it; None for none.
-    `tokens`: how many are wanted. No conversation is begun that is likely not needed for them, so
-    that little is written in vain and few long conversations are cut off at the end. None for no
-    end. `stepped` is called after every pass with the number of tokens in conversations that are
-    not complete yet.
+    Iterating over it yields them, until all `prompts` are answered or all `tokens` written.
+    `prompts`: conversations in token ids whose last turn is the user's, in place of the model's own
+    questions. `tokens`: how many are wanted; no conversation is begun that is likely not needed.
+    `stepped` is called after every pass with the number of tokens in conversations that are not
+    complete yet.
 
-    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
-    `ValueError` if there is neither a template nor prompts.
+    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be.
     """
 
     def __init__(
@@ -160,19 +179,12 @@ class Writer:
         stops: frozenset[int],
         recipe: Recipe,
         prompts: Sequence[list[int]] | None = None,
-        answered: Sequence[bool] | None = None,
         tokens: int | None = None,
         stepped: Callable[[int], None] = lambda unfinished: None,
     ) -> None:
-        if template is None and prompts is None:
-            raise ValueError("text needs a chat template or prompts")
         if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit))
-        if (
-            prompts is None
-            and template is not None
-            and len(template.begin) + len(template.reply) >= recipe.length
-        ):
+        if template is not None and len(template.begin + template.reply) >= recipe.length:
             raise InvalidInput(
                 f"the chat template alone fills {recipe.length} tokens: raise --length"
             )
@@ -188,53 +200,60 @@ class Writer:
         self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
         self._prompts: list[list[int]] | None = None
         if prompts is not None:
-            fitting = [i for i, ids in enumerate(prompts) if len(ids) < recipe.length - 1]
-            if not fitting:
+            self._prompts = [ids for ids in prompts if len(ids) < recipe.length - 1]
+            if not self._prompts:
                 raise InvalidInput(
                     f"every prompt is longer than {recipe.length} tokens: raise --length"
                 )
-            self._prompts = [prompts[i] for i in fitting if answered is None or not answered[i]]
         self._random = random.Random(recipe.seed)
         self._next = 0
         self._wanted, self._stepped = tokens, stepped
         self._complete = 0  # tokens of complete conversations
 
     def __iter__(self) -> Iterator[Conversation]:
-        # no prefix cache: conversations have little more in common than the template
-        engine = Engine(self._model, most=self._slots, share=False)
-        running = dict[Talk, SequenceState]()
+        # each turn is a request; the cache holds what stands before it
+        engine = Engine(self._model, most=self._slots)
+        running, done = dict[SequenceState, Talk](), 0
         try:
             self._fill(engine, running)
             while running:
                 engine.step()
-                for talk, sequence in list(running.items()):
+                for sequence, talk in list(running.items()):
                     if sequence.error is not None:
                         raise sequence.error
-                    if talk.over:
-                        engine.cancel(sequence)
-                        del running[talk]
-                        if any(talk.answer):
-                            self._complete += len(talk.tokens)
-                            yield talk.conversation()
+                    if len(sequence.output.token_ids) == talk.turn:  # it is being read
+                        continue
+                    talk.append(sequence.output.token_ids[-1])
+                    if not self._turn_ends(talk):
+                        continue
+                    engine.cancel(sequence)
+                    del running[sequence]
+                    if not talk.over:
+                        running[engine.add(self._request(talk))] = talk
+                        continue
+                    if (done := done + 1) % self._slots == 0:
+                        engine.forget()  # what is kept of all conversations would fill the memory
+                    if any(talk.answer):
+                        self._complete += len(talk.tokens)
+                        yield talk.conversation()
                 self._fill(engine, running)
-                self._stepped(sum(len(talk.tokens) for talk in running))
+                self._stepped(sum(len(talk.tokens) for talk in running.values()))
         finally:
             engine.close()
 
-    def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
-        """Start conversations in all free slots, as long as they are needed."""
-        recipe = self._recipe
-        while (
-            len(running) < self._slots
-            and not self._enough(running)
-            and (talk := self._fresh()) is not None
-        ):
-            if len(talk.tokens) < recipe.length:
-                seed = self._random.getrandbits(63)
-                request = talk.request(
-                    self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size
-                )
-                running[talk] = engine.add(request)
+    def _request(self, talk: Talk) -> Request:
+        heat = talk.temperature if talk.answering else self._recipe.user_temperature
+        room, seed = self._recipe.length - len(talk.tokens), self._random.getrandbits(63)
+        params = SamplingParams(max_tokens=room, temperature=heat, seed=seed, ignore_eos=True)
+        sampler = Sampler(params, (), self._model.vocab_size)
+        return Request(talk.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
+
+    def _fill(self, engine: Engine, running: dict[SequenceState, Talk]) -> None:
+        while len(running) < self._slots and not self._enough(running.values()):
+            if (talk := self._fresh()) is None:
+                break
+            if len(talk.tokens) < self._recipe.length:
+                running[engine.add(self._request(talk))] = talk
 
     def _enough(self, running: Iterable[Talk]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.
@@ -281,47 +300,38 @@ class Writer:
         return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
-        return (
-            self._random.choice(self._openers)
-            if self._openers and self._random.random() < 0.5
-            else []
-        )
+        opens = self._openers and self._random.random() < 0.5
+        return self._random.choice(self._openers) if opens else []
 
-    def _turn(self, talk: Talk) -> None:
-        """Let the other speaker go on if a turn has ended, or end the conversation."""
-        recipe, last = self._recipe, talk.tokens[-1]
-        if len(talk.tokens) >= recipe.length:
-            talk.over = True
-        if talk.over or talk.known:
-            return
-        ended = talk.turn_tokens > 0 and last in self._stops
-        repeating = talk.repetition.run >= recipe.repetition
+    def _turn_ends(self, talk: Talk) -> bool:
+        """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
+        recipe, template = self._recipe, self._template
+        ended, talk.over = talk.tokens[-1] in self._stops, len(talk.tokens) >= recipe.length
+        repeating = talk.repeated >= recipe.repetition
+        if talk.over:
+            return True
         if talk.document:
-            talk.over = ended or repeating or talk.turn_tokens >= recipe.document
-            if talk.over and talk.turn_tokens > LEAST:
-                self._written.append(
-                    talk.tokens[
-                        len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended
-                    ]
-                )
+            talk.over = ended or repeating or talk.turn >= recipe.document
+            if talk.over and talk.turn > LEAST:
+                begin = len(template.raw) if template else 0
+                self._written.append(talk.tokens[begin : len(talk.tokens) - ended])
         elif talk.answering:
             if repeating or not ended:
                 talk.over = repeating
-                return
-            if talk.turn_tokens > LEAST:
-                self._answers.append(talk.tokens[-talk.turn_tokens : -1])
+                return repeating
+            if talk.turn > LEAST:
+                self._answers.append(talk.tokens[-talk.turn : -1])
             # Half of the conversations that have room go on.
-            if (
-                self._template is None
-                or len(talk.tokens) > recipe.length * 0.6
-                or self._random.random() < 0.5
-            ):
-                talk.over = True
-                return
-            self._hand_over(talk, self._template.again, self._opener())
-        elif ended or talk.turn_tokens >= recipe.question:
-            assert self._template is not None
-            self._hand_over(talk, self._template.reply)
+            full = template is None or len(talk.tokens) > recipe.length * 0.6
+            talk.over = full or self._random.random() < 0.5
+            if template is not None and not talk.over:
+                self._hand_over(talk, template.again, self._opener())
+            return True
+        elif ended or talk.turn >= recipe.question:
+            assert template is not None
+            self._hand_over(talk, template.reply)
+            return True
+        return talk.over
 
     def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
         """Give the turn to the other speaker, who begins with `words`.
@@ -329,5 +339,8 @@ class Writer:
         The template says `between` before them, whose first token may be there already.
         """
         known = between[:1] == talk.tokens[-1:]
-        talk.known = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
-        talk.answering, talk.turn_tokens = not talk.answering, 0
+        said = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
+        talk.tokens += said
+        talk.answer += [False] * len(said)
+        talk.answering, talk.turn = not talk.answering, 0
+        talk.over = len(talk.tokens) >= self._recipe.length

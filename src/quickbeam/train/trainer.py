@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 
 from quickbeam.drafters.block_model import BlockNetwork
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.train.block import (
     Blocks,
     Held,
@@ -74,13 +71,9 @@ def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
 class Trainer:
     """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
-    `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line a report),
-    and the drafter itself at every checkpoint. So a training that ended early leaves a drafter that
-    can be used. Until the end it also has hidden states of the text (`KeptStates`). `every`:
-    seconds between checkpoints, which is the most that is lost when the process is killed.
-    `report_every`: seconds between reports.
-
-    The text may grow meanwhile: each round over it takes what is there when it begins.
+    `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
+    seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text
+    (`KeptStates`). The text may grow meanwhile: each round takes what is there when it begins.
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
@@ -125,25 +118,14 @@ class Trainer:
                 one.load_state_dict(held)
             for name, value in state["counters"].items():
                 setattr(self, name, value)
-        except (
-            OSError,
-            RuntimeError,
-            KeyError,
-            ValueError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # of any kind, by what the file holds
             raise InvalidInput(
-                f"{self.checkpoint} is not of this training ({reason}): take "
-                "another --out, or delete it"
+                f"{self.checkpoint} is not of this training ({first_line(error)}): take another "
+                "--out, or delete it"
             ) from error
 
     def save(self) -> None:
-        """Write the checkpoint and the drafter, each completely or not at all.
-
-        Raises `QuickbeamError` if they can't be written.
-        """
+        """Write the checkpoint and the drafter, each completely or not at all."""
         names = ("step", "seen", "round", "batch", "conversations", "seconds")
         state = {
             "network": self.network.state_dict(),
@@ -151,19 +133,10 @@ class Trainer:
             "counters": {name: getattr(self, name) for name in names},
         }
         part = self.checkpoint.with_suffix(".part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(state, part)
-            os.replace(part, self.checkpoint)
-            self.network.save(self.folder)
-        # for a full disk, torch's writer raises RuntimeError and safetensors' SafetensorError
-        except (OSError, RuntimeError, SafetensorError) as error:
-            with suppress(OSError):
-                for left in self.folder.glob("*.part"):
-                    left.unlink()
-            raise QuickbeamError(
-                f"{self.folder}: the checkpoint can't be written ({error}); the last one stands"
-            ) from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, part)
+        os.replace(part, self.checkpoint)
+        self.network.save(self.folder)
 
     def _batches(self) -> Iterator[Batch]:
         """Yield batches with hidden states, from where the training stands.
@@ -173,7 +146,7 @@ class Trainer:
         while True:
             chosen = [i for i in split(self.shards)[0] if i < self.conversations]
             generator = torch.Generator().manual_seed(self.recipe.seed + self.round)
-            lengths = [self.shards.length(i) for i in chosen]
+            lengths = [len(self.shards[i].tokens) for i in chosen]
             order = spread_lengths(lengths, self.recipe.batch, generator)
             for number in range(self.batch, len(order)):
                 self.batch = number + 1
@@ -240,7 +213,7 @@ class Trainer:
             if count >= tokens:
                 break
             chosen.append(i)
-            count += self.shards.length(i)
+            count += len(self.shards[i].tokens)
         return hold_out(self.network, self.target, self.shards, chosen)
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:

@@ -19,13 +19,11 @@ ABSENT = -2  # in `Layout.cluster_of`: not in the layout
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The vocabulary in the order in which a drafter's head stores its rows.
+    """The vocabulary, of `vocab` tokens, in the order in which a drafter's head stores its rows.
 
-    - `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`. The frequent tokens come
-      first, then one cluster after another.
-    - `frequent`: how many frequent tokens there are.
+    - `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`. The `frequent` tokens
+      come first, then one cluster after another.
     - `size`: how many tokens a cluster has; only the last cluster may have fewer.
-    - `vocab`: how many tokens the vocabulary has.
 
     Raises `InvalidInput` for anything else.
     """
@@ -62,61 +60,38 @@ class Layout:
         clusters[rest] = torch.arange(len(rest)) // self.size
         return clusters
 
-    def tokens(self, cluster: int) -> torch.Tensor:
-        """Return the token ids of a cluster, `[size]` int64; the last cluster may have fewer.
+    def scored(self, clusters: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of the frequent block and of `clusters` `[k]`, one after another."""
+        places = self.frequent + clusters.cpu()[:, None] * self.size + torch.arange(self.size)
+        inside = places[places < len(self.order)]  # the last cluster may have fewer
+        return self.order[torch.cat([torch.arange(self.frequent), inside])]
 
-        Raises `IndexError` where there is no such cluster.
+    def within(self, size: int) -> tuple[Layout, int]:
+        """Return a layout of which `size` tokens are scored, and how many clusters these hold.
+
+        This is the layout itself where its frequent block and a cluster fit. Otherwise it has the
+        same clusters and only the first of the frequent tokens. Raises `InvalidInput` where there
+        are no clusters, or one alone is larger than `size`.
         """
-        if not 0 <= cluster < self.clusters:
-            raise IndexError(f"cluster {cluster} of {self.clusters}")
-        begin = self.frequent + cluster * self.size
-        return self.order[begin : begin + self.size]
-
-    def within(self, size: int) -> Layout:
-        """Return a layout whose frequent block and one cluster are together at most `size` tokens.
-
-        This is the layout itself where it fits. Otherwise it has the same clusters and only the
-        first of the frequent tokens. Raises `InvalidInput` where a cluster alone is larger than
-        `size`.
-        """
-        if self.frequent + self.size <= size or not self.clusters:
-            return self
-        if size < self.size:
+        if not self.clusters or size < self.size:
             raise InvalidInput(
-                f"a shortlist of {size} tokens: must be at least {self.size}, a cluster's"
+                f"a shortlist of {size} tokens: must be at least {self.size}, a cluster's, of "
+                f"{self.clusters}"
             )
+        if size >= len(self.order):
+            return self, self.clusters
+        if self.frequent + self.size <= size:
+            return self, (size - self.frequent) // self.size
         kept = size - self.size
-        return Layout(
-            torch.cat([self.order[:kept], self.order[self.frequent :]]), kept, self.size, self.vocab
-        )
-
-    def room(self, share: int) -> int:
-        """Return how many clusters a shortlist of `share` tokens has room for.
-
-        The frequent tokens count, those of the context don't. Raises `InvalidInput` where the
-        layout has no clusters or `share` leaves no room for one.
-        """
-        if not self.clusters:
-            raise InvalidInput("this layout has no clusters to choose from")
-        whole, smallest = len(self.order), self.frequent + self.size
-        if share < min(smallest, whole):
-            raise InvalidInput(
-                f"a shortlist of {share} tokens: must be at least {smallest} "
-                f"({self.frequent} frequent ones and a cluster of {self.size})"
-            )
-        return self.clusters if share >= whole else (share - self.frequent) // self.size
+        order = torch.cat([self.order[:kept], self.order[self.frequent :]])
+        return Layout(order, kept, self.size, self.vocab), 1
 
     @staticmethod
     def by_frequency(ranking: torch.Tensor, size: int, vocab: int) -> Layout:
         """Return a layout of the first `size` tokens of `ranking`, without clusters.
 
         This is FR-Spec's shortlist (2502.14856). If `ranking` is shorter, the layout has all of it.
-        Raises `InvalidInput` for a size below 1.
         """
-        if size < 1:
-            raise InvalidInput(
-                f"a shortlist of the {size} most frequent tokens: must be at least 1"
-            )
         order = ranking[:size].clone()
         return Layout(order, len(order), size, vocab)
 
@@ -138,11 +113,8 @@ def require_distinct(ids: torch.Tensor, vocab: int, what: str) -> None:
 
     `what`: what the error message calls them.
     """
-    if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device.type != "cpu":
-        raise InvalidInput(
-            f"{what}: must be int64 [m] on the CPU, is {ids.dtype} "
-            f"{list(ids.shape)} on {ids.device}"
-        )
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise InvalidInput(f"{what}: must be int64 [m], is {ids.dtype} {list(ids.shape)}")
     outside = ids[(ids < 0) | (ids >= vocab)]
     if len(outside):
         raise InvalidInput(

@@ -1,21 +1,66 @@
-"""The router and the head over blocks of a layout, in the native kernels."""
+"""The router (DynaSpec, 2510.13847) and, in the native kernels, the head over blocks of a layout.
+
+The router runs before the drafter's layer has run.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.router import EPS, Router
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packer
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The shape of a router."""
+
+    hidden_size: int
+    embed_size: int
+    width: int
+    clusters: int
+
+
+class Router(nn.Module):
+    """A two-layer MLP that gives each cluster a score.
+
+    It reads what goes into the drafter's layer: the hidden state of the row before, and the
+    embedding of the token. Each of these is RMS-normed, without weights. `forward` is the plain
+    product; `NativeRouter` is the same in the native kernels.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.up = nn.Linear(config.hidden_size + config.embed_size, config.width)
+        self.down = nn.Linear(config.width, config.clusters)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the scores `[..., clusters]` as float32 logits.
+
+        `hidden`: `[..., hidden_size]`. `embedded`: `[..., embed_size]`.
+        """
+        x = normed(hidden, embedded).to(self.up.weight.dtype)
+        return self.down(F.silu(self.up(x))).float()  # type: ignore[no-any-return]
+
+
+def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """Return both inputs concatenated, each divided by its root mean square, in float32."""
+    parts = [F.rms_norm(part.float(), (part.shape[-1],), eps=EPS) for part in (hidden, embedded)]
+    return torch.cat(parts, -1)
 
 
 class NativeRouter:
@@ -142,16 +187,13 @@ class NativeRows:
         self._format = one.format
         self._data = torch.empty(0, one.data.numel(), dtype=one.data.dtype)
 
-    def reserve(self, size: int) -> None:
-        """Make room for `size` rows, keeping those that are there."""
-        if size > len(self._data) * BLOCK:
+    def write(self, first: int, tokens: torch.Tensor) -> None:
+        """Copy the rows of `tokens` into the places from `first` on."""
+        if (size := first + len(tokens)) > len(self._data) * BLOCK:
             blocks = max(-(-size // BLOCK), 2 * len(self._data))
             data = torch.zeros(blocks, self._data.shape[1], dtype=self._data.dtype)
             data[: len(self._data)] = self._data
             self._data = data
-
-    def write(self, first: int, tokens: torch.Tensor) -> None:
-        """Copy the rows of `tokens` into the places from `first` on."""
         places = tokens.data_ptr(), len(tokens), first
         self._kernels.put(
             self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr()
@@ -159,5 +201,5 @@ class NativeRows:
 
     @property
     def address(self) -> int:
-        """The address of the rows. `reserve` may move them."""
+        """The address of the rows, which `write` may move."""
         return self._data.data_ptr()

@@ -6,59 +6,107 @@ This is the frequent block, clusters that a router chose, and tokens of the cont
 from __future__ import annotations
 
 import copy
-import importlib.util
-import logging
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from quickbeam.drafters.shortlist.context import ContextTokens
-from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores
+from quickbeam.drafters.folder import write_folder
+from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores, require_distinct
 from quickbeam.drafters.shortlist.native import (
     NativeBlocks,
     NativeRouter,
     NativeRows,
     Prepared,
+    Router,
+    RouterConfig,
     rows_format,
 )
-from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import inference
 from quickbeam.models.native.library import Kernels, kernels
 
-if TYPE_CHECKING:
-    from quickbeam.drafters.shortlist.fused import FusedHead
+TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
+PREFIX = "router."
+WINDOW = 3072
+# A full window drops one token in `SPARE` at once, so that it is rebuilt only after that many new
+# tokens.
+SPARE = 4
 
-logger = logging.getLogger(__name__)
+
+class ContextTokens:
+    """Tokens that are in the context or that other sources proposed (NanoSpec).
+
+    - `window`: the most distinct tokens that are kept. If more come, the quarter of the window that
+      was seen least recently is dropped. Tokens to `skip` are never kept.
+    - `rows`: where the native kernels keep these tokens' rows of the head, in the same order.
+    - `tokens`: `[m]` int64, distinct, `m <= window`. `version`: changes whenever they do.
+
+    Raises `InvalidInput` for a window below 1.
+    """
+
+    def __init__(
+        self,
+        window: int = WINDOW,
+        skip: Collection[int] = (),
+        rows: NativeRows | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if window < 1:
+            raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
+        self.window, self.rows, self.version, self._skip = window, rows, 0, skip
+        # by token: its place in `tokens`; the least recently seen token first
+        self._place: dict[int, int] = {}
+        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
+
+    @inference
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read more tokens, the newest last."""
+        recent = [token for token in dict.fromkeys(reversed(tokens)) if token not in self._skip]
+        recent = recent[: self.window][::-1]
+        for token in recent:
+            self._place[token] = self._place.pop(token, -1)
+        if len(self._place) > self.window:
+            self._drop(max(len(recent), self.window - self.window // SPARE))
+        self._append([token for token in recent if self._place[token] < 0])
+
+    def _drop(self, keep: int) -> None:
+        """Drop all but the `keep` most recently seen tokens, and move the others to the front."""
+        for token in list(self._place)[:-keep]:
+            del self._place[token]
+        kept = sorted((place, token) for token, place in self._place.items() if place >= 0)
+        self.tokens = self.tokens[:0]
+        self._append([token for _, token in kept])
+
+    def _append(self, tokens: list[int]) -> None:
+        if not tokens:
+            return
+        first, ids = len(self.tokens), torch.tensor(tokens, device=self.tokens.device)
+        self.tokens, self.version = torch.cat([self.tokens, ids]), self.version + 1
+        self._place.update(zip(tokens, range(first, len(self.tokens)), strict=True))
+        if self.rows is not None:
+            self.rows.write(first, ids)
 
 
 class Shortlist:
-    """What a drafter's head scores.
-
-    It consists of any of the frequent block, clusters chosen by a router, and tokens of the
-    context. All sequences share it; `begin` returns what belongs to one of them.
+    """What a drafter's head scores. All sequences share it; `begin` returns what one of them adds.
 
     - `weight`: `[vocab, d]`, the drafter's head in the order of token ids. bfloat16 on a CPU is
-      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`). On CUDA
-      one Triton kernel scores all blocks where Triton is installed (`fused.py`).
+      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`).
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
-    - `router`: chooses the clusters of a call. Without one no cluster is scored.
-    - `chosen`: how many clusters a call scores.
-    - `deepest`: if all nodes of a call are deeper in the tree than this, the router is not asked,
-      and the call scores what the call before it did. With 0, it is asked for the root alone.
-    - `window`: the most tokens of the context that are scored; None: the context counts for
-      nothing.
+    - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
+    - `window`: the most tokens of the context that are scored; None: none are.
 
-    The interface is small. A drafter asks `routes` whether a call needs the router, runs `router`
-    or `native_router` and gives its scores to `choose` for the call's clusters, an int64 tensor
-    `[k]`, and then asks `ShortlistState.score` for the logits of what its layer gives. Routing is
-    deterministic and looks at nothing that is drawn later, so the shortlist is known before any
-    token is drawn from it. The caller's distributions are softmaxes over the columns.
+    A drafter runs `router` or `native_router` in each call, gives its scores to `choose`, and has
+    `ShortlistState.score` compute logits. Nothing here looks at what is drawn later, so the
+    shortlist is known before any token is drawn from it.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -70,7 +118,6 @@ class Shortlist:
         *,
         router: Router | None = None,
         chosen: int = 0,
-        deepest: int = 0,
         window: int | None = None,
     ) -> None:
         if weight.dim() != 2 or len(weight) != layout.vocab:
@@ -81,16 +128,13 @@ class Shortlist:
             raise InvalidInput(
                 "this shortlist is empty: it needs frequent tokens, a router or the context"
             )
-        self.layout, self.deepest, self._window = layout, deepest, window
+        self.layout, self._window = layout, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
-        self._kernels = _kernels_for(weight)
+        self._kernels = usable_kernels(weight)
         if self._kernels is not None:
             self._format = rows_format(weight)
             self.native = NativeBlocks(self.weight, layout, self._kernels, self._format)
-        self.fused = (
-            None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
-        )
         if router is not None:
             self.router = copy.deepcopy(router).to(weight.device, weight.dtype)
             if self._kernels is not None:
@@ -117,27 +161,14 @@ class Shortlist:
             context.extend(ids)
         return ShortlistState(self, context)
 
-    def routes(self, depths: Sequence[int], above: torch.Tensor | None = None) -> bool:
-        """Whether a call on nodes of these depths asks the router.
-
-        `above`: the clusters of the tree's last call. If all nodes of this call are below
-        `deepest`, it keeps them.
-        """
-        return self.router is not None and (above is None or min(depths) <= self.deepest)
-
-    def kept(self, above: torch.Tensor | None) -> torch.Tensor:
-        """Return the clusters of a call that does not ask the router."""
-        return self.none if above is None else above
-
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the clusters of a call, `[k]` ascending, from the router's scores `[n, clusters]`.
 
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
         of the call: that many of them are expected to need it. The best `chosen` are scored; a
-        score that is NaN has probability 0. So a node that needs one
-        cluster for certain leaves room to one that needs many, and a call with few nodes has more
-        room for each. DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead;
-        its formula is not published in what we could read.
+        score that is NaN has probability 0. So a call with few nodes has more room for each.
+        DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead; its formula is
+        not published.
         """
         probs = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
         worth = probs.nan_to_num(0.0).sum(0)
@@ -156,15 +187,9 @@ class Shortlist:
         count += len(beside) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
-        if self.fused is not None:
-            bias = beside.new_zeros(len(beside), dtype=self.weight.dtype)
-            bias.masked_fill_(repeated, -torch.inf)
-            return Prepared(np.empty(0, np.int64), beside, bias), count
         if self.native is None:
-            parts = [layout.tokens(cluster) for cluster in clusters.tolist()]
-            tokens = torch.cat([layout.order[: layout.frequent], *parts]).to(beside.device)
-            every = torch.cat([tokens, beside[~repeated]])
-            return Prepared(np.empty(0, np.int64), every, None), count
+            tokens = torch.cat([layout.scored(clusters).to(beside.device), beside[~repeated]])
+            return Prepared(np.empty(0, np.int64), tokens, None), count
         prepared = self.native.prepare(clusters)
         if len(beside):  # rows of repeated tokens lie among the others
             bias = torch.zeros(len(beside)).masked_fill_(repeated, -torch.inf)
@@ -208,39 +233,97 @@ class ShortlistState:
             self._last = (clusters, version, *self.shared.prepare(clusters, beside))
         prepared, count = self._last[2:]
         self.scored += count
-        if self.shared.fused is not None:
-            scores, tokens = self.shared.fused(feature, clusters), prepared.tokens
-            if not len(tokens):
-                return scores
-            beside = F.linear(feature, self.shared.weight[tokens], prepared.bias)
-            both = torch.cat([scores.logits, beside], 1), torch.cat([scores.tokens, tokens])
-            return Scores(*both)
         if self.shared.native is None:
             return Scores(F.linear(feature, self.shared.weight[prepared.tokens]), prepared.tokens)
         rows = None if self.context is None else self.context.rows
         return Scores(self.shared.native.score(feature, prepared, rows), prepared.tokens)
 
-    def holds(self, token: int, clusters: torch.Tensor) -> bool:
-        """Whether `score` scores this token, with the context as it is now."""
-        cluster = int(self.shared.layout.cluster_of[token])
-        if cluster == FREQUENT or bool((clusters == cluster).any()):
-            return True
-        return self.context is not None and token in self.context
 
-
-def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
-    """Return the kernel that copies no rows: on CUDA, or in Triton's interpreter."""
-    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        logger.info("the drafter's head gathers rows: install triton for the fused kernel")
-        return None
-    from quickbeam.drafters.shortlist.fused import FusedHead  # Triton is imported only here
-
-    return FusedHead(weight, layout, most)
-
-
-def _kernels_for(weight: torch.Tensor) -> Kernels | None:
-    """Return the native kernels if they can multiply with this weight."""
+def usable_kernels(weight: torch.Tensor) -> Kernels | None:
+    """Return the native kernels if they can multiply with this head."""
     plain = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     return kernels() if plain and weight.shape[1] % 2 == 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class Artefact:
+    """A trained shortlist, as it is stored in a folder.
+
+    - `layout`: the frequent tokens and the clusters. `router`: over these, or None.
+    - `ranking`: `[vocab]` int64, all tokens by falling frequency in the training text.
+
+    Raises `InvalidInput` where the parts don't fit one another.
+    """
+
+    layout: Layout
+    ranking: torch.Tensor
+    router: Router | None = None
+
+    def __post_init__(self) -> None:
+        require_distinct(self.ranking, self.layout.vocab, "the ranking")
+        if len(self.ranking) != self.layout.vocab:
+            raise InvalidInput(
+                f"the ranking holds {len(self.ranking)} tokens: must be all "
+                f"{self.layout.vocab} of the layout's vocabulary"
+            )
+        if self.router is not None and self.router.config.clusters != self.layout.clusters:
+            raise InvalidInput(
+                f"the router scores {self.router.config.clusters} clusters, the "
+                f"layout has {self.layout.clusters}"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write `shortlist.safetensors` and `shortlist.json`, each complete or not at all.
+
+        Token ids are stored as int32, the router in bfloat16.
+        """
+        tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
+        if self.router is not None:
+            tensors |= {PREFIX + name: one for name, one in self.router.state_dict().items()}
+        record = {
+            "frequent": self.layout.frequent,
+            "size": self.layout.size,
+            "vocab": self.layout.vocab,
+            "router": None if self.router is None else asdict(self.router.config),
+        }
+        write_folder(folder, record, tensors, torch.bfloat16, (FIELDS, TENSORS))
+
+    @staticmethod
+    def load(folder: Path) -> Artefact:
+        """Load what `save` wrote. The router is in float32, on the CPU.
+
+        Raises `InvalidInput` naming what is missing or does not fit.
+        """
+        router = None
+        try:
+            record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
+            tensors = load_file(folder / TENSORS)
+            sizes = (int(record[name]) for name in ("frequent", "size", "vocab"))
+            layout = Layout(tensors["order"].long(), *sizes)
+            if record["router"] is not None:
+                with torch.device("meta"):  # makes no random weights that would be thrown away
+                    router = Router(RouterConfig(**record["router"]))
+                state = {k.removeprefix(PREFIX): v.float() for k, v in tensors.items()}
+                state = {name: state[name] for name in router.state_dict()}
+                router.load_state_dict(state, assign=True)
+                router.eval()
+            return Artefact(layout, tensors["ranking"].long(), router)
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:
+            raise InvalidInput(
+                f"{folder} holds no whole shortlist ({FIELDS}, {TENSORS}): {error!r}"
+            ) from error
+
+    @staticmethod
+    def there(folder: Path) -> bool:
+        """Whether `folder` holds the files of a shortlist.
+
+        They may still be broken; `load` checks that.
+        """
+        return all((folder / name).is_file() for name in (FIELDS, TENSORS))

@@ -16,6 +16,7 @@ itself (`hatch_build.py`).
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -30,6 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # libraries that a wheel brings
 CPUINFO = Path("/proc/cpuinfo")
+ROOM = 16 << 20  # bytes that compiling a library may take; the last step would miss them
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -236,6 +238,8 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
     if command is None:
         raise no_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(path.parent).free < ROOM:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
         for step in commands(command, name, extra, part, result):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from ctypes import addressof, c_double, c_int64
 
 import numpy as np
@@ -14,13 +15,10 @@ from quickbeam.noise import (
     CUT,
     HELD,
     Array,
-    Chooser,
     Noise,
     Numbers,
     Peaks,
-    Places,
     Row,
-    Wanted,
 )
 
 
@@ -63,16 +61,9 @@ class NativeNoise(Noise):
         return every[: held.chunks], every[2 * held.chunks :].view(np.int64)
 
     def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
-        return self.chooser(scores[None], scale)(0, position)
-
-    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
-        rows, luck, find = laid(rows, torch.float32), self._luck, self._kernels.largest
-        at, vocab = rows.data_ptr(), rows.shape[1]
-
-        def choose(row: int, position: int, _: torch.Tensor = rows) -> int:  # which stays alive
-            return int(find(at + 4 * vocab * row, vocab, luck(position), scale))
-
-        return choose
+        scores = laid(scores, torch.float32)
+        luck = self._luck(position)
+        return int(self._kernels.largest(scores.data_ptr(), scores.shape[0], luck, scale))
 
     def _luck(self, position: int) -> Luck:
         """Return the largest numbers of a place, computed unless they are kept.
@@ -89,17 +80,24 @@ class NativeNoise(Noise):
         return found.luck
 
     def perturb(
-        self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
+        self,
+        rows: Numbers,
+        tokens: Numbers | None,
+        positions: Sequence[int],
+        least: Sequence[float],
+        floors: Sequence[float],
+        temperature: float,
+        most: int,
     ) -> list[Row]:
-        found, most = list[Row](), wanted.most
+        found = list[Row]()
         name, chance = (c_int64 * most)(), (c_double * most)()
         rows, names = laid(rows, torch.float32), None
         if tokens is not None:
             tokens = laid(tokens, torch.int64)
             names = tokens.data_ptr()
-        at, size, heat = rows.data_ptr(), rows.shape[1], wanted.temperature
-        for position, least, floor in zip(*places, strict=True):
-            place = self._luck(position), least, floor, heat, max(CUT, floor / 4)
+        at, size = rows.data_ptr(), rows.shape[1]
+        for position, low, floor in zip(positions, least, floors, strict=True):
+            place = self._luck(position), low, floor, temperature, max(CUT, floor / 4)
             kept = self._kernels.perturb(at, size, names, *place, most, name, chance)
             found.append((name[:kept], chance[:kept]))
             at += 4 * size

@@ -95,6 +95,14 @@ constexpr int MOST_ROWS = 6, MOST_BLOCKS = 4;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
+// How many blocks of a weight rows of one part go through side by side. They wait for memory, and on processors with fast products that is
+// read fastest as one stream.
+#if defined(QB_DOT) && defined(QB_ZMM)
+constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1};
+#else
+constexpr const int* WIDEST_ALONE = WIDEST;
+#endif
+
 template <class W, int R>
 static Tile<W> tile_of(int blocks) {
   switch (blocks) {
@@ -293,7 +301,8 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
     };
-    walk_panels(Parts(n, MOST_ROWS), WIDEST, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
+    const Parts parts(n, MOST_ROWS);
+    walk_panels(parts, parts.count == 1 ? WIDEST_ALONE : WIDEST, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
   }
 }
 

@@ -125,7 +125,7 @@ using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, con
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_VNNI
 constexpr int MOST_QUANTISED = 8;
-constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 4, 4, 2, 2, 2, 2, 2, 2};
+constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 1, 1, 1, 2, 2, 2, 2, 2};
 #else
 constexpr int MOST_QUANTISED = 5;
 constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1, 1};

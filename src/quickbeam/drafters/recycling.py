@@ -1,0 +1,124 @@
+"""Token Recycling (2408.08696) as a drafter: what the target said after a token the last time.
+
+Each row of a pass tells which tokens are likely after the row's own. The paper keeps them, whether
+the row was accepted or not, and drafts from them when the token comes again. Here they are kept for
+the last two tokens as well, which are asked first, and with their probabilities, so that the search
+of `auto` and the noise of sampling (`methods/children.py`) treat them as any drafter's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs, DraftRequest
+from quickbeam.drafters.largest import largest
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.texts import TENANTS
+from quickbeam.tree import TokenTree
+
+KEPT = 12  # tokens of a row
+ROWS = 1 << 16  # rows of one tenant
+PAIR, SINGLE = 1.0, 0.6  # confidence, by which acceptance is learned apart
+
+
+class Successors:
+    """The likeliest tokens after the latest `rows` rows, by their last two tokens and their last.
+
+    A new row takes the place of the oldest one.
+    """
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self._at: dict[int, int] = {}  # the latest row of a key
+        self._keys = [(-1, -1)] * rows
+        self._tokens = np.zeros((rows, KEPT), np.int64)
+        self._probs = np.zeros((rows, KEPT), np.float32)
+        self._next = 0
+
+    @staticmethod
+    def _pair(before: int, token: int) -> int:
+        return (before + 1) << 32 | token  # a token alone is its own key
+
+    def put(self, before: int, token: int, tokens: Sequence[int], logits: Sequence[float]) -> None:
+        """Keep the likeliest `tokens` after `token`, which followed `before`, and their logits."""
+        at, keys = self._next, (self._pair(before, token), token)
+        self._next = (at + 1) % len(self._keys)
+        for old in self._keys[at]:
+            if self._at.get(old) == at:
+                del self._at[old]
+        self._keys[at] = keys
+        self._at.update(dict.fromkeys(keys, at))
+        probs = np.exp(np.asarray(logits, np.float32) - logits[0])
+        self._tokens[at, : len(tokens)], self._probs[at] = tokens, 0.0
+        self._probs[at, : len(tokens)] = probs / probs.sum()
+
+    def after(self, before: int, token: int) -> tuple[int, float] | None:
+        """Return the number of the row to draft from and its confidence; None without one."""
+        if (at := self._at.get(self._pair(before, token))) is not None:
+            return at, PAIR
+        at = self._at.get(token)
+        return None if at is None else (at, SINGLE)
+
+    def row(self, at: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a row's tokens and probabilities, `[KEPT]` each."""
+        return self._tokens[at], self._probs[at]
+
+
+class TokenRecycling(Drafter):
+    """Drafts what the target found likely after the same tokens, in any answer of the same tenant.
+
+    It has no weights, and keeps nothing of a sequence.
+    """
+
+    name = "recycling"
+    one_call = True
+
+    def __init__(self) -> None:
+        self._known = OrderedDict[Hashable, Successors]()
+
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+        return DrafterState()
+
+    def _of(self, tenant: Hashable) -> Successors:
+        if tenant not in self._known:
+            while len(self._known) >= TENANTS:
+                self._known.popitem(last=False)
+            self._known[tenant] = Successors()
+        self._known.move_to_end(tenant)
+        return self._known[tenant]
+
+    def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
+        known = self._of(context.tenant)
+        for node, (tokens, values) in enumerate(largest(logits, KEPT)):
+            if tokens and np.isfinite(values[0]):
+                known.put(_before(context, tree, node), tree.token[node], tokens, values)
+
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+        return [self._one(one) for one in requests]
+
+    def _one(self, request: DraftRequest) -> DraftProbs:
+        context, tree, nodes, _ = request
+        known, count = self._of(context.tenant), len(nodes)
+        tokens = np.zeros((count, KEPT), np.int64)
+        values = np.zeros((count, count, KEPT), np.float32)  # each row has columns of its own
+        confidence = [0.0] * count
+        for i, node in enumerate(nodes):
+            if found := known.after(_before(context, tree, node), tree.token[node]):
+                at, confidence[i] = found
+                tokens[i], values[i, i] = known.row(at)
+        probs = torch.from_numpy(values.reshape(count, -1))
+        if context.draft_temperature != 1:
+            probs = probs.pow(1 / max(context.draft_temperature, 1e-3))
+            probs /= probs.sum(-1, keepdim=True).clamp(min=1e-30)
+        vocab = len(context.logits)
+        return DraftProbs(probs, torch.from_numpy(tokens.ravel()), vocab, confidence=confidence)
+
+
+def _before(context: Context, tree: TokenTree, node: int) -> int:
+    """Return the token before a node, -1 where there is none."""
+    if node:
+        return tree.token[tree.parent[node]]
+    return context.ids[-2] if len(context.ids) > 1 else -1

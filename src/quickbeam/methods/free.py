@@ -1,0 +1,138 @@
+"""Candidates that take no call of a drafter: what the text repeats, how finished texts went on, and
+what the last logits nearly chose.
+
+They compete in one best-first search, by acceptance rates that are learned for each kind. N-grams
+are the source of prompt lookup and of LogitSpec (2507.01449, §3), the last logits are LogitSpec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from quickbeam.drafters.base import GRAMMAR, Context
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
+from quickbeam.methods.acceptance import (
+    GUESSED,
+    REMEMBERED,
+    REPEATED,
+    AcceptanceModel,
+    elsewhere,
+)
+from quickbeam.methods.base import Growth, without_calls
+from quickbeam.methods.search import Candidate, Search, observe
+
+LONGEST = 16  # the most tokens of a continuation
+FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
+SURE = 2  # the fewest matching tokens for a guessed path to be continued from the text
+GUESSES = 8  # how many of the best last logits may be guesses
+
+
+class FreeCandidates:
+    """Enters the candidates of one tree that take no call of the drafter, from these sources."""
+
+    def __init__(
+        self,
+        context: Context,
+        last_logits: LastLogits | None = None,
+        answers: Answers | None = None,
+    ) -> None:
+        self._index: NgramIndex = context.states[Ngram.name]
+        self._last_logits, self._answers = last_logits, answers
+        # candidates whose continuation was looked for, or that belong to one
+        self._matched = set[int]()
+
+    def propose(self, search: Search) -> None:
+        """Enter continuations of the text below the root, or below new paths, and guesses."""
+        index = self._index
+        if not self._matched:
+            self._matched.add(search.root.number)
+            longest = FARTHER if search.wide else LONGEST
+            if match := index.match(self._tail(search, search.root)):
+                tokens = index.continuation(match, longest)
+                self._continue(search, search.root, tokens, index.extent(match, LONGEST))
+            self._remember(search, search.root, longest)
+            self._guess(search)
+            search.rank()
+        for one in [one for one in search.best if one.number not in self._matched]:
+            self._matched.add(one.number)
+            tail = self._tail(search, one)
+            if match := index.match(tail, SURE):
+                beyond = tail[-min(one.depth, len(tail)) :]
+                tokens = index.continuation(match, LONGEST, beyond)
+                self._continue(search, one, tokens, match.length)
+            self._remember(search, one, LONGEST)
+        search.rank()
+
+    def _tail(self, search: Search, one: Candidate) -> tuple[int, ...]:
+        """Return the last tokens of the text that ends with `one`, as many as the longest n-gram
+        has."""
+        most = self._index.max_n
+        return (*search.context.ids[-most:], *one.path)[-most:]
+
+    def _remember(self, search: Search, one: Candidate, longest: int) -> None:
+        """Enter what followed the text that ends with `one` in another text."""
+        context = search.context
+        match = self._answers.match(context, one.path) if self._answers else None
+        if match and context.texts is not None:
+            tokens = context.texts.continuation(match, longest)
+            self._continue(search, one, tokens, match.length, Answers.name, REMEMBERED)
+
+    def _continue(
+        self,
+        search: Search,
+        one: Candidate,
+        tokens: Sequence[int],
+        length: int,
+        source: str = Ngram.name,
+        kind: str = REPEATED,
+    ) -> None:
+        """Enter `tokens` as a path below `one`, up to the first that can't get in.
+
+        `length`: how many tokens of repetition end with `one`.
+        """
+        worst, context = search.worst, search.context
+        tokens = context.within(one.path, tokens[: search.max_depth - one.depth])
+        for i, token in enumerate(tokens):
+            if token in one.children:  # another source says the same so far
+                one = one.children[token]
+                continue
+            forced = context.forced(one.path) == token
+            evidence = () if forced else (elsewhere(kind, length + i),)
+            rate = 1.0 if forced else search.model.rate(*evidence)
+            # what other guesses leave
+            rate *= 1 - sum(child.rate for child in one.children.values())
+            value = one.value * rate
+            if value <= worst or search.below_cost(value, one.depth + 1):
+                break
+            one = search.enter(one, token, GRAMMAR if forced else source, rate, evidence)
+            self._matched.add(one.number)
+
+    def _guess(self, search: Search) -> None:
+        """Enter what the last logits nearly chose below the root."""
+        left = 1 - sum(child.rate for child in search.root.children.values())
+        best = left * search.model.rate(elsewhere(GUESSED, 1))
+        if (
+            self._last_logits is None
+            or best <= search.worst
+            or search.below_cost(best, 1)
+            or search.context.forced(()) is not None
+        ):
+            return
+        for rank, token in self._last_logits.ranked(search.context, GUESSES):
+            evidence = elsewhere(GUESSED, rank)
+            rate = left * search.model.rate(evidence)
+            if rate <= search.worst or search.below_cost(rate, 1):
+                break
+            if token not in search.root.children:
+                search.enter(search.root, token, LastLogits.name, rate, (evidence,))
+
+
+def free_tree(
+    context: Context, budget: int, max_depth: int, model: AcceptanceModel, free: FreeCandidates
+) -> Growth:
+    """Return the growth of the tree of free candidates alone that are worth their marginal cost."""
+    search = Search(None, context, budget - 1, max_depth, model)
+    free.propose(search)
+    return without_calls(search.tree(), partial(observe, search))
