@@ -221,66 +221,56 @@ class Scheduler:
         If the pool runs short, trees shrink to their roots. If that is not enough, the latest
         sequences are preempted.
         """
-        pool = self.pool
-        if pool.limit is None:
+        if self._has_room(ready):
             return ready
-        while True:
-            missing = sum(
-                one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in ready
-            )
-            while missing > (pool.free or 0) and pool.spare():
-                pass
-            # `free` is negative where the limit was lowered meanwhile
-            if missing <= max(0, pool.free or 0):
-                return ready
-            wide = [
-                i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1
-            ]
-            if wide:
-                i = max(wide, key=lambda i: ready[i].sequence.arrival)
-                one = ready[i]
-                assert isinstance(one.part, Draft)
-                ready[i] = one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
-                continue
-            idle = [one for one in self.active if all(one is not other.sequence for other in ready)]
-            last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
+        ready = [
+            one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
+            if isinstance(one.part, Draft)
+            else one
+            for one in ready
+        ]
+        while not self._has_room(ready):
+            last = self.active[-1]
             if len(self.active) == 1:
-                fail(
-                    last,
-                    NoRoom(
-                        f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"
-                    ),
-                )
+                pages = f"all {self.pool.limit} pages of keys and values are taken"
+                fail(last, NoRoom(f"{pages}: raise --kv-memory"))
                 return []
             self.prefixes.remember(last, last.read)
             self.preempt(last)
             ready = [one for one in ready if one.sequence is not last]
+        return ready
+
+    def _has_room(self, ready: Sequence[Ready]) -> bool:
+        """Whether the parts fit, once what nobody holds is given up for them."""
+        pool = self.pool
+        if pool.limit is None:
+            return True
+        missing = sum(
+            one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in ready
+        )
+        while missing > (pool.free or 0) and pool.spare():
+            pass
+        # `free` is negative where the limit was lowered meanwhile
+        return missing <= max(0, pool.free or 0)
 
     def to_read(self) -> list[Ready]:
-        """Return the sequences whose text is read in this step, each with the part that is read."""
+        """Return the sequences whose text is read in this step, each with the part that is read.
+
+        Where sequences run, or tenants may ask at any time, the passes over texts are short.
+        """
         reading = [one for one in self.active if one.unread]
-        if not reading:
-            return []
-        running = len(reading) < len(self.active)
-        room = self.model.beside if running else self._room(reading)
+        tenants = {one.request.tenant for one in reading}
+        room = self.model.chunk
+        if len(reading) < len(self.active) or len(tenants) > 1:
+            room = self.model.beside
+        elif tenants != {None}:
+            room = min(room, 2 * self.model.beside)
         counts = shares([one.unread for one in reading], room)
         return [
             Ready(one, self._text(one, count))
             for one, count in zip(reading, counts, strict=True)
             if count
         ]
-
-    def _room(self, reading: Sequence[SequenceState]) -> int:
-        """Return how many tokens of texts a step reads where nothing else runs.
-
-        The passes over a tenant's text are short, since another's request may come at any time.
-        """
-        tenants = {one.request.tenant for one in reading}
-        if tenants == {None}:
-            return self.model.chunk
-        return (
-            self.model.beside if len(tenants) > 1 else min(self.model.chunk, 2 * self.model.beside)
-        )
 
     def _text(self, sequence: SequenceState, count: int) -> Part:
         """Return the next `count` tokens to be read, as a part of a pass."""

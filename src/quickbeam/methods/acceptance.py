@@ -125,29 +125,16 @@ class AcceptanceModel:
             self._sums[group] = keep * before + accepted, keep * expected + usual
 
 
-class Calibration:
-    """How many tokens are accepted for each one that trees expect. Drafters are not calibrated.
-
-    A tree expects the sum of its nodes' estimated probabilities. Both are fading sums, and so are
-    the nodes that calls added, and the summed probability of being reached of the nodes that the
-    drafter was asked about.
-    """
+class CallYield:
+    """What calls of the drafter bring: fading sums over verified trees."""
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
     TRUST = 4.0  # how many trees the first guess counts for
     ADDED = 2  # about how many nodes a tree gains by asking about one node: at first, and at most
-    # Tokens that are added to both sums and never fade. The quotient stays a positive number even
-    # if nothing was expected or accepted for long.
-    LEAST = 1e-3
 
     def __init__(self) -> None:
-        self._accepted, self._expected, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
+        self._accepted, self._asked = 0.6 * self.TRUST, self.TRUST
         self._added = self.ADDED * self.TRUST
-
-    @property
-    def accepted_per_expected(self) -> float:
-        """Accepted tokens for each expected one."""
-        return (self._accepted + self.LEAST) / (self._expected + self.LEAST)
 
     @property
     def accepted_per_asked(self) -> float:
@@ -163,14 +150,13 @@ class Calibration:
         """
         return min(self.ADDED, self._added / self._asked)
 
-    def observe(self, accepted: int, expected: float, asked: float, added: int) -> None:
-        """Record a verified tree.
+    def observe(self, accepted: int, asked: float, added: int) -> None:
+        """Record a verified tree: `accepted` tokens on `added` nodes.
 
-        `accepted` tokens were accepted of `expected` ones, on `added` nodes. `asked` is the summed
-        probability of being reached of the nodes that the drafter was asked about.
+        `asked`: the summed probability of being reached of the nodes that the drafter was asked
+        about.
         """
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted
-        self._expected = keep * self._expected + expected
         self._asked = keep * self._asked + asked
         self._added = keep * self._added + added

@@ -10,7 +10,7 @@ from __future__ import annotations
 from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
-from quickbeam.methods.acceptance import AcceptanceModel, Calibration
+from quickbeam.methods.acceptance import AcceptanceModel, CallYield
 from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.methods.free import FreeCandidates
 from quickbeam.methods.search import Search, best_first
@@ -31,12 +31,11 @@ class Auto(Method):
     ) -> None:
         self.drafter, self.last_logits, self.answers = drafter, last_logits, answers
         self.sources = (drafter, ngram, last_logits, answers)
-        self.model, self.calibration = AcceptanceModel(), Calibration()
+        self.model, self.calls = AcceptanceModel(), CallYield()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         if budget < 2 or max_depth < 1:
             return (yield from without_calls(TokenTree(context.ids[-1])))
         free = FreeCandidates(context, self.last_logits, self.answers)
-        share = self.calibration.accepted_per_expected
-        search = Search(self.drafter, context, budget - 1, max_depth, self.model, share)
-        return (yield from best_first(search, self.calibration, free.propose))
+        search = Search(self.drafter, context, budget - 1, max_depth, self.model)
+        return (yield from best_first(search, self.calls, free.propose))

@@ -22,7 +22,7 @@ from itertools import zip_longest
 from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.acceptance import (
     AcceptanceModel,
-    Calibration,
+    CallYield,
     Estimate,
     as_printed,
     drafted,
@@ -136,14 +136,14 @@ class DySpec(Method):
     probability: `as_printed` for the hypothesis alone.
 
     With `Context.marginal_cost` the search's tree also ends where the next likeliest path is
-    expected to give fewer tokens than its node costs. `Calibration` corrects these expectations.
+    expected to give fewer tokens than its node costs.
     """
 
     priced = True
 
     def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
         self.drafter, self.sources = drafter, (drafter,)
-        self.model, self.calibration = AcceptanceModel(), Calibration()
+        self.model, self.calls = AcceptanceModel(), CallYield()
         self._drafted, self._drawn = estimate or drafted, estimate or drawn
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
@@ -156,11 +156,8 @@ class DySpec(Method):
                 self.drafter, context, budget, max_depth, rate, worth
             )
             return Grown(tree, partial(self._learn, draws))
-        share = self.calibration.accepted_per_expected
-        search = Search(
-            self.drafter, context, budget - 1, max_depth, self.model, share, self._drafted
-        )
-        return (yield from best_first(search, self.calibration))
+        search = Search(self.drafter, context, budget - 1, max_depth, self.model, self._drafted)
+        return (yield from best_first(search, self.calls))
 
     def _learn(self, draws: dict[int, Draw], tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a verified tree of drawn children.

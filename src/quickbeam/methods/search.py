@@ -16,7 +16,7 @@ from quickbeam.drafters.largest import Row
 from quickbeam.methods.acceptance import (
     LIFT,
     AcceptanceModel,
-    Calibration,
+    CallYield,
     Estimate,
     Evidence,
     drafted,
@@ -77,10 +77,9 @@ class Search:
     The drafter sees a tree of its own, of the paths that it was asked about only. A token that a
     grammar forces is as likely as the token before it.
 
-    Where the context has marginal costs, a path is also kept only if its expected tokens exceed
-    that of its node. `accepted_per_expected` corrects these expectations. `estimate(rank,
-    probability, confidence)` is the evidence of a drafter's proposal. Without a drafter, candidates
-    are entered from elsewhere alone.
+    Where the context has marginal costs, a path is also kept only if its value exceeds that of its
+    node. `estimate(rank, probability, confidence)` is the evidence of a drafter's proposal. Without
+    a drafter, candidates are entered from elsewhere alone.
     """
 
     def __init__(
@@ -90,14 +89,12 @@ class Search:
         size: int,
         max_depth: int,
         model: AcceptanceModel,
-        accepted_per_expected: float = 1.0,
         estimate: Estimate = drafted,
     ) -> None:
         self.estimate = estimate
         self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
         self.context, self.size, self.max_depth = context, size, max_depth
         self.model, self.cost = model, context.marginal_cost
-        self.accepted_per_expected = accepted_per_expected
         self.wide = size > WIDE
         self.root = Candidate(context.ids[-1], None, "root", place=0)
         self.best: list[Candidate] = []
@@ -114,12 +111,11 @@ class Search:
         self.found.sort(key=lambda one: (-one.value, one.number))
         self.best, self._floor, cost = self.found[: self.size], 0.0, self.cost
         if cost is not None:
-            share = self.accepted_per_expected
             kept = 0
-            while kept < len(self.best) and self.best[kept].value * share > cost.node(kept + 1):
+            while kept < len(self.best) and self.best[kept].value > cost.node(kept + 1):
                 kept += 1
             del self.best[kept:]
-            self._floor = cost.node(kept + 1) / share
+            self._floor = cost.node(kept + 1)
 
     @property
     def worst(self) -> float:
@@ -136,8 +132,7 @@ class Search:
         not be entered at all. (Siblings count as likelier by their rank. Observed rates may turn
         two estimates around; one such path may then be missed.)
         """
-        cost = self.cost
-        return cost is not None and value * self.accepted_per_expected <= cost.node(nodes)
+        return self.cost is not None and value <= self.cost.node(nodes)
 
     def enter(
         self,
@@ -277,7 +272,7 @@ class Search:
 
 
 def best_first(
-    search: Search, calibration: Calibration, propose: Callable[[Search], None] = Search.rank
+    search: Search, calls: CallYield, propose: Callable[[Search], None] = Search.rank
 ) -> Growth:
     """Ask the drafter about likely paths until none is left that could add a node.
 
@@ -286,7 +281,7 @@ def best_first(
 
     With marginal costs, no call is made for nodes that are expected to give fewer tokens than the
     call costs. (A block drafter's first call is the only one that costs anything.) Then
-    `calibration` learns from the verified tree.
+    `calls` learns from the verified tree.
     """
     cost, asked, due = search.cost, 0.0, [search.root]
     explore = cost is not None and cost.explore
@@ -294,7 +289,7 @@ def best_first(
     while due:
         worths = [search.worth(one) for one in due]
         free = cost is None or explore or (asked > 0 and search.one_call)
-        gain = float("inf") if free else _gain(search, calibration, worths)
+        gain = float("inf") if free else _gain(search, calls, worths)
         if not (yield from search.ask(due, gain=gain)):
             break
         # forced tokens took no call, so exploring is still to come
@@ -302,14 +297,14 @@ def best_first(
         search.rank()
         propose(search)
         due = search.open()
-    learn = partial(_learn, search, calibration, asked if cost is not None else 0.0)
+    learn = partial(_learn, search, calls, asked if cost is not None else 0.0)
     return Grown(search.tree(), learn)
 
 
-def _gain(search: Search, calibration: Calibration, worths: Sequence[float]) -> float:
+def _gain(search: Search, calls: CallYield, worths: Sequence[float]) -> float:
     """Return the tokens expected from asking about nodes, less the cost of the nodes it adds."""
-    nodes = calibration.added_per_asked * search.accepted_per_expected * search.worst
-    return sum(max(0.0, worth * calibration.accepted_per_asked - nodes) for worth in worths)
+    nodes = calls.added_per_asked * search.worst
+    return sum(max(0.0, worth * calls.accepted_per_asked - nodes) for worth in worths)
 
 
 def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
@@ -326,11 +321,10 @@ def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
 
 
 def _learn(
-    search: Search, calibration: Calibration, asked: float, tree: TokenTree, path: Sequence[int]
+    search: Search, calls: CallYield, asked: float, tree: TokenTree, path: Sequence[int]
 ) -> None:
-    """Learn from a verified tree. `asked`: see `Calibration.observe`; 0 where it does not learn."""
+    """Learn from a verified tree. `asked`: see `CallYield.observe`; 0 where it does not learn."""
     observe(search, tree, path)
     if asked:
         added = [i for i in range(1, len(tree)) if search.wide or tree.source[i] == search.name]
-        expected = sum(tree.value[node] for node in added)
-        calibration.observe(len({*added} & {*path}), expected, asked, len(added))
+        calls.observe(len({*added} & {*path}), asked, len(added))

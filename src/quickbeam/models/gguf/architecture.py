@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.common import chosen, plain, windows
 from quickbeam.models.gguf.file import GgufFile
@@ -320,7 +321,8 @@ ARCHITECTURES = {
 def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     """Return a file's architecture, and a configuration's fields.
 
-    Raises `NotDescribed` for another architecture, or metadata that is not known.
+    Raises `NotDescribed` for another architecture, or metadata that is not known, and
+    `InvalidInput` for a number of layers that no model has.
     """
     name = str(file.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
@@ -330,7 +332,10 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     found, metadata = ARCHITECTURES[name], Metadata(file, name)
     layers = metadata["block_count"]
     if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
-        raise NotDescribed(f"its metadata names {str(layers)[:80]} layers")
+        raise InvalidInput(  # transformers would make them all
+            f"its metadata names {str(layers)[:80]} layers; 1 to {MOST_LAYERS} are accepted: "
+            "download it again"
+        )
     try:
         fields = found.config(metadata)
     except (TypeError, ValueError, ArithmeticError) as error:
