@@ -15,7 +15,7 @@ from typing import Any
 
 from common import arguments, error, finish, load, params_of, ratio, script
 from quickbeam import LLM
-from quickbeam.bench.questions import load_questions
+from quickbeam.bench.methods import load_questions
 
 TASKS = Path(__file__).with_name("agents.jsonl")
 

@@ -12,10 +12,8 @@ from time import perf_counter
 from typing import Any
 
 from quickbeam import LLM, SamplingParams
-from quickbeam.bench.environment import environment
-from quickbeam.bench.methods import LLMRunner, MethodItem
-from quickbeam.bench.questions import Question, load_questions, spread
-from quickbeam.bench.report import markdown
+from quickbeam.bench.methods import LLMRunner, MethodItem, Question, load_questions, spread
+from quickbeam.bench.report import environment, markdown
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
 from quickbeam.cli.common import save

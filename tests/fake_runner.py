@@ -2,8 +2,7 @@
 
 import torch
 
-from quickbeam.bench.methods import PEERS, MethodItem
-from quickbeam.bench.questions import Question
+from quickbeam.bench.methods import PEERS, MethodItem, Question
 from quickbeam.bench.run import begin, run
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.params import SamplingParams

@@ -8,8 +8,13 @@ import pytest
 
 from fake_runner import FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
-from quickbeam.bench.methods import MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions
+from quickbeam.bench.methods import (
+    MethodItem,
+    Question,
+    load_questions,
+    load_runners,
+    parse_methods,
+)
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
 from quickbeam.errors import InvalidInput

@@ -4,6 +4,7 @@ them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`
 import ctypes
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import foreign
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
@@ -273,19 +275,54 @@ def test_without_openmp_calls_have_threads_of_their_own(tmp_path):
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 
+def names_of(file):
+    """What a library of macOS (Mach-O) exports, and the libraries that it has other names from."""
+    at, libraries, exported, needed = 32, [""], set(), set()
+    for _ in range(int.from_bytes(file[16:20], "little")):
+        command, size, *numbers = struct.unpack_from("<6I", file, at)
+        if command == 0xC:  # LC_LOAD_DYLIB
+            libraries.append(file[at + numbers[0] : at + size].split(b"\0")[0].decode())
+        if command == 0x2:  # LC_SYMTAB
+            symbols, count, strings, _ = numbers
+        at += size
+    for i in range(count):
+        name, kind, _, description, _ = struct.unpack_from("<IBBHQ", file, symbols + 16 * i)
+        if kind == 0x01:  # external, of another library
+            needed.add(libraries[description >> 8])  # no such index where any library would do
+        elif kind == 0x0F:  # external, of a section
+            begin = strings + name
+            exported.add(file[begin : file.index(b"\0", begin)].decode())
+    return exported, needed
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("compiler", "platform"),
-    [("x86_64-w64-mingw32-g++-posix", "win-amd64"), ("aarch64-linux-gnu-g++", "linux-aarch64")],
+    [
+        ("x86_64-w64-mingw32-g++-posix", "win-amd64"),
+        ("zig x86_64-windows-gnu", "win-amd64"),
+        ("zig aarch64-macos.11.0", "macosx-11.0-arm64"),
+        ("aarch64-linux-gnu-g++", "linux-aarch64"),
+        ("zig aarch64-linux-gnu", "linux-aarch64"),
+    ],
 )
 def test_every_set_of_another_platform_compiles(monkeypatch, tmp_path, compiler, platform):
-    if shutil.which(compiler) is None:
+    if compiler.startswith("zig"):
+        there, compiler = foreign.zig_is_there(), f"{foreign.HERE}/{compiler}"
+    else:
+        there = shutil.which(compiler) is not None
+    if not there:
         pytest.skip(f"{compiler} is not there")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
     for name in build.platform_sets():
-        build.compile_to(tmp_path / build.file_name(name), name, ["-O1"])
-        assert (tmp_path / build.file_name(name)).is_file()
+        made = tmp_path / build.file_name(name)
+        build.compile_to(made, name, ["-O1"])
+        if platform.startswith("macosx"):
+            exported, needed = names_of(made.read_bytes())
+            functions = {*library.SIGNATURES, "version", "size_of_op", "page", "allowed"}
+            assert {f"_qb_{one}" for one in functions} <= exported
+            assert needed <= {"/usr/lib/libSystem.B.dylib", "/usr/lib/libc++.1.dylib"}
 
 
 @pytest.mark.parametrize("isa", SETS[:1])

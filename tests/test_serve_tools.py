@@ -8,15 +8,16 @@ import pytest
 
 from quickbeam import LLM
 from quickbeam.serve.messages import Tool
-from quickbeam.serve.tool_formats import (
+from quickbeam.serve.tools import (
     HERMES,
     LLAMA3,
     MISTRAL,
+    Call,
+    CallReader,
     forcing_grammar,
     strict_grammar,
     tool_format,
 )
-from quickbeam.serve.tools import Call, CallReader
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"

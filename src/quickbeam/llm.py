@@ -100,7 +100,8 @@ class LLM(Answering):
         asked, method = method, stand_in(method, drafter is not None)
         measured = choose_budget(budget, method) is None
         check_vocab(vocab or preset(method).vocab)
-        _check_running(max_running)
+        if not isinstance(max_running, int) or max_running < 1:
+            raise InvalidInput(f"max_running={max_running!r}: must be at least 1 answer at a time")
         remembered = _remembered(memory_of_answers, keep, model or hub.DEFAULT)
         room, limit = (None if size is None else parse_bytes(size) for size in (kv_memory, memory))
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
@@ -138,11 +139,6 @@ def _remembered(size: int | str, keep: str | Path | None, model: str) -> AnswerM
             raise InvalidInput(f"keep={str(keep)!r}: a memory of answers of 0 keeps none")
         return None
     return AnswerMemory(parse_bytes(size), None if keep is None else Path(keep), model)
-
-
-def _check_running(most: object) -> None:
-    if not isinstance(most, int) or most < 1:
-        raise InvalidInput(f"max_running={most!r}: must be at least 1 sequence side by side")
 
 
 def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: Any = None) -> None:

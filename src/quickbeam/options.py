@@ -62,12 +62,9 @@ class Setting(NamedTuple):
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for an unknown option."""
     for option in options.keys() - Options.__annotations__.keys():
-        sampling = option in SamplingParams.__dataclass_fields__
-        what = (
-            f"give it in SamplingParams({option}=…)"
-            if sampling
-            else f"known: {', '.join(Options.__annotations__)}"
-        )
+        what = f"known: {', '.join(Options.__annotations__)}"
+        if option in SamplingParams.__dataclass_fields__:
+            what = f"give it in SamplingParams({option}=…)"
         raise InvalidInput(f"unknown option '{option}'; {what}")
 
 

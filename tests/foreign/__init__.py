@@ -1,8 +1,8 @@
-"""Kernels of another processor, run by an emulator beside the tests.
+"""Kernels of another platform, run by an emulator or by Wine beside the tests.
 
-A `Kernels` of this folder hands every call to a process of the emulator. Both processes have the
-same memory at the same address, so the addresses in operations and batches hold there, too, and
-nothing is copied. The memory is that of `memory.cpp`, which Python is started with (`run`).
+A `Kernels` of this folder hands every call to a process there. Both processes have the same memory
+at the same address, so the addresses in operations and batches hold there, too, and nothing is
+copied. The memory is that of `memory.cpp`, which Python is started with (`run`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -22,8 +24,60 @@ import pytest
 from quickbeam.models.native import build, library
 
 HERE = Path(__file__).parent
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-BEGIN, SIZE = 0x100000000000, 1 << 36  # of memory.cpp
+ZIG = f"{HERE / 'zig'} x86_64-windows-gnu"
+BEGIN, SIZE = 0x100000000000, 1 << 33  # of memory.cpp
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Another platform, by the name of `_PYTHON_HOST_PLATFORM`, and what stands for it here.
+
+    `flags`: how the driver is compiled. `packages`: of Debian, that `compiler` and `runner` are in.
+    """
+
+    platform: str
+    compiler: str
+    flags: tuple[str, ...]
+    runner: str
+    packages: str
+
+    def reason_against(self) -> str:
+        """Why its kernels can't be run here; empty where they can."""
+        missing = [name for name in (self.compiler, self.runner) if which(name) is None]
+        if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
+            return "the memory is that of a process on Linux on x86-64"
+        return f"{' and '.join(missing)} not there (Debian: {self.packages})" if missing else ""
+
+    def compiled(self, name: str, compiler: str = "", folder: Path | None = None) -> Path:
+        """The library of an instruction set, in the cache; by another compiler in `folder`."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CXX", compiler or self.compiler)
+            patch.setenv("_PYTHON_HOST_PLATFORM", self.platform)
+            if folder is None:
+                return build.build(name)
+            build.compile_to(path := folder / build.file_name(name), name)
+            return path
+
+
+ARM = Machine(
+    "linux-aarch64",
+    "aarch64-linux-gnu-g++",
+    ("-fopenmp", "-ldl"),
+    "qemu-aarch64",
+    "g++-aarch64-linux-gnu, qemu-user",
+)
+WINDOWS = Machine(
+    "win-amd64",
+    "x86_64-w64-mingw32-g++-posix",
+    ("-static",),
+    "wine",
+    "g++-mingw-w64-x86-64-posix, wine",
+)
+
+
+def zig_is_there() -> bool:
+    """Whether `zig`, the script of this folder, finds what it calls."""
+    return which(os.environ.get("ZIG", "zig").split()[0]) is not None
 
 
 class Kernels(library.Kernels):
@@ -32,12 +86,11 @@ class Kernels(library.Kernels):
 
     def __init__(self, name: str, path: Path, command: Sequence[str]) -> None:
         self.name, self.calls = name, 0
-        file = ctypes.CDLL(None).shared_file()
+        file = f"/proc/{os.getpid()}/fd/{ctypes.CDLL(None).shared_file()}"
         self._driver = subprocess.Popen(
-            [*command, str(path), str(file), str(BEGIN), str(SIZE)],
+            [*command, str(path), file, str(BEGIN), str(SIZE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[file],
             env={key: value for key, value in os.environ.items() if key != "LD_PRELOAD"},
         )
         version, size = (self._call(f"qb_{one}", (), ()) for one in ("version", "size_of_op"))
@@ -50,17 +103,14 @@ class Kernels(library.Kernels):
         return lambda *given: self._call(name, takes, given)
 
     def _call(self, name: str, takes: tuple[Any, ...], given: tuple[Any, ...]) -> int:
-        whole, real = [], []
-        for kind, value in zip(takes, given, strict=True):
-            if kind is c_double:
-                real.append(struct.pack("<d", value))
-            elif kind is c_float:
-                real.append(struct.pack("<fi", value, 0))
-            else:
-                whole.append(number(value))
-        request = struct.pack("<32s12q", name.encode(), *whole, *[0] * (12 - len(whole)))
+        real, words = bytearray(16), b""
+        for i, (kind, value) in enumerate(zip(takes, given, strict=True)):
+            real[i] = kind in (c_double, c_float)
+            form = {c_double: "<d", c_float: "<f4x"}.get(kind, "<q")
+            words += struct.pack(form, value if real[i] else number(value))
+        request = struct.pack("<32s16s96s", name.encode(), bytes(real), words)
         assert self._driver.stdin and self._driver.stdout
-        self._driver.stdin.write(request + b"".join(real).ljust(64, b"\0"))
+        self._driver.stdin.write(request)
         self._driver.stdin.flush()
         answer = self._driver.stdout.read(8)
         if len(answer) < 8:
@@ -79,32 +129,14 @@ def number(value: Any) -> int:
     return c_int64(at).value
 
 
-def reason_against() -> str:
-    """Why kernels for ARM64 can't be run here; empty where they can."""
-    from shutil import which
-
-    missing = [name for name in (COMPILER, EMULATOR) if which(name) is None]
-    if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
-        return "the emulator's memory is that of a process on Linux on x86-64"
-    packages = "g++-aarch64-linux-gnu and qemu-user"
-    return f"{' and '.join(missing)} not there ({packages} of Debian)" if missing else ""
-
-
-def compiled(name: str) -> Path:
-    """The library of an instruction set of ARM64, in the cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", COMPILER)
-        patch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
-        return build.build(name)
-
-
-def made(folder: Path) -> tuple[Path, Path]:
+def made(machine: Machine, folder: Path) -> tuple[Path, Path]:
     """The memory to preload, and the driver."""
-    memory, driver = folder / "memory.so", folder / "driver"
+    memory, driver = folder / "memory.so", folder / "driver.exe"
     host = build.compiler() or ["g++"]
+    source = str(HERE / "driver.cpp")
     for command in (
         [*host, "-O2", "-fPIC", "-shared", str(HERE / "memory.cpp"), "-o", str(memory)],
-        [COMPILER, "-O2", "-fopenmp", str(HERE / "driver.cpp"), "-ldl", "-o", str(driver)],
+        [machine.compiler, "-O2", source, *machine.flags, "-o", str(driver)],
     ):
         subprocess.run(command, check=True)
     return memory, driver
@@ -118,26 +150,37 @@ import pytest
 import foreign
 del mmap.MADV_HUGEPAGE  # weights in huge pages would lie elsewhere
 from quickbeam.models.native import library
-path, cpu, driver = sys.argv[1:4]
-command = [foreign.EMULATOR, "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu", driver]
+path, *command = sys.argv[1 : sys.argv.index("--")]
 kernels = foreign.Kernels("plain", Path(path), command)
 library.load = lambda name: kernels
-code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[4:]])
+code = pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[sys.argv.index("--") + 1 :]])
 print("calls:", kernels.calls)
 sys.exit(code)
 """
 
 
-def run(path: Path, cpu: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run tests in a process whose kernels, whatever their set, are those of `path`. What it
-    prints ends with how many calls they had."""
-    memory, driver = made(folder)
+def run(
+    machine: Machine, path: Path, options: Sequence[str], folder: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run tests in a process whose kernels, whatever their set, are those of `path`.
+
+    `options`: of the machine's runner. What it prints ends with how many calls the kernels had.
+    """
+    memory, driver = made(machine, folder)
     settings = {
         "LD_PRELOAD": str(memory),
         "PYTHONMALLOC": "malloc",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "WINEPREFIX": str(folder / "wine"),
+        "WINEDEBUG": "-all",
+        "WINEDLLOVERRIDES": "mscoree,mshtml=",  # what a new prefix would ask for
     }
-    command = [sys.executable, "-c", RUN, str(path), cpu, str(driver), *arguments]
-    return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    command = [machine.runner, *options, str(driver), "--", *arguments]
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(path), *command],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+    )

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr uintptr_t BEGIN = 0x100000000000, SIZE = uintptr_t(1) << 36;
+constexpr uintptr_t BEGIN = 0x100000000000, SIZE = uintptr_t(1) << 33;  // Wine maps no file that is larger than the memory
 constexpr size_t CLASSES = 4 * 40;  // sizes of blocks, four to a doubling
 
 struct Header {  // before what is given out

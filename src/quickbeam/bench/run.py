@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quickbeam.bench.methods import MethodItem, Runner
-from quickbeam.bench.questions import Question
+from quickbeam.bench.methods import MethodItem, Question, Runner
 from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise

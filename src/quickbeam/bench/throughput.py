@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quickbeam.bench.methods import LLMRunner, MethodItem
-from quickbeam.bench.questions import Question
+from quickbeam.bench.methods import LLMRunner, MethodItem, Question
 from quickbeam.bench.report import markdown, number, same
 from quickbeam.engine.loop import EngineThread
 from quickbeam.engine.sequence import SequenceState

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -30,16 +29,10 @@ class Commands(TyperGroup):
     `QUICKBEAM_DEBUG=1` shows the traceback instead.
     """
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        *rest: Any,
-        **extra: Any,
-    ) -> Any:
-        extra["standalone_mode"] = False
+    def main(self, *args: Any, **extra: Any) -> Any:
+        extra |= {"standalone_mode": False, "prog_name": "quickbeam"}
         try:
-            code = super().main(args, prog_name or "quickbeam", *rest, **extra)
+            code = super().main(*args, **extra)
         except typer.Abort:
             code = 130
         except Exception as error:
@@ -48,10 +41,8 @@ class Commands(TyperGroup):
             if usage is None and os.environ.get("QUICKBEAM_DEBUG"):
                 raise
             code = 2 if usage or isinstance(error, InvalidInput) else 1
-            print(
-                f"error: {' '.join((usage() if usage else describe(error)).split())}",
-                file=sys.stderr,
-            )
+            text = usage() if usage else describe(error)
+            print(f"error: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
 
 

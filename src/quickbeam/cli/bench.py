@@ -10,8 +10,16 @@ from typing import Any
 
 import typer
 
-from quickbeam.bench.methods import KNOWN, LLMRunner, MethodItem, load_runners, parse_methods
-from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.methods import (
+    KNOWN,
+    LLMRunner,
+    MethodItem,
+    Question,
+    load_questions,
+    load_runners,
+    parse_methods,
+    spread,
+)
 from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
 from quickbeam.cli.fields import WORDS, changed, command, numbers
 from quickbeam.cli.loading import Target, check_models
@@ -183,7 +191,7 @@ def known(
     asked: Asked, target: Target, params: SamplingParams, device: str, model: str
 ) -> dict[str, Any]:
     """Return when, where and with what settings a measurement was made, for its JSON."""
-    from quickbeam.bench.environment import environment
+    from quickbeam.bench.report import environment
 
     settings = {**asdict(asked), **asdict(params), **asdict(target)}
     settings["questions"] = str(asked.questions or "built-in")

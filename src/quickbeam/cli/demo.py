@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,21 +142,17 @@ def panel(answer: Answer, tokenizer: Any) -> Panel:
         if i < len(ids):
             end = min(end, len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
         piece = harmless(completion.text[start:end])
-        text.append(piece, style=colour(source) if source else "")
+        text.append(piece, style=COLOURS.get(source or "", ""))
         start = max(start, end)
     return Panel(text, title=completion.method, subtitle=speed, border_style="dim")
 
 
-def legend(seen: Collection[str]) -> Text:
+def legend(seen: set[str]) -> Text:
     """Return which source each colour stands for, in a line."""
     text = Text("drafted and accepted: ", style="dim")
-    for source in sorted(seen):
-        text.append(f"{NAMES.get(source, source)} ", style=f"not dim {colour(source)}").append("· ")
+    for source in sorted(seen & COLOURS.keys()):
+        text.append(f"{NAMES[source]} ", style=f"not dim {COLOURS[source]}").append("· ")
     return text.append("the rest is the model's own")
-
-
-def colour(source: str) -> str:
-    return COLOURS.get(source, "bright_yellow")
 
 
 def verdict(plain: Completion, fast: Completion) -> str:

@@ -45,6 +45,9 @@ def split(given: str) -> list[str]:
     return [word.strip() for word in given.split(",") if word.strip()]
 
 
+_hints = lru_cache(get_type_hints)  # which compiles every annotation
+
+
 class Words(NamedTuple):
     """How the command line writes a field: the option's type, how it is read, and how written."""
 
@@ -132,11 +135,6 @@ def _read(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return value.value if isinstance(value, Enum) else value
-
-
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)  # compiles every annotation
 
 
 @lru_cache

@@ -155,14 +155,11 @@ def lines() -> Iterator[str]:
             import readline  # noqa: F401 (editing and history in input())
     while True:
         try:
-            line = input("> ") if terminal else sys.stdin.readline()
+            line = input("> " if terminal else "").strip()
         except EOFError:
-            print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             say(" (/exit or Ctrl-D ends the conversation)")
             continue
-        if not terminal and not line:
-            return
-        if line.strip():
-            yield line.strip()
+        if line:
+            yield line

@@ -37,10 +37,9 @@ class Unread:
         return self._count
 
     def append(self, hidden: torch.Tensor) -> None:
-        """Append the rows `[k, width]` of the next k tokens."""
-        if self._parts:  # they wait for longer than a step
-            self._parts[-1] = _own(self._parts[-1])
-        self._parts.append(hidden)
+        """Append a copy of the rows `[k, width]` of the next k tokens: a slice would keep the whole
+        pass's in memory."""
+        self._parts.append(hidden.clone())
         self._count += len(hidden)
 
     def reset(self, parts: Sequence[torch.Tensor] = ()) -> None:
@@ -56,16 +55,7 @@ class Unread:
     def drop(self, count: int) -> None:
         """Drop the first `count` rows."""
         left = self.first(self._count)[count:]
-        self.reset([_own(left)] if len(left) else [])
-
-
-def _own(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows` without the larger tensor that they are a slice of.
-
-    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
-    as they are.
-    """
-    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
+        self.reset([left.clone()] if len(left) else [])
 
 
 class FeatureState(DrafterState):

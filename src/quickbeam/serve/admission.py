@@ -114,24 +114,17 @@ class Gate:
             raise InvalidInput(
                 f"{choices} answers in one request: this server takes at most {most}; ask for fewer"
             )
-        full = None
-        if self.inside + choices > most:
-            full = (
-                f"{self.waiting} requests wait for their turn, and {settings.max_waiting} may; "
-                f"this one asks for {choices}"
-            )
-        elif tenant is not None and choices <= share < own + choices:
-            full = (
-                f"{own} requests of this client are under way, and {share} may be; this one asks "
-                f"for {choices}"
-            )
-        elif self.waiting_tokens and self.waiting_tokens + tokens > most_tokens:
-            full = (
-                f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "
-                f"{most_tokens} may; this one has about {tokens}"
-            )
-        if full is not None:
-            raise Busy(f"{full}: come back later", SOON)
+        for full, why in (
+            (self.inside + choices > most, f"{self.waiting} requests wait for their turn, and "
+                f"{settings.max_waiting} may; this one asks for {choices}"),
+            (tenant is not None and choices <= share < own + choices, f"{own} requests of this "
+                f"client are under way, and {share} may be; this one asks for {choices}"),
+            (self.waiting_tokens and self.waiting_tokens + tokens > most_tokens, "prompts of about "
+                f"{self.waiting_tokens} tokens wait for their turn, and {most_tokens} may; this "
+                f"one has about {tokens}"),
+        ):  # fmt: skip
+            if full:
+                raise Busy(f"{why}: come back later", SOON)
         self.inside += choices
         self.waiting += choices
         self._inside_of[tenant] += choices

@@ -122,12 +122,11 @@ class Reply:
         """Yield the parts of a stream as the answers arrive. Leaving it ends the answers."""
         raise NotImplementedError
 
-
-async def done_events(chunks: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
-    """Yield chunks as server-sent events, the error object of what ends them, and `[DONE]`."""
-    try:
-        async for chunk in chunks:
-            yield {"data": json.dumps(chunk)}
-    except Exception as error:
-        yield {"data": json.dumps(problem(error).body)}
-    yield {"data": "[DONE]"}
+    async def events(self) -> AsyncIterator[dict[str, str]]:
+        """Yield chunks as server-sent events, the error object of what ends them, and `[DONE]`."""
+        try:
+            async for chunk in self.chunks():
+                yield {"data": json.dumps(chunk)}
+        except Exception as error:
+            yield {"data": json.dumps(problem(error).body)}
+        yield {"data": "[DONE]"}

@@ -24,7 +24,7 @@ from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
-from quickbeam.serve.tool_formats import tool_format
+from quickbeam.serve.tools import tool_format
 
 PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,23 +32,19 @@ LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 
 
 class Endpoint(NamedTuple):
-    """How one API is served.
+    """What an API's requests hold, and what has the engine begin with one.
 
-    - `kind`: what requests hold.
-    - `begin`: has the engine begin with a request. Raises `InvalidInput` for one that can't be
-      answered, `Busy` and `Unavailable`.
-    - `events`: writes the parts of a stream as server-sent events.
+    `begin` raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
     """
 
     kind: Any
     begin: Callable[[Runner, Any], Awaitable[answers.Reply]]
-    events: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[dict[str, str]]]
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat, answers.done_events),
-    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text, answers.done_events),
-    "/v1/responses": Endpoint(ResponsesRequest, responses.begin, responses.named_events),
+    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat),
+    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text),
+    "/v1/responses": Endpoint(ResponsesRequest, responses.begin),
 }
 
 
@@ -104,7 +100,7 @@ def responder(endpoint: Endpoint) -> Handler:
         # The engine has begun before the response does, so that a refusal has its own status.
         reply = await unless_gone(http, endpoint.begin(runner, request))
         return EventSourceResponse(
-            endpoint.events(reply.chunks()),
+            reply.events(),
             sep="\n",
             ping=runner.settings.keep_alive,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),

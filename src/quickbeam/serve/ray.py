@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import signature
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import ray
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from ray import serve
 
 from quickbeam import hub
@@ -25,35 +25,9 @@ from quickbeam.serve.server import prepare
 from quickbeam.serve.settings import ServeSettings
 
 HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
-SERVER: dict[str, Any] = {  # the arguments that `LLM` lacks, with their types and defaults
-    "replicas": (Annotated[int, Field(ge=1)], 1),
-    "threads": (Annotated[int, Field(ge=1)], 1),
-    "cpus": (Annotated[float, Field(ge=0)], CPUS),
-    "gpus": (Annotated[float, Field(ge=0)], 0),
-    "warm": (bool, True),
-    "settings": (dict[str, Any], {}),
-}
-
-
-def _arguments() -> type[BaseModel]:
-    """Return the arguments of `build`, which may be text: those of `LLM`, and `SERVER`.
-
-    `settings` are those of `ServeSettings` without the address. `cpus` and `gpus` are what Ray
-    reserves for each replica, `threads` what it computes with.
-    """
-    types, parameters = get_type_hints(LLM.__init__), signature(LLM).parameters
-    options: dict[str, Any] = {
-        name: (types[name], parameter.default) for name, parameter in parameters.items()
-    }
-    options["max_running"] = (Annotated[int, Field(ge=1)], options["max_running"][1])
-    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
-    arguments: type[BaseModel] = create_model(
-        "Arguments", __config__=config, **{**options, **SERVER}
-    )
-    return arguments
-
-
-Arguments = _arguments()
+# the arguments that `LLM` lacks, with their defaults
+SERVER: dict[str, Any] = {"replicas": 1, "threads": 1, "cpus": CPUS, "gpus": 0}
+SERVER |= {"warm": True, "settings": {}}
 
 
 class Replica:
@@ -76,16 +50,17 @@ class Replica:
 def build(args: dict[str, Any]) -> serve.Application:
     """Return the application, for `serve run`, `serve build` or `serve.run`.
 
-    Raises `InvalidInput` for arguments that can't be used.
+    `args` are those of `LLM` and `SERVER`, which may be text: `settings` are those of
+    `ServeSettings` without the address, `cpus` and `gpus` what Ray reserves for each replica,
+    `threads` what it computes with. Raises `InvalidInput` for arguments that can't be used.
     """
-    try:
-        options = Arguments.model_validate(args).model_dump()
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        known = ", ".join(Arguments.model_fields)
-        raise InvalidInput(
-            f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; known arguments: {known}"
-        ) from error
+    options = {name: one.default for name, one in signature(LLM).parameters.items()} | SERVER
+    if unknown := sorted(args.keys() - options.keys()):
+        raise InvalidInput(f"unknown argument {unknown[0]!r}; known: {', '.join(options)}")
+    options |= {name: _value(given) for name, given in args.items()}
+    for name in ("replicas", "threads", "max_running"):
+        if not isinstance(options[name], int) or options[name] < 1:
+            raise InvalidInput(f"{name}={options[name]!r}: must be a number of at least 1")
     own = {name: options.pop(name) for name in SERVER}
     # Requests come through Ray's proxy, which may be reached under any name. This host turns off
     # the check of the Host header.
@@ -109,6 +84,14 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_constructor_retry_count=2,
     )(serve.ingress()(Replica))
     return deployment.bind(options, {**address, **own["settings"]}, own["warm"])
+
+
+def _value(given: Any) -> Any:
+    """Return what a text stands for in JSON, such as a number; other texts as they are."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def run(

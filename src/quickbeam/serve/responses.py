@@ -27,20 +27,6 @@ ECHOED |= {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"
 ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
-async def named_events(events: AsyncIterator[Json]) -> AsyncIterator[dict[str, str]]:
-    """Yield the events with numbers, as server-sent events; an error becomes the last one."""
-    number = 0
-    try:
-        async for event in events:
-            yield {"event": event["type"], "data": json.dumps({**event, "sequence_number": number})}
-            number += 1
-    except Exception as error:
-        about = problem(error)
-        told = {"code": about.code or about.type, "message": about.message, "param": about.param}
-        event = {"type": "error", **told, "sequence_number": number}
-        yield {"event": "error", "data": json.dumps(event)}
-
-
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     return Responses(runner, request, *await begin_conversation(runner, request))
 
@@ -72,6 +58,20 @@ class Responses(Reply):
                     yield event
             response = self._response(answers.completions[0])
             yield {"type": f"response.{response['status']}", "response": response}
+
+    async def events(self) -> AsyncIterator[dict[str, str]]:
+        """Yield the events with numbers, as server-sent events; an error becomes the last one."""
+        number = 0
+        try:
+            async for event in self.chunks():
+                numbered = {**event, "sequence_number": number}
+                yield {"event": event["type"], "data": json.dumps(numbered)}
+                number += 1
+        except Exception as error:
+            about = problem(error)
+            told = {"code": about.code or about.type, "message": about.message}
+            event = {"type": "error", **told, "param": about.param, "sequence_number": number}
+            yield {"event": "error", "data": json.dumps(event)}
 
     def _events(
         self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None

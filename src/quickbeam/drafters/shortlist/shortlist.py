@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from quickbeam.drafters.folder import write_folder
+from quickbeam.drafters.folder import UNREADABLE, write_folder
 from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores, require_distinct
 from quickbeam.drafters.shortlist.native import (
     NativeBlocks,
@@ -281,9 +280,7 @@ class Artefact:
         if self.router is not None:
             tensors |= {PREFIX + name: one for name, one in self.router.state_dict().items()}
         record = {
-            "frequent": self.layout.frequent,
-            "size": self.layout.size,
-            "vocab": self.layout.vocab,
+            **{name: getattr(self.layout, name) for name in ("frequent", "size", "vocab")},
             "router": None if self.router is None else asdict(self.router.config),
         }
         write_folder(folder, record, tensors, torch.bfloat16, (FIELDS, TENSORS))
@@ -308,14 +305,7 @@ class Artefact:
                 router.load_state_dict(state, assign=True)
                 router.eval()
             return Artefact(layout, tensors["ranking"].long(), router)
-        except (
-            OSError,
-            SafetensorError,
-            LookupError,
-            ValueError,
-            TypeError,
-            RuntimeError,
-        ) as error:
+        except UNREADABLE as error:
             raise InvalidInput(
                 f"{folder} holds no whole shortlist ({FIELDS}, {TENSORS}): {error!r}"
             ) from error
