@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
-from quickbeam.engine.cost import WIDER, WIDTHS, CostModel
+from quickbeam.engine.cost import FEW, STEEP, WIDER, WIDTHS, CostModel
 from quickbeam.models.base import Model
 
 MAX_NODES = 64  # the most nodes of a tree under the measured budget
@@ -61,7 +61,9 @@ class Budget:
         To be called where no tree is worth its time: nothing else would correct the costs of
         trees. It looks ever more seldom, and only where a few nodes are said to cost much.
         """
-        if self._step < max(self.DOUBT, 2 * self._doubted) or not self.cost.steep:
+        if self._step < max(self.DOUBT, 2 * self._doubted):
+            return
+        if self.cost.alone(FEW) <= STEEP * self.cost.alone(1):
             return
         self._doubted = self._step
         if model.streamed is None and self.cost.too_steep(model):

@@ -142,11 +142,6 @@ class CostModel:
             os.replace(part, path)
         return measured
 
-    @property
-    def steep(self) -> bool:
-        """Whether a few nodes are said to cost clearly more than one."""
-        return self.alone(FEW) > STEEP * self.alone(1)
-
     def too_steep(self, model: Model) -> bool:
         """Whether a few nodes cost clearly less now, by what a row does, than was measured.
 

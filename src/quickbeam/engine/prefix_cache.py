@@ -123,22 +123,18 @@ class PrefixCache:
                 chunk.snapshot, self._snapshots[chunk] = snapshot, None
                 if len(self._snapshots) > SNAPSHOTS:
                     self._drop_snapshot(next(iter(self._snapshots)))
-        if (
-            self.drafter is not None
-            and state is not None
-            and sequence.drafter is self.drafter
-            and self.drafter.pool is not None
-        ):
-            for at in range(len(chunks) - 1, -1, -1):
-                if chunks[at].draft is not None:
+        pool = None if self.drafter is None else self.drafter.pool
+        if pool is not None and state is not None and sequence.drafter is self.drafter:
+            for at, chunk in reversed(list(enumerate(chunks))):
+                if chunk.draft is not None:
                     break
-                if chunks[at] not in self._order:
+                if chunk not in self._order:
                     continue
                 if (rows := state.share(at, self.size)) is not None:
-                    self.drafter.pool.keep(rows)
-                    chunks[at].draft, chunks[at].hidden = rows, None
-                elif chunks[at].hidden is None:
-                    chunks[at].hidden = state.unread_hidden(at, self.size)
+                    pool.keep(rows)
+                    chunk.draft, chunk.hidden = rows, None
+                elif chunk.hidden is None:
+                    chunk.hidden = state.unread_hidden(at, self.size)
         self._touch(chunks)
 
     def _drop_snapshot(self, chunk: Chunk) -> None:
