@@ -1,29 +1,20 @@
 """One tree of what the text repeats, what the last logits nearly chose and what a drafter says."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import answer
 from cases import examples
 from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
-from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.budget import Budget
-from quickbeam.engine.cost import CostModel
-from quickbeam.engine.engine import Engine
-from quickbeam.methods import make_method
 from quickbeam.methods.acceptance import GUESSED, elsewhere
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.free import LONGEST
-from quickbeam.models.opening import make_model
 from toy import ToyModel, path_tokens
 
 
@@ -121,34 +112,6 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
     assert [tree().token[1:], tree().value[1]] == [[28], pytest.approx(0.99)]
     # the drafter is asked here, and finds another token likelier
     assert paths(tree_of(policy, Context(ids, logits), 9, 4))[0] != (28,)
-
-
-@pytest.mark.parametrize("budget", [1, 2, 7, 24, None])
-def test_output_is_plain_decodings(budget):
-    """A text that goes in circles now and then, a drafter that is right now and then."""
-    target, params = make_model(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
-    model = ToyModel(VOCAB, 3)
-    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    plain = answer(target, make_method("ar"), params, prompt).output.token_ids
-
-    def probs(context):
-        if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(
-            plain
-        ):
-            return (
-                torch.nn.functional.one_hot(torch.tensor(plain[len(context) - len(prompt)]), VOCAB)
-                * 0.8
-                + 0.2 / VOCAB
-            )
-        return model.draft(context)
-
-    engine = Engine(target, budget=Budget(CostModel({1: 1.0, 64: 2.0})))
-    # the real times are others
-    engine.budget.cost.observe = engine.budget.observe = lambda *_: None
-    policy = auto(KnownDrafter(probs))
-    drafted = answer(target, policy, params, prompt, budget=budget, engine=engine)
-    assert drafted.output.token_ids == plain
-    assert budget == 1 or drafted.statistics.mean_accepted_tokens > 1
 
 
 def test_auto_takes_what_is_at_hand(toy_folder):

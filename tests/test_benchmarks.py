@@ -119,7 +119,8 @@ def peers_of(case, **more):
     return {name: " ".join(command) for name, command in commands}
 
 
-def test_a_case_is_given_to_the_servers_that_read_it(toy_folder, tmp_path):
+def test_a_case_is_given_to_the_servers_that_read_it(toy_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where copies are made
     file = tmp_path / "big.gguf"
     file.touch()
     asked = peers_of(f"{toy_folder}:8", vllm="vllm")

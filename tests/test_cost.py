@@ -53,23 +53,6 @@ def test_measuring_is_not_bound_by_the_memory_limit(monkeypatch):
     held.release()
 
 
-def test_a_measured_cost_never_falls_with_the_rows(monkeypatch):
-    model, asked = make_model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
-
-    def timed(model, nodes, context, sequences):
-        asked.append((nodes, context, sequences))
-        busy = 60.0 if len(asked) in (1, 2, 5, 20) else 0.0
-        slow = 3.0 if (nodes, context, sequences) in ((1, 0, 1), (4, 0, 1)) else 0.0
-        return busy + slow + (8 + nodes + 0.001 * context) * (1 + 0.5 * (sequences - 1))
-
-    monkeypatch.setattr("quickbeam.engine.cost._time", timed)
-    cost = CostModel.measure(model, 16)
-    assert asked[0] == asked[1] == (1, 0, 1)
-    assert [cost.alone(n) for n in (1, 2, 4, 8, 12, 16)] == [10.0, 10.0, 15.0, 16.0, 20.0, 24.0]
-    assert cost.reading(8, 1000) == pytest.approx(1.0)
-    assert cost.alone(8, 8) == pytest.approx(9 * 4.5)
-
-
 # --- what a call costs ----------------------------------------------------------------------------
 
 
@@ -90,20 +73,6 @@ def takes(monkeypatch, seconds):
         return seconds(nodes)
 
     monkeypatch.setattr(cost_module, "_time", timed)
-
-
-def test_what_a_busy_machine_measured_is_not_kept_for_good(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
-    model.weight_bytes = 2**30
-    found = []
-    for seconds in (lambda n: 3.0 * n, lambda n: 1 + 0.1 * n, lambda n: 2.0 * n, lambda n: 1.0):
-        with monkeypatch.context() as patch:
-            takes(patch, seconds)
-            cost = CostModel.kept(model, 16)
-        found.append(cost.alone(8) / cost.alone(1))
-    # busy, quiet, busy again, and as fast as never before
-    assert found == pytest.approx([8.0, 1.8 / 1.1, 1.8 / 1.1, 1.0])
 
 
 def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):

@@ -7,10 +7,7 @@ from hypothesis import strategies as st
 from cases import examples
 from drafters import tree_of
 from quickbeam.drafters.base import Context
-from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.methods import DRAFTER, METHODS, make_method
-from quickbeam.methods.prompt_lookup import graft
-from quickbeam.tree import TokenTree
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 budgets = st.integers(1, 80)
@@ -153,32 +150,6 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large,
 
 
 # --- pieces ---------------------------------------------------------------------------------------
-
-
-def test_graft_shares_what_is_there_and_stops_at_the_limits():
-    tree = TokenTree(0)
-    assert graft(tree, 0, [1, 2, 3], "ngram", budget=9, max_depth=9) == 3
-    assert graft(tree, 0, [1, 2, 4], "ngram", budget=9, max_depth=9) == 4
-    assert tree.parent == [-1, 0, 1, 2, 2]
-    assert graft(tree, 4, [5, 6], "ngram", budget=9, max_depth=4) == 5  # depth
-    assert graft(tree, 0, [7, 8], "ngram", budget=7, max_depth=9) == 6  # budget
-    # full, yet what is there is walked
-    assert graft(tree, 0, [1, 2, 9], "ngram", budget=7, max_depth=9) == 2
-    assert len(tree) == 7
-
-
-def test_last_logits_ranks():
-    source = LastLogits()
-    source.begin([1, 2]).extend([3])
-    greedy = Context([5, 3], logits_in_order([3, 4, 0, 2], 6))
-    assert source.ranked(greedy, 4) == [(1, 4), (2, 0), (3, 2)]
-    sampled = Context([5, 0], logits_in_order([3, 4, 0, 2], 6))
-    assert source.ranked(sampled, 4) == [(0, 3), (1, 4), (3, 2)]
-    assert source.ranked(sampled, 2) == [(0, 3), (1, 4)]  # the root is not among them
-    # fewer tokens than asked for
-    assert [token for _, token in source.ranked(sampled, 100)] == [3, 4, 2, 1, 5]
-    assert source.ranked(sampled, 0) == []
-    assert source.name == "last_logits"
 
 
 # --- chain ----------------------------------------------------------------------------------------

@@ -190,31 +190,6 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     check(probs, context, tree)
 
 
-def test_a_prompt_is_read_in_the_models_chunks(monkeypatch):
-    drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(128)]
-    monkeypatch.setattr(drafter.model, "chunk", 50)
-    passes = passes_of(drafter, monkeypatch)
-    probs = distributions_of(
-        drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
-    )
-    assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
-    check(probs, context, tree)
-
-
-def test_nodes_are_asked_for_from_the_root_down():
-    drafter = LMDrafter(tiny("llama"), VOCAB)
-    context = begin(drafter, [1, 2])
-    tree = TokenTree(2)
-    tree.add(tree.add(0, 5, "x"), 6, "x")
-    with pytest.raises(ValueError, match="ask for its root first"):
-        distributions_of(drafter, context, tree, [1])
-    distributions_of(drafter, context, tree, [0])
-    with pytest.raises(ValueError, match="parent 1 first"):
-        distributions_of(drafter, context, tree, [2])
-    with pytest.raises(ValueError, match="ask for its root first"):
-        distributions_of(drafter, context, TokenTree(2), [1])
-
-
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
     drafter = LMDrafter(tiny("llama"), asked)

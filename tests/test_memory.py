@@ -2,7 +2,6 @@
 whatever is read from disk."""
 
 import json
-import mmap
 import os
 import re
 import shutil
@@ -19,13 +18,10 @@ from typer.testing import CliRunner
 from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.engine.budget import MAX_NODES_SLOW, Budget
-from quickbeam.engine.cost import CostModel
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.disk import WeightsOnDisk
-from quickbeam.models.memory import HUGE, room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
@@ -347,20 +343,6 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, toy_fo
         LLM(fewer, memory=120_000)
 
 
-def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder):
-    llm = LLM(toy_folder, "ar", memory=TIGHT)
-    passes = []
-    forward = llm.model.forward
-    llm.model.forward = lambda batch: passes.append(batch) or forward(batch)  # type: ignore[method-assign, func-returns-value]
-    budget = llm.engine.budget
-    assert len(passes) <= 6 and budget.limit == MAX_NODES_SLOW
-    # where a pass takes 3 s up to 128 nodes, and each further one 20 ms
-    slow = Budget(CostModel({1: 3.0, 64: 3.0, 128: 3.0, 256: 5.6}), MAX_NODES_SLOW)
-    cost = slow.marginal_cost(0.3)
-    assert cost.node(100) < 1e-9 < cost.node(200) <= cost.node(400) < 1
-    llm.close()
-
-
 def test_on_the_command_line(toy_folder):
     run = CliRunner().invoke
     told = [
@@ -439,19 +421,6 @@ def flags_of(address):
         elif inside and line.startswith("VmFlags"):
             return line
     return ""
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_weights_lie_in_huge_pages_where_there_are_any(dtype):
-    for size in (1, 1000, 3 * 2**20 + 5):
-        found = room_for_weights(size, dtype)
-        assert found.shape == (size,) and found.dtype is dtype
-        assert torch.equal(found.fill_(7), torch.full((size,), 7, dtype=dtype))
-    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("this system has no huge pages")
-    assert " hg" in flags_of(found.data_ptr()) and found.data_ptr() % HUGE == 0
-    plain = mmap.mmap(-1, 4 * HUGE)  # not PyTorch's, which may be a place that such weights left
-    assert " hg" not in flags_of(torch.frombuffer(plain, dtype=dtype).data_ptr())
 
 
 def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch):

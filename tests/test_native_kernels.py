@@ -23,7 +23,7 @@ from kernels import (
     relocated,
 )
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import BLOCK, KVShape, Rows
+from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
@@ -280,24 +280,6 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
     program.norm(program.given("x", 33, True), program.given("y", 33, True), None, 1e-5)
     program.run(plain_rows(4), {"x": x, "y": y})
     assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
-
-
-@every_set
-@cases
-@given(
-    outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    inputs=st.integers(1, 300).map(lambda half: 2 * half),
-)
-def test_packed_weights_come_back(isa, outputs, inputs):
-    kernels, weights = load(isa), [number(n, inputs, seed=i) for i, n in enumerate(outputs)]
-    packed = Packed(kernels, weights)
-    assert torch.equal(packed.rows(), torch.cat(weights))
-    assert packed.data.nbytes == -(-sum(outputs) // BLOCK) * BLOCK * inputs * 2
-    lanes = packed.data.view(torch.bfloat16).view(-1, inputs // 2, BLOCK, 2)
-    # what fills the last block up
-    assert not lanes.transpose(1, 2).reshape(-1, inputs)[sum(outputs) :].any()
-    with pytest.raises(ValueError, match="must be even"):
-        Packed(kernels, [number(3, inputs + 1)])
 
 
 HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (8, 2), (9, 1), (30, 1)]

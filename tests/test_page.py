@@ -334,52 +334,6 @@ def test_works_behind_a_path_prefix(open_page, stand):
     assert stand.paths == ["/some/prefix/v1/models", "/some/prefix/v1/chat/completions"]
 
 
-def test_narrow(open_page):
-    page = open_page(width=360)
-    page.check("#beside")
-
-    def fits(*ids):
-        widths = [f"document.querySelector('{one}').scrollWidth <= 360" for one in ("html", *ids)]
-        return bool(page.evaluate(" && ".join(widths)))
-
-    assert fits("#turns")
-    answered(page, "rowans")
-    page.locator(".verdict.same").wait_for()
-    assert fits("#turns")
-    assert not page.locator("#inspector").is_visible()
-    page.click("#show-steps")
-    expect(page.locator("#tree")).to_be_visible()
-    expect(page.locator("#chat")).to_be_hidden()
-    assert fits("#turns", "#inspector")
-    page.click("#open-settings")
-    assert fits("#settings")
-
-
-def test_every_control_has_a_name(open_page):
-    page = open_page()
-    page.check("#beside")
-    answered(page, "rowans")
-    page.locator(".verdict.same").wait_for()
-    page.click("#as-table summary")
-    shown = {"button", "textbox", "combobox", "checkbox", "listbox", "option", "image", "log"}
-    named = shown | {"searchbox", "spinbutton", "complementary", "dialog"}
-    session = page.context.new_cdp_session(page)
-
-    def nameless():
-        every = session.send("Accessibility.getFullAXTree")["nodes"]
-        nodes = [(node["role"]["value"], node) for node in every if not node["ignored"]]
-        unnamed = [node for _, node in nodes if not node.get("name", {}).get("value")]
-        return {role for role, _ in nodes}, [
-            node for node in unnamed if node["role"]["value"] in named
-        ]
-
-    roles, without = nameless()
-    assert without == [] and shown | {"status"} <= roles
-    page.click("#open-settings")
-    roles, without = nameless()
-    assert without == [] and {"dialog", "spinbutton"} <= roles
-
-
 def serve_and_ask(open_page, model, questions, **fields):
     """The real server behind the page, each question asked plainly, too, and found to be the same.
     Gives for each answer its text, its tokens' texts as they are coloured, and how many steps it

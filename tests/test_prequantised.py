@@ -235,12 +235,9 @@ def loaded(model, tensors):
         if not at.endswith(".experts"):
             continue
         parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else ("down_proj",)
-        state[name] = torch.stack(
-            [
-                torch.cat([tensors[f"{at}.{i}.{p}.weight"] for p in parts])
-                for i in range(len(parameter))
-            ]
-        )
+        whole = range(len(parameter))
+        apart = [[tensors[f"{at}.{i}.{p}.weight"] for p in parts] for i in whole]
+        state[name] = torch.stack([torch.cat(one) for one in apart])
     model.load_state_dict(state)
     return model
 

@@ -1,6 +1,5 @@
 """Log-probabilities of prompts: the model's own, and the same bits however the prompt was read."""
 
-import asyncio
 import random
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 
 from answers import answer, request
 from models import VOCAB, tiny
-from quickbeam import LLM, AsyncLLM, InvalidInput, SamplingParams
+from quickbeam import InvalidInput, SamplingParams
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
@@ -148,24 +147,6 @@ def test_an_answer_scores_as_it_was_given():
         assert both.logprobs == given.logprobs and given.prompt_logprobs is None
         whole = scored(model, prompt + given.output.token_ids)
         assert whole.prompt_logprobs[len(prompt) :] == given.logprobs
-
-
-def test_the_faces_have_them(toy_folder):
-    text = "the cat sat on the mat"
-
-    async def gathered(llm):
-        async with AsyncLLM(llm=llm) as engine:
-            return await asyncio.gather(*(engine.generate(text, SCORE) for _ in range(3)))
-
-    with LLM(toy_folder, "pld") as llm:
-        found = llm.generate([text, "x"], SCORE)
-        for one, ids in zip(found, llm.tokenizer([text, "x"])["input_ids"], strict=True):
-            assert (one.text, one.token_ids, one.finish_reason) == ("", [], "length")
-            assert one.prompt_logprobs[0] is None and one.logprobs is None
-            assert [entry.token for entry in one.prompt_logprobs[1:]] == ids[1:]
-        assert list(llm.stream(text, SCORE)) == []
-        for one in asyncio.run(gathered(llm)):
-            assert one.prompt_logprobs == found[0].prompt_logprobs
 
 
 def test_what_has_no_meaning_is_refused():

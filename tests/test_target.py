@@ -86,7 +86,7 @@ def test_layers_that_share_keys_and_values_read_those_of_all_rows():
     small = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8)
     config = Gemma4TextConfig(**SIZES | shared | small, sliding_window=6)
     reference = tiny("", config=config)
-    target = Target(copy.deepcopy(reference), chunk=4)
+    target = Target(make_model(copy.deepcopy(reference), native=False, chunk=4))
     close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
     tree = random_tree(torch.Generator().manual_seed(1), 9)
     close(target.verify(tree), path_logits(reference, PREFIX, tree))

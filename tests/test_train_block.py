@@ -21,9 +21,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.train import block
 from quickbeam.train.block import (
     Blocks,
-    LossVocabulary,
     draft,
-    hold_out,
     logits,
     loss_of,
     new_network,
@@ -33,7 +31,7 @@ from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.stages import TextStage
-from quickbeam.train.target import FrozenTarget, KeptStates
+from quickbeam.train.target import FrozenTarget
 from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
 
@@ -177,31 +175,6 @@ def test_a_wrong_mask_is_noticed(wrong, monkeypatch):
     assert difference_to_drafting() > 1e-2
 
 
-def test_blocks_are_at_random_places_whose_tokens_are_there():
-    conversations = own_text(model(), 6)
-    batch, n = collate(conversations), max(len(c.tokens) for c in conversations)
-    for answers in (False, True):
-        seen = set()
-        for seed in range(40):
-            blocks = place_blocks(batch, SIZE, 3, answers, torch.Generator().manual_seed(seed))
-            assert blocks.anchors.shape == (6, -(-n // 3))
-            for b, conversation in enumerate(conversations):
-                last = len(conversation.tokens) - 1
-                used = blocks.counts[b].any(-1)
-                places = blocks.anchors[b][used].tolist()
-                assert len(set(places)) == len(places)  # no block twice
-                for anchor, counts in zip(places, blocks.counts[b][used].tolist(), strict=True):
-                    ahead = range(anchor + 1, anchor + 1 + SIZE)
-                    assert anchor >= 1
-                    assert counts == [i <= last and (not answers or i >= 3) for i in ahead]
-                    seen.add((b, anchor))
-        first = 2 if answers else 1
-        everywhere = {
-            (b, i) for b, c in enumerate(conversations) for i in range(first, len(c.tokens) - 1)
-        }
-        assert seen == everywhere
-
-
 # --- the loss -------------------------------------------------------------------------------------
 
 
@@ -237,21 +210,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
         torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-3, msg=name)
 
 
-def test_a_sampled_vocabulary_estimates_the_whole_softmax():
-    vocab, generator = 2000, torch.Generator().manual_seed(0)
-    scores = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
-    vocabulary = LossVocabulary(torch.arange(vocab).flip(0), 400)
-    sums, batch = [], torch.tensor([[1990, 1991]])
-    for _ in range(300):
-        tokens, shift = vocabulary.choose(batch, generator)
-        assert torch.equal(tokens, tokens.unique()) and len(tokens) <= 400
-        assert {*range(200), 1990, 1991} <= set(tokens.tolist())
-        sums.append(float((scores[tokens] + shift).exp().sum()))
-    assert sum(sums) / len(sums) == pytest.approx(float(scores.exp().sum()), rel=0.02)
-    whole, shift = LossVocabulary(torch.zeros(vocab), 9999).choose(batch, generator)
-    assert whole.tolist() == list(range(vocab)) and not shift.any()
-
-
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -272,36 +230,6 @@ def test_a_toy_target_is_learnt(tmp_path):
     assert loaded.config == CONFIG
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, run.network.state_dict()[name].bfloat16())
-
-
-def test_held_out_figures_are_those_of_a_plain_walk(text, monkeypatch):
-    """Agreement, overlap and tokens a step, against a loop over single blocks."""
-    monkeypatch.setattr(block, "CHECK_SPACING", 2)
-    monkeypatch.setattr(block, "autocast", lambda device: torch.autocast("cpu", enabled=False))
-    of, shards, chosen = target(), Shards(text), range(5)
-    made = untrained(of)
-    held = hold_out(made, of, shards, chosen)
-    generator, chains = torch.Generator().manual_seed(0), list[int]()
-    agree, overlap = ([list[float]() for _ in range(SIZE)] for _ in range(2))
-    for i in chosen:
-        ids = shards[i].tokens.tolist()
-        batch = of.read(collate([shards[i]]))
-        blocks = place_blocks(batch, SIZE, 2, True, generator)
-        p = (batch.hidden[0, :, -D:] @ of.head.T).softmax(-1)
-        for anchor, counts in zip(blocks.anchors[0].tolist(), blocks.counts[0], strict=True):
-            n = int(counts.sum())
-            if not n:
-                continue
-            q = drafted_alone(of, made, ids[: anchor + 1], ids[anchor : anchor + n])
-            right = [int(q[k].argmax()) == int(p[anchor + k].argmax()) for k in range(n)]
-            chains += [1 + [*right, False].index(False)] * (n == SIZE)
-            for k in range(n):
-                agree[k].append(right[k])
-                overlap[k].append(float(torch.minimum(q[k], p[anchor + k]).sum()))
-    means = [[sum(x) / len(x) for x in columns] for columns in (agree, overlap)]
-    assert len(chains) > 20 and held.mat == pytest.approx(sum(chains) / len(chains), abs=0.02)
-    assert held.agreement == pytest.approx(means[0], abs=0.02)  # but for ties
-    assert held.overlap == pytest.approx(means[1], abs=1e-3) and 1 < held.mat_drawn < 1 + SIZE
 
 
 def test_a_killed_training_goes_on_as_if_it_had_not_been(text, tmp_path):
@@ -340,27 +268,6 @@ def test_nothing_held_out_is_trained_on(text, tmp_path):
     train, held = split(run.shards)
     texts = [tuple(conversation.tokens.tolist()) for conversation in run.shards]
     assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
-
-
-def test_hidden_states_are_read_once_as_far_as_they_fit(text, tmp_path):
-    of, shards, reads = target(), Shards(text), list[int]()
-    batch = collate([shards[i] for i in (3, 1, 4)])
-    plain = of.read(batch).hidden
-    read = of.read
-    of.read = lambda given: reads.append(len(given.tokens)) or read(given)
-    kept = KeptStates(of, tmp_path / "kept")
-    for _ in range(2):
-        hidden = kept.read(batch).hidden
-        for i, length in enumerate(batch.lengths.tolist()):
-            assert torch.equal(hidden[i, :length], plain[i, :length])
-    assert reads == [3]
-    again = KeptStates(of, tmp_path / "kept").read(collate([shards[1], shards[3]]))
-    length = len(shards[3].tokens)
-    assert reads == [3] and torch.equal(again.hidden[1, :length], plain[0, :length])
-    small = KeptStates(of, tmp_path / "small", plain[0, :length].nbytes)
-    for _ in range(2):
-        assert torch.equal(small.read(batch).hidden, plain)
-    assert reads == [3, 3, 3] and len(list((tmp_path / "small").iterdir())) == 1
 
 
 def test_what_goes_wrong_is_named(text, tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
-from quickbeam.train import stages, text
-from quickbeam.train.recipes import LANGUAGES, OPENERS, Plan, opening_words
-from quickbeam.train.text import Quote, Recipe, Talk, Template, Writer
+from quickbeam.train import stages
+from quickbeam.train.recipes import Plan
+from quickbeam.train.text import Recipe, Talk, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -118,73 +117,6 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
     assert {1, 2} <= set(answers)
 
 
-def test_users_speak_at_a_temperature_of_their_own(chat):
-    spoken = 0
-    for tokens, _, _ in itertools.islice(chat.writer(user_temperature=1e-4), 16):
-        ids, likeliest = tokens.tolist(), plain(chat.model, tokens.tolist()).argmax(-1).tolist()
-        for begin, end, answering in turns(chat, ids):
-            if not answering:
-                assert ids[begin:end] == likeliest[begin - 1 : end - 1]
-                spoken += end - begin
-    assert spoken > 60
-
-
-QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
-
-
-def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat):
-    t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
-    words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
-    for tokens, answer, _ in itertools.islice(
-        chat.writer(quote=0.7, quotes=QUOTES, documents=(), seed=1), 60
-    ):
-        ids, said = tokens.tolist(), int(answer.nonzero()[0])
-        assert ids[: len(t.begin)] == t.begin
-        asked = ids[len(t.begin) : said]
-        for kind, (before, after) in enumerate(words):
-            if asked[: len(before)] != before:
-                continue
-            end = next(i for i in range(len(before), said) if asked[i : i + len(after)] == after)
-            passage, rest = asked[len(before) : end], asked[end + len(after) :]
-            assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
-            parts = [",".join(map(str, part)) for part in pieces(passage, chat.encode("\n\n"))]
-            assert all(part in " ".join(earlier) for part in parts)
-            assert len(set(parts)) == len(parts)
-            assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
-            assert rest == t.reply or kind == 1
-            longer += len(rest) > len(t.reply)
-            found[kind] += 1
-        earlier += [",".join(map(str, ids[begin:end])) for begin, end in spans(answer.tolist())]
-    assert min(found) > 5 and longer > 2
-
-
-def test_documents_are_written_without_the_template_and_quoted(chat, monkeypatch):
-    monkeypatch.setattr(text, "LEAST", 3)
-    writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
-    before, opening = chat.encode("aaa "), chat.encode("zzz")
-    raw, begin, quoted, documents = chat.template.raw, chat.template.begin, 0, list[list[int]]()
-    conversations = iter(writer)
-    for tokens, answer, temperature in itertools.islice(conversations, 80):
-        ids = tokens.tolist()
-        # trained on as they are: all but how they begin is the model's own
-        if ids[: len(raw + opening)] == raw + opening:
-            documents.append(ids[len(raw) :])
-            assert answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))]
-            assert temperature == text.Recipe.document_temperature
-            continue
-        assert ids[: len(begin)] == begin and answer.any()
-        asked = ids[len(begin) :]
-        quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
-    written = list(writer._written)
-    # the last of them were under way
-    documents += [c.tokens.tolist()[len(raw) :] for c in itertools.islice(conversations, 8)]
-    assert quoted > 5 and len(written) > 5
-    assert all(words in [ids[: len(words)] for ids in documents] for words in written)
-    for words in written:
-        assert words[: len(opening)] == opening and len(words) <= len(opening) + 20
-        assert not chat.template.stops & set(words[:-1])
-
-
 def spans(marks):
     """Where runs of True begin and end."""
     edges = [i for i, (a, b) in enumerate(itertools.pairwise([False, *marks, False])) if a != b]
@@ -243,13 +175,6 @@ def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source
         Template.of(chat.tokenizer, {7})
 
 
-def test_a_seed_repeats_the_text(chat, written):
-    again, other = (
-        [c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1)
-    )
-    assert again == [c.tokens.tolist() for c in written[:6]] != other
-
-
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
@@ -281,16 +206,6 @@ def test_every_prompt_is_answered_once(chat):
         chat.writer([[1] * LENGTH])
 
 
-def test_who_stops_listening_gets_the_room_back(chat):
-    made = make_model(copy.deepcopy(chat.model))
-    settings = Recipe(LENGTH, QUESTION, quote=0.0)
-    writer = Writer(made, 4, chat.encode, chat.template, chat.template.stops, settings)
-    conversations = iter(writer)
-    assert len(list(itertools.islice(conversations, 3))) == 3 and made.pool.used > 0
-    conversations.close()
-    assert made.pool.used == 0
-
-
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
     model = copy.deepcopy(chat.model)
     model.config.max_position_embeddings = 40
@@ -317,18 +232,6 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
 
 
 # --- how text begins, by language ---
-
-
-def test_every_language_has_questions_and_documents():
-    assert set(OPENERS["questions"]) == set(OPENERS["documents"]) == set(LANGUAGES)
-
-
-@pytest.mark.parametrize("kind", OPENERS)
-def test_languages_have_equal_parts(kind):
-    of = {opener: language for language in ("ar", "en", "ru") for opener in OPENERS[kind][language]}
-    drawn = opening_words(kind, ["en", "ru", "ar"])
-    assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
-    assert set(drawn) == set(of)
 
 
 @pytest.mark.parametrize("languages", [["en", "tlh"], []])
