@@ -27,7 +27,20 @@ inline Lanes sub(const Lanes& a, const Lanes& b) { return each([&](int i) { retu
 inline Lanes mul(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
 inline Lanes div(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
-inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+#ifdef __MINGW32__  // whose `fma` rounds twice; of a sum in double that is odd where it is not exact, the second rounding alone counts
+inline float fused(float a, float b, float c) {
+  const double product = double(a) * b, sum = product + c, back = sum - product, rest = (product - (sum - back)) + (c - back);
+  int64_t bits;
+  double odd;
+  std::memcpy(&bits, &sum, 8);
+  if ((rest < 0 || rest > 0) && !(bits & 1)) bits += (rest > 0) == (sum > 0) ? 1 : -1;
+  std::memcpy(&odd, &bits, 8);
+  return float(odd);
+}
+#else
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+#endif
+inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return fused(a.v[i], b.v[i], c.v[i]); }); }
 inline Lanes least(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes greatest(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline float highest(const Lanes& a) {
