@@ -32,17 +32,11 @@ def test_what_is_accepted_is_learned_where_it_was_seen(rate):
         rate, abs=0.06
     )
     assert model.rate(elsewhere(REPEATED, 4)) == pytest.approx(rate, abs=0.06)
-    for other in (
-        drawn(0, 0.45),
-        drawn(1, 0.2),
-        drafted(1, 0.45),
-        elsewhere(REPEATED, 3),
-        as_printed(0, 0.5),
-    ):
+    others = drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), as_printed(0, 0.5)
+    for other in (*others, elsewhere(REPEATED, 3)):
         assert model.rate(other) == other.usual
-    assert (
-        model.rate(elsewhere(REPEATED, 4).given(True)) == elsewhere(REPEATED, 4).given(True).usual
-    )
+    agreed = elsewhere(REPEATED, 4).given(True)
+    assert model.rate(agreed) == agreed.usual
 
 
 def observed(policy):
@@ -61,7 +55,7 @@ def test_of_draws_what_had_its_turn_is_learned():
     policy = DySpec(KnownDrafter(model.draft), as_printed)
     told, generator = observed(policy), torch.Generator().manual_seed(0)
     for _ in range(40):
-        tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
+        tree, learn = grow(policy, context_of([0], 1.0, generator), 9, 5)
         path, _ = verify_residual(
             tree,
             lambda node: model.target([0, *path_tokens(tree, node)]),  # noqa: B023

@@ -79,13 +79,13 @@ class Assisted(Pair):
         if own.use_ordered_embeddings:
             self.network.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
 
-    def open(self, folder, dtype=torch.float32, native=True, **options):
+    def open(self, folder, dtype=torch.float32, **options):
         """Have a target and its drafter read what is written to `folder`."""
         for one in (self.model, self.network):
             one.to(dtype).float()
         copy.deepcopy(self.network).to(dtype).save_pretrained(folder)
         model = copy.deepcopy(self.model).to(dtype)
-        self.target = make_model(model, native=native, chunk=6)
+        self.target = make_model(model, chunk=6)
         self.drafter = load_assistant(folder, self.target, **options)
         return self
 
@@ -122,15 +122,10 @@ def opened(folder, **options):
     return Assisted(**kind).open(folder, **options)
 
 
-@pytest.mark.parametrize(
-    ("target", "head", "native"),
-    [
-        pytest.param(*case.values, marks=[*case.marks, *([native_alone] if case.values[2] else [])])
-        for case in spread(list(TARGETS), list(HEAD), [True, False])
-    ],
-)
-def test_distributions_are_those_of_transformers_class(target, head, native, tmp_path):
-    pair = opened(tmp_path, target=target, head=head, native=native)
+@native_alone
+@pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
+def test_distributions_are_those_of_transformers_class(target, head, tmp_path):
+    pair = opened(tmp_path, target=target, head=head)
     rng = random.Random(target)
     text = pair.begin([rng.randrange(VOCABULARY) for _ in range(9)], 5)
     for _ in range(3):
@@ -158,7 +153,7 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert native.tokens.tolist() == plain.tokens.tolist()
-    assert {*plain.tokens.tolist()} == {*layout.tokens(1).tolist(), *layout.tokens(4).tolist()}
+    assert {*plain.tokens.tolist()} == {*layout.scored(torch.tensor([1, 4])).tolist()}
     torch.testing.assert_close(plain.logits, rows @ weight[plain.tokens].T)
     torch.testing.assert_close(native.logits, plain.logits, atol=0.3, rtol=0.05)
 
@@ -257,6 +252,7 @@ def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
         LLM(folder, drafter=drafter, draft_weights="int8")
 
 
+@native_alone
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     pair = opened(tmp_path / "a", target="shared")
     path = tmp_path / "a"
@@ -267,8 +263,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         **FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
     )
     other = make_model(tiny("", config=narrow))
-    with pytest.raises(InvalidInput, match=r"its full_attention has 4 heads of 16, the target"):
+    with pytest.raises(InvalidInput, match=r"it has 4 heads of 16, the target"):
         load_assistant(path, other)
+    eager = make_model(copy.deepcopy(pair.model), native=False)
+    with pytest.raises(InvalidInput, match="an assistant needs the native kernels"):
+        load_assistant(path, eager)
     configure(path, backbone_hidden_size=48)
     with pytest.raises(InvalidInput, match="hidden states of 48, the target has 32"):
         load_assistant(path, pair.target)
@@ -278,12 +277,16 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         load_assistant(path, pair.target)
 
 
+@native_alone
 @pytest.mark.parametrize(
     ("part", "field", "value"),
     [
         ("text_config", "rope_parameters", {}),
         ("text_config", "num_hidden_layers", 7),
+        ("text_config", "num_hidden_layers", 1 << 31),
+        ("text_config", "layer_types", True),
         ("text_config", "sliding_window", [6]),
+        ("text_config", "rms_norm_eps", {}),
         ("text_config", "enable_moe_block", "x"),
         (None, "text_config", True),
         (None, "centroid_intermediate_top_k", -1),

@@ -291,6 +291,6 @@ def test_where_pytorch_runs_the_model_a_head_is_left_alone_unless_it_is_asked_fo
 ):
     folder = str(with_head(tmp_path / "model", toy_folder))
     with LLM(folder, dtype="float16") as llm:
-        assert llm.method == "logitspec"
+        assert llm.method == "recycling"
     with pytest.raises(InvalidInput, match="--drafter mtp needs the native kernels"):
         LLM(folder, dtype="float16", drafter="mtp")
