@@ -65,7 +65,8 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
     if asked.trace is not None:
         check_output("--trace", asked.trace)
     params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
-    from quickbeam.engine.trace import Trace
+    loading.check()
+    from quickbeam.engine.trace import Trace  # imports PyTorch
 
     trace, messages = Trace() if asked.trace else None, list[dict[str, str]]()
     if asked.system is not None:
