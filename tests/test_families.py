@@ -14,10 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from answers import answer, conversation, drafting, drafts_change_nothing
 from cases import few
+from interpreter import Interpreter
 from models import VOCAB, spread_out, table
 from models import tiny as tiny_model
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.angles import angles_of
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.compiled import CompiledStack, kv_shapes
 from quickbeam.models.families import FAMILIES, describe
@@ -57,6 +59,18 @@ def off(got, right):
     return float((got - right).abs().max() / right.abs().max())
 
 
+def by_interpreter(model, stack):
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= dict(model.named_buffers())
+
+    turned = {one.rotary: one.turned for one in stack.attentions}
+
+    def of(rotary, positions):
+        return angles_of(model.config, rotary, turned[rotary]).at(positions)
+
+    return Interpreter(parameters, of).logits(stack, IDS)
+
+
 def by_kernels(model, stack):
     kernels = library.kernels()
     assert kernels is not None
@@ -80,6 +94,7 @@ def test_every_family_is_here():
 def test_logits_and_tokens_are_those_of_transformers(name):
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
+    assert off(by_interpreter(plain, describe(plain)), right) < 2e-5
     ids = IDS.tolist()
     for _ in range(8):
         ids.append(
@@ -117,6 +132,10 @@ def with_angles(layer, first):
     of = first.attention
     turned = replace(layer.attention, rotary=of.rotary, turned=of.turned)
     return replace(layer, attention=turned)
+
+
+def with_beside(layer, **changes):
+    return replace(layer, beside=replace(layer.beside, **changes))
 
 
 def with_values_of(layer, source):
@@ -221,6 +240,7 @@ def test_a_wrong_description_is_seen(what):
     plain = made(name)
     right = plain(input_ids=IDS[None], use_cache=False).logits[0]
     stack = change(describe(plain))
+    assert off(by_interpreter(plain, stack), right) > 2e-4
     assert off(by_kernels(plain, stack), right) > 2e-4
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cases import few
+from interpreter import Interpreter
 from kernels import SETS, best_set, every_set, load, number, plain_rows, rows_that_depend_on_others
 from models import tiny
 from quickbeam.models.angles import AngleTable
@@ -29,7 +30,17 @@ pytestmark = pytest.mark.usefixtures("threads")
 MODELS = ("qwen2_moe", "deepseek_v3", "gemma4-experts")  # shared, latent, beside
 INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-ROUTING = Routing(Linear((Tensor("router"),)), 3, renormalised=True)
+LOGITS = Linear((Tensor("router"),), (Tensor("router_bias"),))
+RULES = {
+    "softmax": Routing(Linear(LOGITS.weights), 3, renormalised=True),
+    "softmax, not renormalised": Routing(LOGITS, 3),
+    "of the chosen": Routing(LOGITS, 4, "softmax_of_chosen"),
+    "groups": Routing(
+        LOGITS, 3, "sigmoid", "correction", 4, 2, 2, renormalised=True, plus=1e-20, factor=2.5
+    ),
+    "corrected": Routing(LOGITS, 3, correction="correction", renormalised=True, least=0.4),
+    "mixer": Routing(LOGITS, 2, "mixer", jitter=0.05),
+}
 
 
 def parameters():
@@ -59,19 +70,15 @@ def one(i, activation):
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 
 
-def experts(shared=True, activation="silu"):
-    chosen = tuple(one(i, activation) for i in range(COUNT))
+def experts(rule="softmax", shared=True, activation="silu"):
+    routing, chosen = RULES[rule], tuple(one(i, activation) for i in range(COUNT))
     if not shared:
-        return Experts(ROUTING, chosen)
+        return Experts(routing, chosen)
     up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
     beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
-    return Experts(ROUTING, chosen, beside, Linear((Tensor("scale"),)))
-
-
-def route(x):
-    """The weights and numbers of each row's experts, plainly."""
-    weight, expert = (x.float() @ parameters()["router"].T).softmax(-1).topk(ROUTING.top)
-    return weight / weight.sum(-1, keepdim=True), expert
+    if routing.logits.biases:
+        return Experts(routing, chosen, beside)
+    return Experts(routing, chosen, beside, Linear((Tensor("scale"),)))
 
 
 Pass = Callable[[torch.Tensor], torch.Tensor]
@@ -138,7 +145,7 @@ def test_a_row_does_not_depend_on_threads(isa, count, threads):
 @best_set
 def test_experts_summed_in_order_of_arrival_are_seen(isa):
     """The same products, added as the rows of a pass bring their experts up."""
-    of = experts(shared=False)
+    of, numbers = experts(shared=False), parameters()
     parts = [
         by_kernels(
             isa, replace(of, chosen=(feed,) * COUNT, routing=replace(of.routing, top=1)), FLOAT32
@@ -148,7 +155,7 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
     def run(x, by_number):
         # row by row, as PyTorch's products depend on the number of rows
-        routes = [route(row) for row in x[:, None]]
+        routes = [Interpreter(numbers).route(row, of.routing) for row in x.float()[:, None]]
         weight, expert = (torch.cat(part) for part in zip(*routes, strict=True))
         order = sorted(set(expert.flatten().tolist())) if by_number else expert.flatten().tolist()
         total = torch.zeros(len(x), INPUTS)
@@ -164,10 +171,10 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
 @best_set
 def test_how_many_experts_a_pass_read_is_counted(isa):
-    run, x = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float()
+    run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
-        _, expert = route(x[:rows])
+        _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
         (read,) = run.compiler.experts  # type: ignore[attr-defined]
         assert read.struct.read == len(expert.unique())
 

@@ -2,7 +2,7 @@
 
 A `Stack` says what a causal language model computes: where its tensors are, and in which order they
 are used. `families` make it from a model's configuration, `compiled.py` makes a program of kernels
-from it.
+from it, and `tests/interpreter.py` runs it in plain PyTorch.
 """
 
 from __future__ import annotations
