@@ -83,7 +83,7 @@ def test_a_mistake_on_windows_is_seen(folder, tmp_path):
     constants = (struct.pack("<f", sign * 6.931472029e-1) for sign in (1, -1))
     wrong.write_bytes(right.replace(*constants))
     assert wrong.read_bytes() != right
-    some = ("-k", "plain and interpreters", "-x", str(HERE / "test_native_experts.py"))
+    some = ("-k", "plain and gate", "-x", str(HERE / "test_native_kernels.py"))
     done = foreign.run(WINDOWS, wrong, (), folder, *some)
     assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-2000:]
     assert "ended the driver" not in done.stdout, done.stdout[-2000:]
