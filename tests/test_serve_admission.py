@@ -1,6 +1,7 @@
 """Who is let in, who waits, who is turned away, and that nothing of it is left behind."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,28 @@ async def test_a_full_server_tells_when_to_come_back(llm):
                 assert response.json()["choices"][0]["token_ids"] == alone
         await until(lambda: idle(runner))
         assert (await client.post("/v1/completions", json=asked)).status_code == 200
+
+
+async def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
+    async with served(llm) as (runner, client):
+        with braked(llm.engine) as brake:
+            tasks = [asyncio.create_task(begun(runner, job(llm))) for _ in range(2)]
+            await until(lambda: runner.gate.inside == begun_answers(runner) == 2)
+            brake.release(3)  # answers need 200 steps
+            running = [stream for task in tasks for stream in await task]
+            runner.settings = replace(runner.settings, queue_timeout=0.3)
+            asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
+            late = await client.post("/v1/completions", json=asked)
+            assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
+            assert "0.3 seconds" in late.json()["error"]["message"]
+            await until(lambda: all(stream.times.began for stream in running))
+            # those that run; the engine may not have seen yet that one left
+            assert runner.gate.inside in (2, 3)
+            brake.release()
+            for stream in running:
+                assert [delta async for delta in stream.deltas()]
+                assert stream.completion.finish_reason == "length"
+        await until(lambda: idle(runner))
 
 
 async def test_what_the_engine_refuses_leaves_nothing(llm):

@@ -211,11 +211,12 @@ class EngineThread:
         self.check()
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._loop.run, name="quickbeam-engine", daemon=True
                 )
-                self._thread.start()
-                _inboxes[self._thread] = self._loop.inbox
+                thread.start()
+                _inboxes[thread] = self._loop.inbox
+                self._thread = thread  # alive by now, or `check` would take it for an ended one
             self._loop.inbox.put(command)
 
 
