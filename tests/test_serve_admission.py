@@ -68,7 +68,7 @@ def test_more_tokens_than_may_wait_are_turned_away():
     [
         ({"port": 70000}, "port=70000"),
         ({"max_waiting": 0}, "max_waiting=0"),
-        ({"max_body_bytes": 0}, "max_body_bytes=0"),
+        ({"max_body": "0"}, "size of memory"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"queue_timeout": float("nan")}, "queue_timeout=nan"),
         ({"drain_timeout": -1.0}, "drain_timeout=-1"),

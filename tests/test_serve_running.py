@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app as command
-from quickbeam.cli.fields import split
+from quickbeam.cli.serve import keys_of
 from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import runner as served_runner
 from quickbeam.serve.runner import Runner
@@ -362,7 +362,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
 )
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
     def run(runner, load, *, warm, ready):
-        assert runner.settings.api_keys == tuple(split(key))
+        assert runner.settings.api_keys == tuple(keys_of(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
 

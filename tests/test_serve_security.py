@@ -74,7 +74,7 @@ def test_a_large_body_is_refused_unread(llm):
     lying = headers | {"Content-Length": "10"}
     asked = [{"content": body}, {"content": chunks()}, {"content": chunks(), "headers": lying}]
     large = [("POST", "/v1/completions", {"headers": headers, **one}) for one in asked]
-    fine, *found = ask(llm, completion("x" * 400), *large, max_body_bytes=1000)
+    fine, *found = ask(llm, completion("x" * 400), *large, max_body="1kB")
     assert fine.status_code == 200
     for one in found:
         error = one.json()["error"]

@@ -116,11 +116,7 @@ def test_the_command(toy_folder, tmp_path):
         sampled = json.loads(record.read_text())
         assert sampled["concurrency"]["2"]["pld"]["identical"] == same
         settings = sampled["settings"]
-        assert (settings["coupling"], settings["top_k"], settings["logit_bias"]) == (
-            coupling,
-            40,
-            [],
-        )
+        assert (settings["coupling"], settings["top_k"]) == (coupling, 40)
     assert set(found) >= {"environment", "model", "settings", "concurrency", "complete"}
 
 
@@ -129,8 +125,6 @@ def test_the_command(toy_folder, tmp_path):
     [
         ["--methods", "hf"],
         ["--concurrency", "none"],
-        ["--logit-bias", "5"],
-        ["--logit-bias", "5=1", "--logit-bias", "5=2"],
         ["--top-p", "2"],
         ["--json", "no-such-folder/record.json"],
     ],

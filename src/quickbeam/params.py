@@ -44,7 +44,7 @@ class SamplingParams:
     """Subtracted once from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
     """Subtracted once for every occurrence in the output."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"metavar": "ID=VALUE"})
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"option": False})
     """Added to the logit of this token; -inf bans it."""
     stop: Sequence[str] = field(default=(), metadata={"metavar": "TEXT"})
     """End before this text."""

@@ -21,7 +21,7 @@ from quickbeam.bench.methods import (
     spread,
 )
 from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
-from quickbeam.cli.fields import WORDS, changed, command, numbers
+from quickbeam.cli.fields import command
 from quickbeam.cli.loading import Target, check_models
 from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
@@ -29,6 +29,7 @@ from quickbeam.params import SamplingParams
 
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+MOST = 1024  # requests at a time
 HELP = (
     f"Comma-separated NAME[:BUDGET][@SHORTLIST][+VOCABULARY]. Names: {KNOWN}; vocabularies: "
     f"{', '.join(VOCABS)}."
@@ -141,7 +142,12 @@ def throughput(
     """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out
     the steps in which prompts are read); how long they wait for their first token and for each
     further one; and how many answers are the ones given alone by plain decoding."""
-    loads = numbers("--concurrency", load.concurrency, 1024)
+    parts = [part.strip() for part in load.concurrency.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST for part in parts):
+        raise InvalidInput(
+            f"--concurrency {load.concurrency!r}: must be numbers from 1 to {MOST}, comma-separated"
+        )
+    loads = list(dict.fromkeys(map(int, parts)))
     if load.rate is not None and not load.rate > 0:
         raise InvalidInput(f"--rate {load.rate}: must be above 0 requests a second")
     items, questions = prepare(load, target, report, params)
@@ -179,8 +185,11 @@ def prepare(
     given = (target.nodes(), target.drafter, target.model, target.vocab, target.shortlist)
     items = parse_methods(report.methods, *given)
     peer = next((item.name for item in items if item.is_peer), None)
-    if peer and (refused := changed(params, PEER_PARAMS)):
-        raise InvalidInput(f"{refused[0]}: {peer} takes no such option; leave out one of them")
+    plain = vars(SamplingParams())
+    for option, value in vars(params).items() if peer else ():
+        if option not in PEER_PARAMS and value != plain[option]:
+            name = option.replace("_", "-")
+            raise InvalidInput(f"--{name}: {peer} takes no such option; leave out one of them")
     check_models(target.model, target.drafter)
     if report.json is not None:
         check_output("--json", report.json)
@@ -195,6 +204,5 @@ def known(
 
     settings = {**asdict(asked), **asdict(params), **asdict(target)}
     settings["questions"] = str(asked.questions or "built-in")
-    settings["logit_bias"] = WORDS["logit_bias"].write(params.logit_bias)
     settings = {k: v for k, v in settings.items() if k not in ("model", "grammar", "n")}
     return {"environment": environment(device, target.dtype), "model": model, "settings": settings}

@@ -21,7 +21,6 @@ from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
 from quickbeam.cli.common import say
-from quickbeam.cli.fields import split
 from quickbeam.cli.loading import Loading, Replicas, needs
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
@@ -56,7 +55,7 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
     name, *aliases = given.served_name or [name_of(loading.model or hub.DEFAULT)]
-    keys = (*settings.api_keys, *split(os.environ.get(KEY, "")))
+    keys = (*settings.api_keys, *keys_of(os.environ.get(KEY, "")))
     settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=form)
@@ -77,6 +76,11 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
         warm=given.warm,
         ready=lambda address: say(greeting(runner, address)),
     )
+
+
+def keys_of(text: str) -> list[str]:
+    """Return comma-separated API keys."""
+    return [key.strip() for key in text.split(",") if key.strip()]
 
 
 def greeting(runner: Runner, address: str) -> str:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quickbeam.serve.admission import TENANT
 from quickbeam.serve.errors import Refused, response
 from quickbeam.serve.settings import ServeSettings
+from quickbeam.sizes import parse_bytes
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
@@ -33,6 +34,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._most = parse_bytes(settings.max_body)
         self._open = OPEN if settings.protect_metrics else (*OPEN, "/metrics")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +56,7 @@ class Guard:
         else:
             error = self._foreign_page(headers, scope["method"])
         length = headers.get("content-length", "0")
-        if length.isdecimal() and (len(length) > 18 or int(length) > self._settings.max_body_bytes):
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._most):
             error = error or self._too_large()
         if error is not None:
             await response(error)(scope, receive, send)
@@ -99,14 +101,14 @@ class Guard:
                 raise Refused(f"{why} to arrive", code="request_timeout") from None
             seen += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if seen > settings.max_body_bytes:
+            if seen > self._most:
                 raise self._too_large()
             return message
 
         return counted
 
     def _too_large(self) -> Refused:
-        most = f"{self._settings.max_body_bytes} bytes, this server's limit"
+        most = f"{self._most} bytes, this server's limit"
         return Refused(f"the request's body is larger than {most}", code="body_too_large")
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from quickbeam.errors import InvalidInput
+from quickbeam.sizes import parse_bytes
 
-COUNTS = ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_prompt_tokens")
+COUNTS = ("max_waiting", "max_waiting_tokens", "max_prompt_tokens")
 SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "drain_timeout")
 
 
@@ -44,9 +45,7 @@ class ServeSettings:
     """Most tokens of all waiting prompts, estimated by length."""
     max_prompt_tokens: int | None = None
     """Longest prompt. Default: what the model's context takes."""
-    max_body_bytes: int = field(
-        default=8_000_000, metadata={"option": "--max-body", "metavar": "SIZE"}
-    )
+    max_body: str = field(default="8MB", metadata={"metavar": "SIZE"})
     """Largest request, as in 8MB; larger ones get a 413."""
     read_timeout: float = field(default=20, metadata={"metavar": "SECONDS"})
     """How long a client may take to send a request's body; then it gets a 408."""
@@ -68,6 +67,7 @@ class ServeSettings:
         for name in COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInput(f"{name}={value}: must be at least 1")
+        parse_bytes(self.max_body)
         for name in SECONDS:
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise InvalidInput(f"{name}={value}: must be a number of seconds of at least 0")

@@ -28,19 +28,18 @@ OPENERS: Mapping[str, Mapping[str, Sequence[str]]] = {
 LANGUAGES = tuple(OPENERS["questions"])
 
 
-def opening_words(kind: str, languages: Sequence[str]) -> list[str]:
-    """Return how `questions` or `documents` in these `languages` begin, as many of each.
+def opening_words(kind: str, languages: str) -> list[str]:
+    """Return how `questions` or `documents` in comma-separated `languages` begin, as many of each.
 
     Raises `InvalidInput` for a language without any.
     """
-    words = OPENERS[kind]
-    if not languages or (unknown := [one for one in languages if one not in words]):
-        told = repr(unknown[0]) if languages else ""
+    words, asked = OPENERS[kind], [one.strip() for one in languages.split(",")]
+    if unknown := [one for one in asked if one not in words]:
         raise InvalidInput(
-            f"no language {told} to write text in: choose among {', '.join(LANGUAGES)}"
+            f"no language {unknown[0]!r} to write text in: choose among {', '.join(LANGUAGES)}"
         )
-    longest = max(len(words[language]) for language in languages)
-    return [opener for language in languages for opener in islice(cycle(words[language]), longest)]
+    longest = max(len(words[language]) for language in asked)
+    return [opener for language in asked for opener in islice(cycle(words[language]), longest)]
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ class Plan:
     """Share of conversations about a longer text, made of what was written before."""
     start: Path | None = None
     """Begin with the weights of this block drafter (a folder), to train it on."""
-    languages: Sequence[str] = field(
-        default=("en", "code"),
+    languages: str = field(
+        default="en,code",
         metadata={
             "help": "Of the questions and documents that the model writes, in equal parts, "
             f"comma-separated: {', '.join(LANGUAGES)}."

@@ -65,9 +65,9 @@ class Recipe:
     document: int = 256
     user_temperature: float = 0.9
     document_temperature: float = 0.8  # at a higher one, small models write no sentences
-    openers: Sequence[str] = tuple(opening_words("questions", ["en"]))
+    openers: Sequence[str] = tuple(opening_words("questions", "en"))
     quotes: Sequence[Quote] = QUOTES
-    documents: Sequence[str] = tuple(opening_words("documents", ["en"]))
+    documents: Sequence[str] = tuple(opening_words("documents", "en"))
     seed: int = 0
 
 
