@@ -41,13 +41,14 @@ def say(text: str) -> None:
 def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
-    Yields the callback that changes the line. Where stderr is no terminal, nothing is shown.
+    Yields the callback that changes the line. Where stderr is no terminal, nothing is shown. What
+    is written to stderr meanwhile stands above the line.
     `by_itself`: whether a thread draws the line, or only the callback.
     """
-    console, what = stderr(), TextColumn("{task.description}", markup=False)
-    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    how |= {"console": console, "disable": not console.is_terminal, "auto_refresh": by_itself}
-    with Progress(SpinnerColumn(), what, BarColumn(), TimeElapsedColumn(), **how) as bar:
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
+    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "console": stderr()}
+    how |= {"disable": not how["console"].is_terminal, "auto_refresh": by_itself}
+    with Progress(*columns, TimeElapsedColumn(), **how) as bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
@@ -77,10 +78,9 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
 
     `begin` may take long before the first word; a spinner shows this.
     """
-    console, shown, interrupted = stderr(), "", False
+    shown, interrupted = "", False
     with ExitStack() as waiting:
-        if console.is_terminal:
-            waiting.enter_context(console.status("reading the prompt" if show else "answering"))
+        waiting.enter_context(stderr().status("reading the prompt" if show else "answering"))
         stream = begin()
         try:
             for piece in stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,8 +114,8 @@ def answer(
     llm: LLM, method: str, prompt: str, params: SamplingParams, doing: str = "answering"
 ) -> Answer:
     steps: list[StepRecord] = []
-    progress, messages = stderr(), [{"role": "user", "content": prompt}]
-    with progress.status(f"{doing} with {method}") if progress.is_terminal else ExitStack():
+    messages = [{"role": "user", "content": prompt}]
+    with stderr().status(f"{doing} with {method}"):
         stream = llm.chat_stream(messages, params, method=method, observer=steps.append)
         completion = stream.result()
     return Answer(completion, sources(len(completion.token_ids), steps))

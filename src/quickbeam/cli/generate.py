@@ -85,7 +85,7 @@ def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Fol
     if asked.json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
     else:
-        print(statistics_line(completion, kernels, asked.verbose), file=sys.stderr)
+        say(statistics_line(completion, kernels, asked.verbose))
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if interrupted:

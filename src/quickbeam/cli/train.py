@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
 from quickbeam.cli import bench
-from quickbeam.cli.common import loading_progress, stderr
+from quickbeam.cli.common import loading_progress, progress_bar, say
 from quickbeam.cli.loading import Target, check_models
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
@@ -75,14 +70,14 @@ def write_text(plan: Plan) -> None:
         if there is not None and there.tokens >= plan.tokens:
             return
         stage = TextStage(plan)
-    with stage_bar("text") as (console, update):
+    with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
             left = timedelta(seconds=round((plan.tokens - count) / max(rate, 1e-9)))
-            update(count / plan.tokens, f"{count:,} tokens, {rate:.0f} a second, {left} left")
+            show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / plan.tokens)
 
         stage.run(wrote)
-        console.print(f"text: {plan.tokens:,} tokens")
+    say(f"text: {plan.tokens:,} tokens")
 
 
 def make_drafter(plan: Plan) -> None:
@@ -91,12 +86,12 @@ def make_drafter(plan: Plan) -> None:
         from quickbeam.train.stages import BlockStage
 
         stage = BlockStage(plan)
-    with stage_bar("training") as (console, update):
+    with progress_bar("training") as show:
 
         def trained(report: Report) -> None:
-            update(report.done, f"loss {report.loss:.3f}, {report.rate:.0f} tokens/s")
+            show(f"training: loss {report.loss:.3f}, {report.rate:.0f} tokens/s", report.done)
             held, left = report.held, report.seen * (1 / report.done - 1) / report.rate
-            console.print(
+            say(
                 f"{report.seen:,} tokens ({report.done:.1%}): loss {report.loss:.3f}, held-out "
                 f"agreement {' '.join(f'{a:.3f}' for a in held.agreement)}, MAT {held.mat:.2f} "
                 f"(drawn {held.mat_drawn:.2f}); {report.rate:.0f} tokens/s, "
@@ -104,9 +99,9 @@ def make_drafter(plan: Plan) -> None:
             )
 
         held = stage.run(trained)
-        agreement = " ".join(f"{a:.3f}" for a in held.agreement)
-        console.print(f"held-out agreement by position: {agreement}; MAT {held.mat:.2f}")
-        console.print(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
+    agreement = " ".join(f"{a:.3f}" for a in held.agreement)
+    say(f"held-out agreement by position: {agreement}; MAT {held.mat:.2f}")
+    say(f"written to {plan.out}: quickbeam generate … --drafter {plan.out}")
 
 
 def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
@@ -117,19 +112,8 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
         training = ShortlistTraining(plan.model, plan.out, how, plan.recipe.seed)
         figures = training.run(report)
     for count, (listed, both) in figures.items():
-        stderr().print(
+        say(
             f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "
             f"list of as many {listed:.4f}"
         )
-    stderr().print(f"written to {plan.out}")
-
-
-@contextmanager
-def stage_bar(stage: str) -> Iterator[tuple[Console, Callable[[float, str], None]]]:
-    """Show a stage of a training. Yields a console, and a callback for its share and figures."""
-    console, what, figures = stderr(), TextColumn(stage), TextColumn("{task.description}")
-    columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield bar.console, lambda done, text: bar.update(task, completed=done, description=text)
+    say(f"written to {plan.out}")
