@@ -225,7 +225,7 @@ def test_paths_and_metrics_are_those_of_the_server(toy_folder):
 
     with LLM(toy_folder, "ar") as llm:
         runner = Runner(ServeSettings(), llm)
-        paths = {"/", *create_app(runner).openapi()["paths"]}
+        paths = {route.path for route in create_app(runner).routes}
         exposed = runner.metrics.expose("")[0].decode()
     table = SERVING.split("| path | what it is |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(/[\w/]*)`", table)) <= paths

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quickbeam.serve.endpoints import ENDPOINTS
+from quickbeam.serve.app import ENDPOINTS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import served, serving, until

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve.endpoints import Answering
+from quickbeam.serve.app import Answering
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # room for the tasks that read and write data.

@@ -146,7 +146,7 @@ async def answer(
         answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
     else:
         with needs("serve", "answering requests"):
-            from quickbeam.serve.endpoints import Answering
+            from quickbeam.serve.app import Answering
         llm = loading.load(max_running=replicas.max_running)
         answering = Answering(llm, files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}

@@ -1,61 +1,227 @@
-"""The server's application: its paths, and those that need no answer of the model."""
+"""The server's application: its paths, and the way from a request to its response."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from quickbeam import __version__
-from quickbeam.serve import errors
+from quickbeam.batch.run import Answer, Reply
+from quickbeam.errors import QuickbeamError
+from quickbeam.llm import LLM
+from quickbeam.serve import answers, completions, errors, responses
+from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.convert import check_model, encode_conversation, named
-from quickbeam.serve.endpoints import ENDPOINTS, guarded, read, responder
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import Detokenize, TokenizeChat, TokenizeText
+from quickbeam.serve.items import ResponsesRequest
+from quickbeam.serve.messages import (
+    ChatRequest,
+    CompletionRequest,
+    Detokenize,
+    TokenizeChat,
+    TokenizeText,
+)
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
+from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tools import tool_format
 
+T = TypeVar("T")
+adapter = cache(TypeAdapter)
+Json = dict[str, Any]
+Handler = Callable[[Runner, Request], Awaitable[Response | Json]]
+NEVER = 10**9  # seconds
+LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
 PAGE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-def create_app(runner: Runner) -> FastAPI:
+class Endpoint(NamedTuple):
+    """What an API's requests hold, and what has the engine begin with one.
+
+    `begin` raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
+    """
+
+    kind: Any
+    begin: Callable[[Runner, Any], Awaitable[answers.Reply]]
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": Endpoint(ChatRequest, completions.begin_chat),
+    "/v1/completions": Endpoint(CompletionRequest, completions.begin_text),
+    "/v1/responses": Endpoint(ResponsesRequest, responses.begin),
+}
+
+
+def create_app(runner: Runner) -> Starlette:
     """Return the HTTP application for a runner, which it closes when it ends."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await runner.close()
 
-    # no documentation pages: they would load scripts from elsewhere
-    app = FastAPI(
-        title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
-    app.state.runner, settings = runner, runner.settings
-    errors.install(app)
-    app.add_api_route("/", index, include_in_schema=False)
-    for path, handler in GET.items():
-        app.add_api_route(path, handler)
-    texts = {path: responder(endpoint) for path, endpoint in ENDPOINTS.items()}
-    for path, handler in {**texts, "/tokenize": tokenize, "/detokenize": detokenize}.items():
-        app.add_api_route(path, guarded(handler), methods=["POST"], response_model=None)
-    app.add_middleware(Guard, settings=settings)
+    settings, every = runner.settings, ["*"]
+    posts: dict[str, Handler] = {
+        path: partial(respond, endpoint) for path, endpoint in ENDPOINTS.items()
+    }
+    posts |= {"/tokenize": tokenize, "/detokenize": detokenize}
+    routes = [Route(path, guarded(runner, handler)) for path, handler in GET.items()]
+    routes += [Route(path, guarded(runner, one), methods=["POST"]) for path, one in posts.items()]
+    middleware = [Middleware(Guard, settings=settings)]
     if settings.cors_origins:  # before the keys, as a browser asks first without one
-        origins, every = settings.cors_origins, ["*"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every
+        allowed: Json = {"allow_origins": settings.cors_origins, "allow_methods": every}
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed, allow_headers=every))
+    # an unknown path is reported in the form of the other errors, too
+    handlers: Any = {HTTPException: lambda _, error: errors.response(error)}
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan
+    )
+
+
+class Answering:
+    """Answers requests without HTTP, and without limits on how many wait.
+
+    An instance belongs to one event loop. As a context manager it gives `answer`, and ends the
+    answers under way. `name` is what responses call the model.
+    """
+
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        unbounded = ServeSettings(
+            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
         )
-    return app
+        self._runner = Runner(unbounded, llm)
+
+    async def answer(self, path: str, body: Json) -> Reply:
+        """Return the endpoint's reply, which is an error for a request that can't be answered.
+
+        Raises `QuickbeamError` if the engine can't answer any more.
+        """
+        try:
+            request = check(body, ENDPOINTS[path].kind)
+            return Reply(200, await _whole(self._runner, ENDPOINTS[path], request))
+        except Exception as error:
+            if (unhealthy_reason := self._runner.unhealthy_reason) is not None:
+                raise QuickbeamError(f"no more answers: {unhealthy_reason}") from error
+            about = errors.problem(error)
+            return Reply(about.status, about.body)
+
+    async def __aenter__(self) -> Answer:
+        return self.answer
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.close()
+
+
+async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> Json:
+    reply = await endpoint.begin(runner, request)
+    with reply.answers:
+        return await reply.whole()
+
+
+async def respond(endpoint: Endpoint, runner: Runner, http: Request) -> Response:
+    """Respond to a request of an endpoint, with one object or a stream of events."""
+    request = await read(http, endpoint.kind)
+    if not request.stream:
+        whole = await unless_gone(http, _whole(runner, endpoint, request))
+        return await asyncio.to_thread(JSONResponse, whole)
+    # The engine has begun before the response does, so that a refusal has its own status.
+    reply = await unless_gone(http, endpoint.begin(runner, request))
+    return EventSourceResponse(
+        reply.events(),
+        sep="\n",
+        ping=runner.settings.keep_alive,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+    )
+
+
+async def read(http: Request, kind: Any) -> Any:
+    """Return the request that a body holds; `kind` is a model, or a union of models."""
+    # A web page may send any other type to any address without asking the server first.
+    media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not media.endswith("+json"):
+        raise Refused(
+            "the body must be a JSON object, sent with the header Content-Type: application/json",
+            code="unsupported_media_type",
+        )
+    body = await http.body()
+    return await asyncio.to_thread(parse, body, kind) if len(body) > LARGE else parse(body, kind)
+
+
+def parse(body: bytes, kind: Any) -> Any:
+    """Return the request that the bytes of a body hold. Raises as `read` does."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    return check(value, kind)
+
+
+def check(value: Any, kind: Any) -> Any:
+    """Return the request that a JSON value stands for. Raises `Refused` if it can't be served."""
+    if not isinstance(value, dict):
+        raise Refused("the body must be a JSON object")
+    try:
+        return adapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise errors.invalid(error, value) from None
+
+
+def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """Answer all errors: the logs of the libraries would quote them, and with them a prompt."""
+
+    async def handle(http: Request) -> Response:
+        try:
+            answer = await handler(runner, http)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            if isinstance(error, TurnedAway):
+                runner.metrics.refused(error)
+            return errors.response(error)
+
+    return handle
+
+
+class Gone(QuickbeamError):
+    """The client has left."""
+
+
+async def unless_gone(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`."""
+    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Gone("the client has left")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _left(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 @cache
@@ -79,43 +245,43 @@ def page() -> tuple[bytes, str]:
     return html.encode(), rules
 
 
-async def index() -> Response:
+async def index(runner: Runner, http: Request) -> Response:
     html, policy = page()
     headers = {**PAGE, "Content-Security-Policy": policy}
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
 
-async def health(http: Request) -> Response:
+async def health(runner: Runner, http: Request) -> Response:
     """200 if requests are answered, else 503 with the reason."""
-    unhealthy_reason = http.app.state.runner.unhealthy_reason
+    unhealthy_reason = runner.unhealthy_reason
     if unhealthy_reason is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": unhealthy_reason}, 503, {"Retry-After": "5"})
 
 
-def metrics(http: Request) -> Response:
-    content, kind = http.app.state.runner.metrics.expose(http.headers.get("accept", ""))
+async def metrics(runner: Runner, http: Request) -> Response:
+    accept = http.headers.get("accept", "")
+    content, kind = await asyncio.to_thread(runner.metrics.expose, accept)
     return Response(content, media_type=kind)
 
 
-def version() -> dict[str, str]:
+async def version(runner: Runner, http: Request) -> Json:
     return {"version": __version__}
 
 
-def models(http: Request) -> dict[str, Any]:
-    runner: Runner = http.app.state.runner
+async def models(runner: Runner, http: Request) -> Json:
     return {"object": "list", "data": [_model(runner, name) for name in runner.names]}
 
 
-def model(name: str, http: Request) -> dict[str, Any]:
-    runner: Runner = http.app.state.runner
+async def model(runner: Runner, http: Request) -> Json:
+    name = http.path_params["name"]
     check_model(runner, name)
     return _model(runner, name)
 
 
-def _model(runner: Runner, name: str) -> dict[str, Any]:
+def _model(runner: Runner, name: str) -> Json:
     """Return OpenAI's model object, with vLLM's fields and the methods of `speculation`."""
-    llm = runner.loaded.llm
+    llm = runner.llm
     return {
         "id": name,
         "object": "model",
@@ -127,9 +293,8 @@ def _model(runner: Runner, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(http: Request) -> Response:
+async def tokenize(runner: Runner, http: Request) -> Json:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
-    runner: Runner = http.app.state.runner
     request = await read(http, TokenizeText | TokenizeChat)
     tokenizer = runner.llm.tokenizer
     with named(request):
@@ -145,14 +310,11 @@ async def tokenize(http: Request) -> Response:
             ids = await asyncio.to_thread(encode_conversation, runner.llm, request, tools)
     texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
-    )
+    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
 
 
-async def detokenize(http: Request) -> Response:
+async def detokenize(runner: Runner, http: Request) -> Json:
     """Return the text of tokens, special ones included."""
-    runner: Runner = http.app.state.runner
     request = await read(http, Detokenize)
     check_model(runner, request.model)
     size = runner.llm.model.vocab_size
@@ -161,11 +323,11 @@ async def detokenize(http: Request) -> Response:
             f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}",
             "tokens",
         )
-    text = await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)
-    return JSONResponse({"prompt": text})
+    return {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}
 
 
-GET: dict[str, Callable[..., Any]] = {
+GET: dict[str, Handler] = {
+    "/": index,
     "/health": health,
     "/metrics": metrics,
     "/version": version,

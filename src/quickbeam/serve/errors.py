@@ -8,10 +8,9 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 
@@ -97,12 +96,6 @@ def response(error: BaseException) -> JSONResponse:
     """Return the HTTP response to an error."""
     about = problem(error)
     return JSONResponse(about.body, about.status, headers=about.headers)
-
-
-def install(app: FastAPI) -> None:
-    """Have all errors reported in this form, also those of an unknown path."""
-    for kind in (QuickbeamError, HTTPException, Exception):
-        app.add_exception_handler(kind, lambda _, error: response(error))
 
 
 def invalid(error: ValidationError, body: Any) -> Refused:

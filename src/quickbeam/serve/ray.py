@@ -12,8 +12,8 @@ from inspect import signature
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from ray import serve
+from starlette.applications import Starlette
 
 from quickbeam import hub
 from quickbeam.batch.ray import CPUS, environment
@@ -37,7 +37,7 @@ class Replica:
         self.runner = Runner(ServeSettings(**settings))
         self.runner.attach(*prepare(lambda: LLM(**options), warm))
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application. Ray calls this once the replica is made."""
         return create_app(self.runner)
 
