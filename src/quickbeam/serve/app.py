@@ -31,7 +31,6 @@ from quickbeam.serve import answers, completions, errors, responses
 from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.messages import (
     ChatRequest,
     CompletionRequest,
@@ -39,6 +38,7 @@ from quickbeam.serve.messages import (
     TokenizeChat,
     TokenizeText,
 )
+from quickbeam.serve.responses import ResponsesRequest
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import Guard
 from quickbeam.serve.settings import ServeSettings

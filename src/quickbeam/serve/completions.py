@@ -12,16 +12,14 @@ from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
 from quickbeam.models.token_texts import TokenTexts
-from quickbeam.serve import convert, tools
+from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.answers import Answers, Json, Reply
-from quickbeam.serve.convert import encode_conversation
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.messages import ChatRequest, CompletionRequest, text_of
+from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import GenerationRequest, StreamOptions
-from quickbeam.serve.tools import Call, Calling, split
+from quickbeam.serve.schemas import GenerationRequest, Request, StreamOptions
+from quickbeam.serve.tools import Call, Calling, calling, split
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (
@@ -34,21 +32,23 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> Chat:
-    return Chat(runner, request, *await begin_conversation(runner, request))
+    choice, several = request.tool_choice, request.parallel_tool_calls
+    calls = calling(request.tools, choice, several, runner.llm.tokenizer)
+    return Chat(runner, request, await begin_conversation(runner, request, request, calls), calls)
 
 
 async def begin_conversation(
-    runner: Runner, request: ChatRequest | ResponsesRequest
-) -> tuple[Answers, Calling]:
-    """Have the engine begin to answer a conversation. Returns what is asked in tool calls, too."""
-    llm, asked = runner.llm, request.conversation
-    several = request.parallel_tool_calls
-    calling = tools.calling(asked.tools, request.choice, several, llm.tokenizer)
+    runner: Runner, request: Request, asked: Conversation, calls: Calling
+) -> Answers:
+    """Have the engine begin to answer a conversation."""
     tokens = sum(len(text_of(one.content)) for one in asked.messages) // BYTES_A_TOKEN + 1
-    answers = await convert.begin(
-        runner, request, lambda: [encode_conversation(llm, asked, calling.tools)], tokens, calling
+    return await convert.begin(
+        runner,
+        request,
+        lambda: [convert.encode_conversation(runner.llm, asked, calls.tools)],
+        tokens,
+        calls,
     )
-    return answers, calling
 
 
 async def begin_text(runner: Runner, request: CompletionRequest) -> Texts:
@@ -156,11 +156,11 @@ class Chat(Choices):
     """A chat request while it is answered."""
 
     def __init__(
-        self, runner: Runner, request: ChatRequest, answers: Answers, calling: Calling
+        self, runner: Runner, request: ChatRequest, answers: Answers, calls: Calling
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(runner, request, answers, "chatcmpl", kind)
-        self._readers = [calling.reader() for _ in answers.streams]
+        self._readers = [calls.reader() for _ in answers.streams]
         self._called = [0] * len(answers.streams)  # tool calls of each answer that were sent
         self._scored = bool(request.logprobs)
         if self.with_ids:

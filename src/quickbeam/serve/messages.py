@@ -182,14 +182,6 @@ class ChatRequest(Conversation, GenerationRequest):
         return self
 
     @property
-    def conversation(self) -> Conversation:
-        return self
-
-    @property
-    def choice(self) -> ToolMode | NamedTool | None:
-        return self.tool_choice
-
-    @property
     def scores(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
