@@ -20,9 +20,15 @@ from quickbeam.bench.methods import (
     parse_methods,
     spread,
 )
-from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
+from quickbeam.cli.common import (
+    Target,
+    check_models,
+    check_output,
+    loading_progress,
+    progress_bar,
+    save,
+)
 from quickbeam.cli.fields import command
-from quickbeam.cli.loading import Target, check_models
 from quickbeam.errors import InvalidInput
 from quickbeam.options import VOCABS
 from quickbeam.params import SamplingParams

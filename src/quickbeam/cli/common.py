@@ -1,4 +1,5 @@
-"""What commands share: progress, showing a stream, records, the line of statistics."""
+"""What commands share: how models are loaded and answers constrained, checked before PyTorch is
+imported, which takes seconds; progress, showing a stream, records, the line of statistics."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,181 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from quickbeam import cache, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.grammar.spec import Grammar
+from quickbeam.methods import METHODS, preset, stand_in
+from quickbeam.options import VOCABS, Budget, check_vocab
 
 if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
     from quickbeam.engine.stream import Stream
+    from quickbeam.llm import LLM
 
+FORMATS = ("bfloat16", "int8", "int4")
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a model and its drafter are loaded: arguments of `LLM`, all but the method."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {hub.DEFAULT}."
+        },
+    )
+    budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
+    """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
+    drafter: str | None = None
+    """A smaller model, a feature drafter, or mtp, a head in the files of
+    the model itself, for the methods that draft with one."""
+    vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
+    """Which part of the vocabulary a feature drafter scores. Default: the method's own."""
+    shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
+    """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
+    eighth, router a sixteenth."""
+    dtype: str = field(
+        default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
+    )
+    """Number format of the weights; auto: the one in the model's configuration."""
+    weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
+    """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
+    draft_weights: str | None = field(default=None, metadata={"choices": FORMATS})
+    """The same of a smaller model that drafts. Default: as the model's."""
+    memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
+    """For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host
+    memory). Default: all in memory."""
+    device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
+    """Where the model runs. Default: cuda where there is one."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Read it first."""
+    kv_memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
+    """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
+
+    def nodes(self) -> Budget | None:
+        """Return what `LLM` takes for `--budget`: a number of nodes, auto, None if not given."""
+        if self.budget is None or self.budget == "auto":
+            return None if self.budget is None else "auto"
+        if not self.budget.isascii() or not self.budget.isdecimal() or int(self.budget) < 1:
+            raise InvalidInput(f"--budget {self.budget!r}: must be auto or a number of at least 1")
+        return int(self.budget)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that `LLM` takes for these options."""
+        return {**asdict(self), "budget": self.nodes()}
+
+
+@dataclass(frozen=True)
+class Loading(Target):
+    """How a model is loaded to answer with a method."""
+
+    method: str = field(
+        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(METHODS)}."}
+    )
+    memory_of_answers: str = field(default="64MB", metadata={"metavar": "SIZE"})
+    """Memory for prompts and answers that are over, which later answers draft from; 0 for none."""
+    keep: str | None = field(default=None, metadata={"metavar": "FILE"})
+    """Keep them in this file from one run to the next."""
+
+    def check(self) -> None:
+        """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
+        self.nodes()
+        own, model = preset(self.method), self.model
+        given = {name: getattr(self, name) for name in ("drafter", "vocab", "shortlist")}
+        useless = [f"--{name} {value}" for name, value in given.items() if value is not None]
+        if useless and "drafter" not in own.sources:
+            users = ", ".join(name for name, entry in METHODS.items() if "drafter" in entry.sources)
+            raise InvalidInput(
+                f"{useless[0]}: method {self.method!r} drafts without a model; add --method "
+                f"with one of {users}"
+            )
+        check_vocab(self.vocab or own.vocab, self.shortlist)
+        stand_in(self.method, (self.drafter or hub.shipped_drafter(model)) is not None)
+        check_models(model, self.drafter)
+
+    def load(self, **more: Any) -> LLM:
+        """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
+        self.check()
+        with loading_progress(self.model, self.drafter) as progress:
+            from quickbeam.llm import LLM
+
+            return LLM(**self.arguments(), progress=progress, **more)
+
+
+def check_models(*names: str | None) -> None:
+    """Raise `InvalidInput` for a name of a model or drafter that can't be loaded."""
+    for check in (hub.check_source, hub.check_hub):
+        for name in names:
+            if name is not None:
+                check(name)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many answers are computed at a time, and whether by replicas on Ray."""
+
+    max_running: int = field(default=32, metadata={"min": 1})
+    """Answers made side by side."""
+    ray: bool = False
+    """Answer by replicas of the model on Ray, on this machine or a cluster."""
+    replicas: int = field(default=1, metadata={"min": 1})
+    """With --ray: how many."""
+    threads: int = field(default=1, metadata={"min": 1})
+    """With --ray: of each replica."""
+
+    def check(self, loading: Loading) -> None:
+        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
+        if self.replicas > 1 and not self.ray:
+            raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
+        if not self.ray:
+            loading.check()
+
+
+@contextmanager
+def needs(extras: str, what: str) -> Iterator[None]:
+    """Raise `InvalidInput` for a missing package that `extras` of quickbeam bring to `what`."""
+    try:
+        yield
+    except ImportError as error:
+        todo = f"pip install 'quickbeam[{extras}]'"
+        raise InvalidInput(f"{what} needs {error.name}: {todo}") from error
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What an answer has to follow: at most one of these."""
+
+    json_schema: str | None = field(default=None, metadata={"metavar": "FILE|JSON"})
+    """The answer is JSON that fits this schema, in a file or as it is."""
+    json_object: bool = False
+    """The answer is a JSON object."""
+    regex: str | None = field(default=None, metadata={"metavar": "PATTERN"})
+    """The answer is what this regular expression matches."""
+    lark: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """The answer follows this Lark grammar, whose first rule is start."""
+
+    def grammar(self) -> Grammar | None:
+        """Return what `SamplingParams` takes for these options."""
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
+        if (schema := self.json_schema) is not None:
+            inline = schema.lstrip().startswith("{")
+            return Grammar.json_schema(schema if inline else _text("--json-schema", Path(schema)))
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.lark is not None:
+            return Grammar.lark(_text("--lark", self.lark))
+        return Grammar.json_object() if self.json_object else None
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise InvalidInput(f"{option} {path}: can't be read ({error})") from error
 
 
 def stderr() -> Console:

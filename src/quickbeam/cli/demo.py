@@ -13,8 +13,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from quickbeam.cli.common import check_output, harmless, save, stderr
-from quickbeam.cli.loading import Loading
+from quickbeam.cli.common import Loading, check_output, harmless, save, stderr
 from quickbeam.hub import DEFAULT
 from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from quickbeam.cli.common import (
+    Follow,
+    Loading,
     check_output,
     follow,
     save,
@@ -21,7 +23,6 @@ from quickbeam.cli.common import (
     strict_json,
     write,
 )
-from quickbeam.cli.loading import Follow, Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
@@ -36,19 +37,25 @@ HELP = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Conversation:
+    """How the model is spoken to."""
+
+    system: str | None = None
+    """System message put before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    """Say more about how answers were made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Conversation):
     """What is answered, and what is written."""
 
     prompt: str = field(metadata={"argument": True})
     """The text to answer; - reads standard input."""
     raw: bool = False
     """Continue the text as it is, without the chat template."""
-    system: str | None = None
-    """System message put before the conversation."""
     json: bool = False
     """Print one JSON record instead of the text."""
-    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
-    """Say more about how the answer was made."""
     trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
     """Write every step's draft tree here, for `quickbeam inspect`."""
 
@@ -102,16 +109,6 @@ def read(prompt: str) -> str:
     if not text:
         raise InvalidInput("the prompt is empty: give a text, or - to read standard input")
     return text
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """How the model is spoken to."""
-
-    system: str | None = None
-    """System message put before the conversation."""
-    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
-    """Say more about how each answer was made."""
 
 
 def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:

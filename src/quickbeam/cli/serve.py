@@ -20,8 +20,7 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import say
-from quickbeam.cli.loading import Loading, Replicas, needs
+from quickbeam.cli.common import Loading, Replicas, needs, say
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings

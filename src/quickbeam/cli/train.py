@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from quickbeam.cli import bench
-from quickbeam.cli.common import loading_progress, progress_bar, say
-from quickbeam.cli.loading import Target, check_models
+from quickbeam.cli.common import Target, check_models, loading_progress, progress_bar, say
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 

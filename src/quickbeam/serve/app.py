@@ -27,7 +27,7 @@ from quickbeam import __version__
 from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve import answers, completions, errors, responses
+from quickbeam.serve import completions, errors, responses
 from quickbeam.serve.admission import TurnedAway
 from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.errors import Refused
@@ -39,14 +39,13 @@ from quickbeam.serve.messages import (
     TokenizeText,
 )
 from quickbeam.serve.responses import ResponsesRequest
-from quickbeam.serve.runner import Runner
+from quickbeam.serve.runner import AnsweredRequest, Json, Runner
 from quickbeam.serve.security import Guard
 from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tools import tool_format
 
 T = TypeVar("T")
 adapter = cache(TypeAdapter)
-Json = dict[str, Any]
 Handler = Callable[[Runner, Request], Awaitable[Response | Json]]
 NEVER = 10**9  # seconds
 LARGE = 16_384  # bytes; a body of more is parsed and checked in a thread
@@ -60,7 +59,7 @@ class Endpoint(NamedTuple):
     """
 
     kind: Any
-    begin: Callable[[Runner, Any], Awaitable[answers.Reply]]
+    begin: Callable[[Runner, Any], Awaitable[AnsweredRequest]]
 
 
 ENDPOINTS = {
@@ -194,7 +193,7 @@ def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[R
         except Gone:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            if isinstance(error, TurnedAway):
+            if isinstance(error, TurnedAway) and http.method == "POST":
                 runner.metrics.refused(error)
             return errors.response(error)
 

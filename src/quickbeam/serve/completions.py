@@ -14,10 +14,9 @@ from quickbeam.llm import LLM
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
-from quickbeam.serve.answers import Answers, Json, Reply
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
-from quickbeam.serve.runner import Runner
+from quickbeam.serve.runner import AnsweredRequest, Answers, Json, Runner
 from quickbeam.serve.schemas import GenerationRequest, Request, StreamOptions
 from quickbeam.serve.tools import Call, Calling, calling, split
 
@@ -80,7 +79,7 @@ def encode_text(llm: LLM, prompt: str | list[int], suffix: str | None) -> list[i
     return list(llm.tokenizer(prompt)["input_ids"])
 
 
-class Choices(Reply):
+class Choices(AnsweredRequest):
     """The reply of chats and completions. `prefix` begins its id, `kind` is its `object`."""
 
     def __init__(

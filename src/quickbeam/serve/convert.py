@@ -16,7 +16,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import TENANT
-from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
     Conversation,
@@ -27,7 +26,7 @@ from quickbeam.serve.messages import (
     ToolMessage,
     text_of,
 )
-from quickbeam.serve.runner import Job, Runner
+from quickbeam.serve.runner import Answers, Job, Runner
 from quickbeam.serve.schemas import Request, Speculation
 from quickbeam.serve.tools import Calling
 

@@ -14,7 +14,6 @@ from typing_extensions import Self
 from quickbeam.aio import NOTHING
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.models.token_texts import TokenTexts
-from quickbeam.serve.answers import Answers, Json, Reply
 from quickbeam.serve.completions import begin_conversation, chat_logprobs
 from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
@@ -30,7 +29,7 @@ from quickbeam.serve.messages import (
     UserMessage,
     check_tools,
 )
-from quickbeam.serve.runner import Runner
+from quickbeam.serve.runner import AnsweredRequest, Answers, Json, Runner
 from quickbeam.serve.schemas import (
     AskedGrammar,
     Body,
@@ -214,7 +213,7 @@ async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     return Responses(runner, request, answers, calls)
 
 
-class Responses(Reply):
+class Responses(AnsweredRequest):
     """A request to the Responses API while it is answered."""
 
     def __init__(
