@@ -55,10 +55,10 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("hf:4", "hf grows no draft tree"),
         ("hf+full", "hf has no drafter"),
         ("dyspec+fats", "unknown vocabulary 'fats' of the drafter; known: full"),
-        ("pld:0", "budget '0'"),
-        ("dyspec@many", "@many: must be"),
+        ("pld:0", "must be NAME[:BUDGET]"),
+        ("dyspec@many", "must be NAME[:BUDGET][@SHORTLIST]"),
         ("dyspec@99", "a shortlist of 99 tokens, where the drafter scores its full vocabulary"),
-        ("pld:many", "or auto"),
+        ("pld:many", "or a budget of auto"),
         *(
             (name, f"method '{name}' drafts with a model")
             for name, preset in METHODS.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -27,6 +28,8 @@ Messages = Sequence[dict[str, str]]
 PEERS = ("hf", "hf-pld")  # transformers' generate as it comes, and its prompt lookup
 KNOWN = ", ".join([*METHODS, *PEERS])
 BUILT_IN = "questions.jsonl"  # our own set, inside the package
+SYNTAX = "NAME[:BUDGET][@SHORTLIST][+VOCABULARY]"
+ENTRY = re.compile(r"([^:@+]*)(?::(auto|[1-9]\d*))?(?:@([1-9]\d*))?(?:\+(.*))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def parse_methods(
     vocab: str | None = None,
     shortlist: int | None = None,
 ) -> list[MethodItem]:
-    """Read a comma-separated list of `NAME[:BUDGET][@SHORTLIST][+VOCAB]`.
+    """Read a comma-separated list of entries in `SYNTAX`.
 
     The other arguments hold where an entry says nothing itself. Raises `InvalidInput`, also for a
     method without the drafter that it needs.
@@ -81,37 +84,26 @@ def parse_methods(
 
 
 def _item(entry: str, default: MethodItem) -> MethodItem:
-    head, *switches = entry.split("+")
-    head, at, size = head.partition("@")
-    method, colon, nodes = head.partition(":")
+    if (parts := ENTRY.fullmatch(entry)) is None:
+        raise InvalidInput(f"{entry!r}: must be {SYNTAX}, sizes of at least 1 or a budget of auto")
+    method, nodes, size, switches = parts.groups()
     if method not in METHODS and method not in PEERS:
         raise InvalidInput(f"unknown method {method!r}; known: {KNOWN}")
     sources = METHODS[method].sources if method in METHODS else ()
-    vocab = plain_vocab("+".join(switches)) or None
-    drafts, budget = "drafter" in sources, None if nodes == "auto" else nodes
-    for wrong, why in (
-        (colon and not sources, f"{method} grows no draft tree and takes no budget"),
-        ((at or vocab) and not drafts, f"{method} has no drafter that scores a vocabulary"),
-        (at and not _is_whole(size), f"@{size}: must be a number of tokens of at least 1"),
-        (colon and budget is not None and not _is_whole(budget), f"budget {budget!r}: must be a "
-            "number of nodes of at least 1, or auto"),
-    ):  # fmt: skip
-        if wrong:
-            raise InvalidInput(f"{entry!r}: {why}")
-    own = MethodItem(
-        entry,
-        method,
-        (int(budget or 0) if colon else default.budget) if sources else None,
-        (vocab or default.vocab) if drafts else None,
-        int(size) if at else None,
-    )
-    if drafts:
-        check_vocab(own.vocab or METHODS[method].vocab, own.shortlist)
-    return replace(own, shortlist=own.shortlist or (default.shortlist if drafts else None))
-
-
-def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text) > 0
+    drafts, vocab = "drafter" in sources, plain_vocab(switches or "") or None
+    if nodes and not sources:
+        raise InvalidInput(f"{entry!r}: {method} grows no draft tree and takes no budget")
+    if (size or vocab) and not drafts:
+        raise InvalidInput(f"{entry!r}: {method} has no drafter that scores a vocabulary")
+    budget: Budget | None = default.budget
+    if nodes:
+        budget = 0 if nodes == "auto" else int(nodes)
+    own = MethodItem(entry, method, budget if sources else None)
+    if not drafts:
+        return own
+    vocab, shortlist = vocab or default.vocab, int(size) if size else None
+    check_vocab(vocab or METHODS[method].vocab, shortlist)
+    return replace(own, vocab=vocab, shortlist=shortlist or default.shortlist)
 
 
 class LLMRunner:

@@ -27,9 +27,8 @@ class Peer:
         self.model, self.tokenizer = loaded
         self.options: dict[str, Any] = LOOKUP if lookup else {}
         self.device, self.raw = str(self.model.device), raw or self.tokenizer.chat_template is None
-        self.stops = sorted(
-            model_eos_ids(self.model, self.tokenizer)
-        )  # the ids that end our answers
+        # the ids that end our answers
+        self.stops = sorted(model_eos_ids(self.model, self.tokenizer))
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         if self.raw:
@@ -45,21 +44,17 @@ class Peer:
         model, clock = self.model, _Clock()
         prompt = torch.tensor([list(ids)], device=self.device)
         own, model.generation_config = model.generation_config, self._config(params)
-        hook, more = model.register_forward_hook(clock.count_pass), {"streamer": clock}
+        more = {"attention_mask": torch.ones_like(prompt), "streamer": clock, **self.options}
         try:
-            mask = torch.ones_like(prompt)
-            output = in_own_thread(
-                lambda: model.generate(prompt, attention_mask=mask, **more, **self.options)
-            )
+            output = in_own_thread(lambda: model.generate(prompt, **more))
         except (RuntimeError, ValueError) as error:
             raise QuickbeamError(f"transformers' generate failed: {error}") from error
         finally:
-            hook.remove()
             model.generation_config = own
         tokens: list[int] = output[0, prompt.shape[1] :].tolist()
         counted = len(tokens) - clock.first_tokens + 1
         seconds, prefill = clock.ended - clock.started, clock.started - clock.began
-        statistics = Statistics(counted, clock.passes - 1, seconds, prefill)
+        statistics = Statistics(counted, clock.puts - 2, seconds, prefill)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return Completion(text, tokens, "length", statistics)
 
@@ -82,7 +77,7 @@ class _Clock:
     """A streamer, which generate gives the prompt, then the tokens of each pass, on the host."""
 
     def __init__(self) -> None:
-        self.puts = self.passes = self.first_tokens = 0
+        self.puts = self.first_tokens = 0
         self.began = self.started = self.ended = perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
@@ -92,9 +87,6 @@ class _Clock:
 
     def end(self) -> None:
         self.ended = perf_counter()
-
-    def count_pass(self, *_: object) -> None:
-        self.passes += 1
 
 
 def load(folder: str, dtype: str, device: str | None) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ import typer
 
 from quickbeam.bench.methods import (
     KNOWN,
+    SYNTAX,
     LLMRunner,
     MethodItem,
     Question,
@@ -36,10 +37,7 @@ from quickbeam.params import SamplingParams
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 MOST = 1024  # requests at a time
-HELP = (
-    f"Comma-separated NAME[:BUDGET][@SHORTLIST][+VOCABULARY]. Names: {KNOWN}; vocabularies: "
-    f"{', '.join(VOCABS)}."
-)
+HELP = f"Comma-separated {SYNTAX}. Names: {KNOWN}; vocabularies: {', '.join(VOCABS)}."
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from quickbeam.grammar.spec import Grammar
@@ -272,15 +273,13 @@ class CallReader:
         return [] if self._form is None else self._read([None])
 
     def _read(self, characters: Iterable[str | None]) -> list[str | Call]:
-        pieces, text = list[str | Call](), ""
-        for character in characters:
-            for piece in self._step(character):
-                if isinstance(piece, str):
-                    text += piece
-                else:
-                    pieces += [text, piece] if text else [piece]
-                    text = ""
-        return [*pieces, text] if text else pieces
+        pieces = list[str | Call]()
+        for piece in chain.from_iterable(map(self._step, characters)):
+            if pieces and isinstance(piece, str) and isinstance(pieces[-1], str):
+                pieces[-1] += piece
+            elif piece:
+                pieces.append(piece)
+        return pieces
 
     def _step(self, character: str | None) -> Iterator[str | Call]:
         """Read one character, or the end of the answer if it is None, and yield what is certain."""
