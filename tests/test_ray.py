@@ -63,7 +63,7 @@ def test_arguments_come_as_text():
 
 
 def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder, monkeypatch):
-    replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"}, warm=False)
+    replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"})
     replica.check_health()
     monkeypatch.setattr(
         type(replica.runner), "unhealthy_reason", "the engine has been silent for 99 s"
@@ -115,7 +115,7 @@ def test_a_batch_goes_on_whichever_process_dies(toy_folder, tmp_path):
 
 @pytest.mark.long
 def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder):
-    options = f"--port {PORT} --no-warm --max-waiting 5 --ray --replicas 2 --model {toy_folder}"
+    options = f"--port {PORT} --max-waiting 5 --ray --replicas 2 --model {toy_folder}"
     asked = [sys.executable, "-m", "quickbeam", "serve", *options.split()]
     child = subprocess.Popen(asked, start_new_session=True)
     try:
@@ -156,7 +156,7 @@ def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
     from ray import serve
 
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    serve.run(build({"replicas": 2, "warm": False, "max_running": 4}), name="quickbeam")
+    serve.run(build({"replicas": 2, "max_running": 4}), name="quickbeam")
     llm = LLM()
     prompts = [f"Count from {i} to ten:" for i in range(8)]
 

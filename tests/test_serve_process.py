@@ -22,7 +22,7 @@ def port():
 
 
 def start(port, *options):
-    command = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm"]
+    command = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port)]
     return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
 
 

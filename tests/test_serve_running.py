@@ -361,7 +361,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
     [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)],
 )
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
-    def run(runner, load, *, warm, ready):
+    def run(runner, load, ready):
         assert runner.settings.api_keys == tuple(keys_of(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")

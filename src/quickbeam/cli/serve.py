@@ -40,8 +40,6 @@ class Served:
     """What clients call the model, and other names for it."""
     share_prefixes: bool = True
     """Share the computed beginning of prompts that begin alike."""
-    warm: bool = True
-    """Measure costs and answer once before the first request."""
 
 
 def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: Served) -> None:
@@ -64,7 +62,7 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
     if replicas.ray:
         with needs("ray,serve", "--ray"):
             from quickbeam.serve import ray
-        wanted = {**loading.arguments(), **more, **asdict(replicas), "warm": given.warm}
+        wanted = {**loading.arguments(), **more, **asdict(replicas)}
         del wanted["ray"]
         said = f"{name} at http://{settings.host}:{settings.port}, on Ray"
         return ray.run(settings, wanted, lambda: say(said))
@@ -72,7 +70,6 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
     server.run(
         runner,
         lambda: loading.load(**more),
-        warm=given.warm,
         ready=lambda address: say(greeting(runner, address)),
     )
 

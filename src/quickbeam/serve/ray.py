@@ -26,16 +26,15 @@ from quickbeam.serve.settings import ServeSettings
 
 HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
 # the arguments that `LLM` lacks, with their defaults
-SERVER: dict[str, Any] = {"replicas": 1, "threads": 1, "cpus": CPUS, "gpus": 0}
-SERVER |= {"warm": True, "settings": {}}
+SERVER: dict[str, Any] = {"replicas": 1, "threads": 1, "cpus": CPUS, "gpus": 0, "settings": {}}
 
 
 class Replica:
     """An engine with its server's application."""
 
-    def __init__(self, options: dict[str, Any], settings: dict[str, Any], warm: bool) -> None:
+    def __init__(self, options: dict[str, Any], settings: dict[str, Any]) -> None:
         self.runner = Runner(ServeSettings(**settings))
-        self.runner.attach(*prepare(lambda: LLM(**options), warm))
+        self.runner.attach(*prepare(lambda: LLM(**options)))
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application. Ray calls this once the replica is made."""
@@ -83,7 +82,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=settings.drain_timeout,
         max_constructor_retry_count=2,
     )(serve.ingress()(Replica))
-    return deployment.bind(options, {**address, **own["settings"]}, own["warm"])
+    return deployment.bind(options, {**address, **own["settings"]})
 
 
 def _value(given: Any) -> Any:

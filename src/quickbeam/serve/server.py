@@ -57,11 +57,7 @@ class Server(uvicorn.Server):
 
 
 def run(
-    runner: Runner,
-    load: Callable[[], LLM],
-    *,
-    warm: bool = True,
-    ready: Callable[[str], None] = lambda address: None,
+    runner: Runner, load: Callable[[], LLM], ready: Callable[[str], None] = lambda address: None
 ) -> None:
     """Serve until a signal ends the server; it listens already while `load` runs.
 
@@ -69,7 +65,7 @@ def run(
     used, what `load` raises, and `QuickbeamError` if the engine's thread ends by itself.
     """
     listener = listen(runner.settings.host, runner.settings.port)
-    if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
+    if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load), ready)):
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
@@ -105,13 +101,12 @@ async def serve(
     return True
 
 
-def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
-    """Load a model, measure its costs and answer once if `warm`; return it and its fingerprint."""
+def prepare(load: Callable[[], LLM]) -> tuple[LLM, str]:
+    """Load a model, measure its costs and answer once; return it and its fingerprint."""
     llm = load()
-    if warm:
-        _ = llm.engine.budget
-        llm.generate("Hello", WARM)
-        llm.reset()
+    _ = llm.engine.budget
+    llm.generate("Hello", WARM)
+    llm.reset()
     return llm, fingerprint_of(llm)
 
 
