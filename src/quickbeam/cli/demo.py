@@ -82,12 +82,10 @@ def demo(loading: Loading, given: Shown) -> None:
         check_output("--svg", given.svg)
     silent = replace(loading, memory_of_answers="0")  # both answer the same prompts
     params, llm = SamplingParams(max_tokens=given.max_tokens), silent.load()
-    drawn = given.svg is not None
+    drawn, methods = given.svg is not None, list(dict.fromkeys(("ar", loading.method)))
     out = Console(record=drawn, width=WIDTH if drawn else None, highlight=False)
-    methods = list(dict.fromkeys(("ar", loading.method)))
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
-    seen = set[str]()
     for title, prompt in EXAMPLES.items():
         # The faster of two rounds counts, because other programs may slow one of them down.
         rounds = [[answer(llm, one, prompt, params) for one in methods] for _ in range(2)]
@@ -100,8 +98,7 @@ def demo(loading: Loading, given: Shown) -> None:
         columns.add_row(panel(plain, llm.tokenizer), panel(fast, llm.tokenizer))
         out.print(Rule(title, style="dim"), Text(prompt.splitlines()[0], style="dim"), columns)
         out.print(Text(verdict(plain.completion, fast.completion), style="bold"), "")
-        seen.update(one for one in fast.sources if one)
-    out.print(legend(seen), Text(WORDS, style="dim"), sep="\n")
+    out.print(legend(), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.model or DEFAULT).name
     out.print(Text(f"{name} on {cpu_name()}, kernels: {llm.kernels}", style="dim"))
     if given.svg is not None:
@@ -134,21 +131,19 @@ def panel(answer: Answer, tokenizer: Any) -> Panel:
     completion, s = answer.completion, answer.completion.statistics
     speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s"
     speed += f" · MAT {s.mean_accepted_tokens:.2f}"
-    text, ids, start = Text(overflow="fold"), completion.token_ids, 0
+    text, whole, start = Text(overflow="fold"), completion.text, 0
     for i, source in enumerate(answer.sources, 1):
-        end = len(completion.text)
-        if i < len(ids):
-            end = min(end, len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
-        piece = harmless(completion.text[start:end])
-        text.append(piece, style=COLOURS.get(source or "", ""))
-        start = max(start, end)
+        end = len(tokenizer.decode(completion.token_ids[:i], skip_special_tokens=True))
+        end = max(start, end if i < len(answer.sources) else len(whole))
+        text.append(harmless(whole[start:end]), style=COLOURS.get(source or "", ""))
+        start = end
     return Panel(text, title=completion.method, subtitle=speed, border_style="dim")
 
 
-def legend(seen: set[str]) -> Text:
+def legend() -> Text:
     """Return which source each colour stands for, in a line."""
     text = Text("drafted and accepted: ", style="dim")
-    for source in sorted(seen & COLOURS.keys()):
+    for source in COLOURS:
         text.append(f"{NAMES[source]} ", style=f"not dim {COLOURS[source]}").append("· ")
     return text.append("the rest is the model's own")
 

@@ -45,15 +45,14 @@ def cpu() -> Finding:
     cores, threads, sets = usable_cores(), torch.get_num_threads(), build.machine_sets()
     text = f"{cpu_name()}, {platform.machine()}, {threads} threads for {cores} cores"
     text += f", runs {', '.join(sets)}" if sets else ""
+    todo = ""
     if threads > cores:
         todo = f"threads beyond the cores wait for each other: OMP_NUM_THREADS={cores}"
     elif os.environ.get("OMP_NUM_THREADS") and threads <= cores // 2:
         todo = "cores are left idle: unset OMP_NUM_THREADS"
     elif sets == ["plain"]:
         todo = "without AVX2 products are slow: a newer processor helps most"
-    else:
-        return Finding(OK, text)
-    return Finding(NOTE, text, todo)
+    return Finding(NOTE if todo else OK, text, todo)
 
 
 def memory() -> Finding:
