@@ -175,7 +175,7 @@ def encode_conversation(
             "the template",
             "chat_template_kwargs",
         )
-    left = {"function": {"strict"}}
+    left = {"function": {"strict", "allowed_callers", "defer_loading"}}
     return llm.encode_chat(
         template_messages(asked.messages),
         tools=[tool.model_dump(exclude_none=True, exclude=left) for tool in tools or []] or None,

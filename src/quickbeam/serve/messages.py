@@ -29,6 +29,9 @@ class Function(Body):
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
+    # in the Responses API alone, where they may have one value
+    allowed_callers: Few[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
 
 
 class Tool(Body):

@@ -19,8 +19,6 @@ from quickbeam.serve.errors import problem
 from quickbeam.serve.messages import (
     AssistantMessage,
     Conversation,
-    Function,
-    FunctionName,
     Message,
     NamedTool,
     Tool,
@@ -85,17 +83,16 @@ def _message(item: Any) -> Any:
 Item = Annotated[Message, BeforeValidator(_message)]
 
 
-class OfFunction(Body):
-    type: Literal["function"]
+def _nested(value: Any) -> Any:
+    """Return a tool, or the choice of one, in the form of chats."""
+    if not isinstance(value, dict) or value.get("type") != "function":
+        return value
+    own = {name: value[name] for name in value if name != "type"}
+    return {"type": "function", "function": own}
 
 
-class FunctionTool(Function, OfFunction):
-    allowed_callers: Few[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-
-
-class FunctionChoice(FunctionName, OfFunction):
-    pass
+def _flat(tool: Json) -> Json:
+    return {"type": "function", **tool["function"]}
 
 
 class JsonSchemaFormat(Schema):
@@ -128,8 +125,8 @@ class ResponsesRequest(Request):
     input: str | Some[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: Few[FunctionTool] | None = None
-    tool_choice: ToolMode | FunctionChoice | None = None
+    tools: Few[Annotated[Tool, BeforeValidator(_nested)]] | None = None
+    tool_choice: ToolMode | Annotated[NamedTool, BeforeValidator(_nested)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
@@ -145,7 +142,7 @@ class ResponsesRequest(Request):
     def _agrees(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("it is for streams: set stream, too", "stream_options")
-        check_tools(self.chat_tools, self.choice, self.grammars)
+        check_tools(self.tools, self.tool_choice, self.grammars)
         return self
 
     @property
@@ -157,19 +154,6 @@ class ResponsesRequest(Request):
     def scores(self) -> int | None:
         scored = self.top_logprobs is not None or LOGPROBS in (self.include or [])
         return (self.top_logprobs or 0) if scored else None
-
-    @property
-    def chat_tools(self) -> list[Tool]:
-        """The tools in the form of chats."""
-        return [Tool(type="function", function=tool) for tool in self.tools or []]
-
-    @property
-    def choice(self) -> ToolMode | NamedTool | None:
-        """`tool_choice` in the form of chats."""
-        chosen = self.tool_choice
-        if not isinstance(chosen, FunctionChoice):
-            return chosen
-        return NamedTool(type="function", function=FunctionName(name=chosen.name))
 
     @property
     def conversation(self) -> Conversation:
@@ -190,7 +174,7 @@ class ResponsesRequest(Request):
         return Conversation.model_validate(
             {
                 "messages": messages,
-                "tools": self.chat_tools,
+                "tools": self.tools,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "chat_template_kwargs": self.chat_template_kwargs,
             }
@@ -201,14 +185,14 @@ FIXED: Json = {"object": "response", "background": False, "error": None, "store"
 FIXED |= {"previous_response_id": None, "service_tier": "default", "truncation": "disabled"}
 # fields of the request that a response repeats, with their defaults
 ECHOED: Json = {"instructions": None, "max_output_tokens": None, "metadata": {}, "user": None}
-ECHOED |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0}
+ECHOED |= {"tool_choice": "auto", "parallel_tool_calls": True, "top_logprobs": 0}
 ECHOED |= {"reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}}
 ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     asked, tokenizer = request.conversation, runner.llm.tokenizer
-    calls = calling(asked.tools, request.choice, request.parallel_tool_calls, tokenizer)
+    calls = calling(asked.tools, request.tool_choice, request.parallel_tool_calls, tokenizer)
     answers = await begin_conversation(runner, request, asked, calls)
     return Responses(runner, request, answers, calls)
 
@@ -267,7 +251,12 @@ class Responses(AnsweredRequest):
     def _response(self, completion: Completion | None) -> Json:
         """Return the response object; `completion` is None while the answer is not complete."""
         cut = completion is not None and completion.finish_reason == "length"
-        asked = self._request.model_dump(by_alias=True, exclude_none=True, include={*ECHOED})
+        asked = self._request.model_dump(
+            by_alias=True, exclude_none=True, include={*ECHOED, "tools"}
+        )
+        asked["tools"] = [*map(_flat, asked.get("tools", ()))]
+        if isinstance(choice := asked.get("tool_choice"), dict):
+            asked["tool_choice"] = _flat(choice)
         defaults = self._runner.defaults
         return {
             **FIXED,
