@@ -28,7 +28,7 @@ from quickbeam.methods.acceptance import (
     drafted,
     drawn,
 )
-from quickbeam.methods.base import Grown, Growth, Method, without_calls
+from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
@@ -147,8 +147,6 @@ class DySpec(Method):
         self._drafted, self._drawn = estimate or drafted, estimate or drawn
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        if budget < 2 or max_depth < 1:
-            return (yield from without_calls(TokenTree(context.ids[-1])))
         if context.draws:
             rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
             worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
