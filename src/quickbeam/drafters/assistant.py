@@ -185,16 +185,15 @@ class AssistantState(DrafterState):
 class AssistantDrafter(Drafter):
     """A drafter that attends to the target's keys and values.
 
-    `passes` run its layers, `head` scores what they give. `layer`: the hidden states that it reads
-    (`Model.watch`).
+    `passes` run its layers, `head` scores what they give.
     """
 
     needs_hidden = True
 
-    def __init__(self, passes: AssistantPasses, head: Head, model: Model, layer: int) -> None:
+    def __init__(self, passes: AssistantPasses, head: Head, model: Model) -> None:
         self.passes, self.head, self.vocab_size = passes, head, model.vocab_size
         self._embedding = model.embedding
-        model.watch([layer])
+        model.watch([model.config.num_hidden_layers + 1])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
         return AssistantState()
@@ -249,13 +248,11 @@ def is_assistant(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in KINDS
 
 
-def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
+def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
-    `normed`: whether it reads the target's hidden states behind the last norm, as transformers
-    gives them; else before it.
-
-    Raises `InvalidInput` for another target's assistant, and for one that is not whole.
+    It reads the target's hidden states behind the last norm, as transformers gives them. Raises
+    `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
         whole: Any = ModelConfig(DEFAULTS | read_config(folder).to_dict())
@@ -286,8 +283,7 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
         weights = FLOAT32 if wide else rows_format(parameters(TABLE))
         passes = AssistantPasses(parameters, ready, model.pool, weights)
         head = _head(parameters, whole, model.pool)
-    layer = model.config.num_hidden_layers + normed
-    drafter = AssistantDrafter(passes, head, model, layer)
+    drafter = AssistantDrafter(passes, head, model)
     drafter.folder = folder
     return drafter
 
