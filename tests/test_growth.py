@@ -194,7 +194,7 @@ def test_methods_draft_with_a_model(method):
     policy = make_method(method, drafter)
     assert list(policy.sources) == [drafter]
     assert 1 < len(tree_of(policy, context_of([0], 0.0), budget, 32)) <= budget
-    with pytest.raises(InvalidInput, match="drafts with a model: name one with --drafter"):
+    with pytest.raises(InvalidInput, match="drafts with a model: name a smaller"):
         make_method(method)
 
 

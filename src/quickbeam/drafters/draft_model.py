@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,6 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
 from quickbeam.models.kv import Pool, SequenceCache
-from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
 
@@ -83,9 +81,6 @@ def _tokens(tokenizer: Any, size: int) -> dict[Spelling, int]:
     spelt = (((i in special, texts.bytes_of(i)), i) for i in ids)
     return {spelling: i for spelling, i in spelt if spelling[1]}
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
@@ -177,8 +172,7 @@ class LMDrafter(Drafter):
 
     `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
     sampling parameters only the temperature shapes these: answers are exact without the others, and
-    the model's own distribution is its best estimate. `model`: one of transformers is taken over,
-    as `make_model` does; `native` and `weights` are the same as there.
+    the model's own distribution is its best estimate.
     """
 
     skips = True
@@ -186,20 +180,13 @@ class LMDrafter(Drafter):
 
     def __init__(
         self,
-        model: Model | PreTrainedModel,
+        model: Model,
         vocab_size: int,
-        *,
-        native: bool = True,
-        weights: str = BFLOAT16,
         translation: Translation | None = None,
     ) -> None:
-        if isinstance(model, Model):
-            self.model = model
-        else:
-            self.model = make_model(model, native=native, weights=weights)
-        self.pool, self.context_length = self.model.pool, self.model.context_length
-        self.weight_bytes = self.model.token_bytes
-        self._vocab_size, self._shared = vocab_size, min(self.model.vocab_size, vocab_size)
+        self.model, self.pool, self.context_length = model, model.pool, model.context_length
+        self.weight_bytes = model.token_bytes
+        self._vocab_size, self._shared = vocab_size, min(model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:
             both = translation.shared, translation.columns
