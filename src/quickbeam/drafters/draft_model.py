@@ -19,7 +19,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
-from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.models.kv import Pool
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
 
@@ -90,23 +90,14 @@ GAP = 32
 class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
-    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `most`: its largest
-    token, which stands for larger ones of the target's. `recurrent`: whether it has recurrent
-    layers.
+    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens.
     """
 
-    def __init__(
-        self,
-        cache: SequenceCache,
-        ids: Sequence[int],
-        most: int,
-        recurrent: bool,
-        translation: Translation | None,
-    ) -> None:
-        self._most = most
+    def __init__(self, model: Model, ids: Sequence[int], translation: Translation | None) -> None:
+        self._model, self._translation = model, translation
         self.ids = self._own(ids) if translation is None else translation.read(ids)
         self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
-        self.cache, self.recurrent, self.translation = cache, recurrent, translation
+        self.cache = model.pool.new()
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -119,17 +110,22 @@ class LMState(DrafterState):
 
     def accepted(self) -> list[int]:
         """Return the nodes of the last shadow that were run and accepted, its root first."""
-        if self.shadow is None:
-            return []
-        path = beginning(self.shadow, self.ids[self.cache.length : -1])
-        return [node for node in path if node < self.done]
+        path, node = list[int](), 0
+        for token in [] if self.shadow is None else self.ids[self.cache.length : -1]:
+            assert self.shadow is not None
+            child = self.shadow.child(node, token) if path else 0
+            if child is None or child >= self.done or self.shadow.token[child] != token:
+                break
+            path.append(node := child)
+        return path
 
     def extend(self, tokens: Sequence[int]) -> None:
-        of = self.translation
+        of = self._translation
         self.ids.extend(self._own(tokens) if of is None else of.spell(tokens))
 
     def _own(self, tokens: Sequence[int]) -> list[int]:
-        return [min(token, self._most) for token in tokens]
+        # the model's largest token stands for larger ones of the target's
+        return [min(token, self._model.vocab_size - 1) for token in tokens]
 
     def skip(self, tail: int) -> None:
         """Begin anew with the last `tail` tokens, as if the text began there."""
@@ -143,7 +139,7 @@ class LMState(DrafterState):
     def share(self, chunk: int, tokens: int) -> Any:
         whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
         # a text can't go on behind a recurrent model's keys and values alone
-        if self.recurrent or self.translation is not None:
+        if self._model.pool.state_pages > 0 or self._translation is not None:
             return None
         return self.cache.share(chunk, tokens) if whole else None
 
@@ -193,8 +189,7 @@ class LMDrafter(Drafter):
             self._tokens, self._columns = (one.to(self.model.device) for one in both)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        most, recurrent = self.model.vocab_size - 1, self.pool.state_pages > 0
-        return LMState(self.pool.new(), ids, most, recurrent, self.translation)
+        return LMState(self.model, ids, self.translation)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -294,18 +289,6 @@ class LMDrafter(Drafter):
             both = probs[:, self._columns]
             values[rows] = both / both.sum(-1, keepdim=True).clamp(min=1e-9)
         return DraftProbs(values, self._tokens, self.translation.vocab_size)
-
-
-def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """Return the nodes of the longest path from the root whose tokens begin `tokens`, root
-    first."""
-    path: list[int] = []
-    for token in tokens:
-        node = tree.child(path[-1], token) if path else 0 if tree.token[0] == token else None
-        if node is None:
-            break
-        path.append(node)
-    return path
 
 
 def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:
