@@ -395,7 +395,7 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
         ({"mask_token_id": None}, "can't be used.*NoneType"),
         ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}"),
         ({"target_layer_ids": [0, 9]}, "the model has 1 to 3"),
-        ({"hidden_size": 64}, "64 wide, the target 32"),
+        ({"hidden_size": 64}, "64 wide, the target's are 32"),
         ({"markov_rank": 5}, r"markov_w1.weight has shape"),
         ({"num_hidden_layers": 3}, "lacks layers.2"),
         ({"num_hidden_layers": 1}, "no place for layers.1"),

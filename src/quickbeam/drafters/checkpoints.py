@@ -23,6 +23,7 @@ from quickbeam.drafters.folder import (
     named_errors,
     read_config,
     read_tensors,
+    refuse_other_target,
 )
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
@@ -217,11 +218,7 @@ def _tokens(state: dict[str, torch.Tensor], count: int, whole: bool) -> torch.Te
 
 def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetParts) -> None:
     widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
-    if other := [width for width in widths if width != target.size]:
-        raise InvalidInput(
-            f"it reads hidden states {other[0]} wide, the target's are {target.size}: "
-            "it was made for another model"
-        )
+    refuse_other_target(*widths, target=target.size)
     check_layers(config.layers, target.layers)
     if config.own_embedding and config.vocab_size < target.vocab:
         raise InvalidInput(

@@ -205,3 +205,12 @@ def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[in
             f"{name} has shape {list(state[name].shape)}, expected {list(shape)} by config.json "
             "and the target"
         )
+
+
+def refuse_other_target(*widths: int, target: int) -> None:
+    """Raise `InvalidInput` if a drafter reads hidden states of another width than the target's."""
+    if other := [width for width in widths if width != target]:
+        raise InvalidInput(
+            f"it reads hidden states {other[0]} wide, the target's are {target}: it was made for "
+            "another model"
+        )
