@@ -22,7 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
-from quickbeam.drafters.folder import check_shape, named_errors, read_tensors, refuse_other_target
+from quickbeam.drafters.folder import (
+    check_tensors,
+    named_errors,
+    read_tensors,
+    refuse_other_target,
+)
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks, rows_format
@@ -313,9 +318,8 @@ def _check_shapes(
     if whole.use_ordered_embeddings:
         shapes |= {CENTROIDS: [whole.num_centroids, d], ORDER: [config.vocab_size]}
         wanted |= {CENTROIDS, ORDER}
-    for name in sorted(wanted):
-        own = stored[name].shape if name in stored else torch.Size()
-        check_shape(stored, name, shapes.get(name, own))
+    own = {name: list(one.shape) for name, one in stored.items()}
+    check_tensors(stored, {name: shapes.get(name, own.get(name, [])) for name in wanted})
 
 
 def _head(parameters: DrafterParameters, whole: Any, pool: PagePool) -> Head:

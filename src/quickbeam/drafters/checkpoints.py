@@ -18,7 +18,7 @@ from quickbeam.drafters.folder import (
     Parts,
     TargetParts,
     assemble,
-    check_shape,
+    check_tensors,
     layer_fields,
     named_errors,
     read_config,
@@ -212,7 +212,7 @@ def _tokens(state: dict[str, torch.Tensor], count: int, whole: bool) -> torch.Te
     """
     if whole:
         return torch.arange(count)
-    check_shape(state, "d2t", [count])
+    check_tensors(state, {"d2t": [count]})
     return torch.arange(count) + state["d2t"].long()
 
 
