@@ -25,7 +25,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 COMPILE = "python -m quickbeam.models.native.build"
-EXTRAS = ("serve", "grammar", "ray")
+EXTRAS = ("serve", "grammar", "kernels", "ray")
 
 
 class Finding(NamedTuple):

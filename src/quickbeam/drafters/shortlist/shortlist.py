@@ -6,10 +6,13 @@ This is the frequent block, clusters that a router chose, and tokens of the cont
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +33,9 @@ from quickbeam.drafters.shortlist.native import (
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import inference
 from quickbeam.models.native.library import Kernels, kernels
+
+if TYPE_CHECKING:
+    from quickbeam.drafters.shortlist.fused import FusedHead
 
 TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
 PREFIX = "router."
@@ -93,7 +99,8 @@ class Shortlist:
     """What a drafter's head scores. All sequences share it; `begin` returns what one of them adds.
 
     - `weight`: `[vocab, d]`, the drafter's head in the order of token ids. bfloat16 on a CPU is
-      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`).
+      scored by the native kernels where they run, from a copy in 8 bits (`rows_format`). On CUDA
+      one Triton kernel scores all blocks where Triton is installed (`fused.py`).
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
     - `router`: chooses the `chosen` clusters of a call. Without one no cluster is scored.
@@ -120,8 +127,9 @@ class Shortlist:
         if self._kernels is not None:
             self._format = rows_format(weight)
             self.native = NativeBlocks(self.weight, layout, self._kernels, self._format)
-        else:  # the frequent block side by side, so that no call has to gather it
-            self.block = self.weight[layout.order[: layout.frequent].to(weight.device)]
+        self.fused = (
+            None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
+        )
         if router is not None:
             self.router = copy.deepcopy(router).to(weight.device, weight.dtype)
             if self._kernels is not None:
@@ -166,15 +174,18 @@ class Shortlist:
 
         `beside`: `[m]`, the context's tokens. Raises `ValueError` where there is nothing to score.
         """
-        layout, clusters = self.layout, clusters.cpu()
-        scored = torch.zeros(len(self._sizes), dtype=torch.bool)
+        layout, scored = self.layout, torch.zeros(len(self._sizes), dtype=torch.bool)
         scored[FREQUENT] = True
         scored[clusters] = True
         repeated = scored.to(beside.device)[self._cluster_of[beside]]
-        count = layout.frequent + int(self._sizes[clusters].sum())
+        count = layout.frequent + int(self._sizes[clusters.cpu()].sum())
         count += len(beside) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
+        if self.fused is not None:
+            bias = beside.new_zeros(len(beside), dtype=self.weight.dtype)
+            bias.masked_fill_(repeated, -torch.inf)
+            return Prepared(np.empty(0, np.int64), beside, bias), count
         if self.native is None:
             tokens = torch.cat([layout.scored(clusters).to(beside.device), beside[~repeated]])
             return Prepared(np.empty(0, np.int64), tokens, None), count
@@ -217,13 +228,28 @@ class ShortlistState:
             self._last = (clusters, version, *self.shared.prepare(clusters, beside))
         prepared, count = self._last[2:]
         self.scored += count
-        shared, tokens = self.shared, prepared.tokens
-        if shared.native is None:
-            rest = shared.weight[tokens[len(shared.block) :]]
-            parts = F.linear(feature, shared.block), F.linear(feature, rest)
-            return Scores(torch.cat(parts, 1), tokens)
+        if self.shared.fused is not None:
+            scores, tokens = self.shared.fused(feature, clusters), prepared.tokens
+            if not len(tokens):
+                return scores
+            beside = F.linear(feature, self.shared.weight[tokens], prepared.bias)
+            both = torch.cat([scores.logits, beside], 1), torch.cat([scores.tokens, tokens])
+            return Scores(*both)
+        if self.shared.native is None:
+            return Scores(F.linear(feature, self.shared.weight[prepared.tokens]), prepared.tokens)
         rows = None if self.context is None else self.context.rows
-        return Scores(shared.native.score(feature, prepared, rows), tokens)
+        return Scores(self.shared.native.score(feature, prepared, rows), prepared.tokens)
+
+
+def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | None:
+    """Return the kernel that copies no rows: on CUDA, or in Triton's interpreter."""
+    if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from quickbeam.drafters.shortlist.fused import FusedHead  # Triton is imported only here
+
+    return FusedHead(weight, layout, most)
 
 
 def usable_kernels(weight: torch.Tensor) -> Kernels | None:
