@@ -79,14 +79,14 @@ class Assisted(Pair):
         if own.use_ordered_embeddings:
             self.network.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
 
-    def open(self, folder, dtype=torch.float32):
+    def open(self, folder, dtype=torch.float32, **options):
         """Have a target and its drafter read what is written to `folder`."""
         for one in (self.model, self.network):
             one.to(dtype).float()
         copy.deepcopy(self.network).to(dtype).save_pretrained(folder)
         model = copy.deepcopy(self.model).to(dtype)
         self.target = make_model(model, chunk=6)
-        self.drafter = load_assistant(folder, self.target)
+        self.drafter = load_assistant(folder, self.target, **options)
         return self
 
     @torch.inference_mode()

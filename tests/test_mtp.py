@@ -56,7 +56,7 @@ every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3
 class Head(Pair):
     """A tiny model and its MTP head, which is of transformers' class.
 
-    `folder`: where both are written as published checkpoints have them. `weights`: as of
+    `folder`: where both are written as published checkpoints have them. `normed`, `weights`: as of
     `load_mtp`.
     """
 
@@ -98,6 +98,7 @@ class Head(Pair):
         tensors = {name: one.to(dtype).contiguous() for name, one in self.stored().items()}
         save_file(tensors, folder / "model.safetensors")
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
+        self.normed = options.get("normed", True)
         self.drafter = load_mtp(folder, self.target, **options)
         return self
 
@@ -107,7 +108,7 @@ class Head(Pair):
         behind = mtp_block(architecture, layers, self.layer, plus)
         write(path, architecture, self.model, kinds, behind=behind)
         self.target = open_model(str(path), dtype, torch.device("cpu")).model
-        self.drafter = load_mtp(path, self.target)
+        self.normed, self.drafter = True, load_mtp(path, self.target)
         return self
 
     def run(self, hidden, tokens):
@@ -124,7 +125,9 @@ class Head(Pair):
         """The model's hidden states, before or behind its last norm."""
         caught = list[torch.Tensor]()
         norm = self.model.model.norm
-        hook = norm.register_forward_hook(lambda _, a, out: caught.append(out))
+        hook = norm.register_forward_hook(
+            lambda _, a, out: caught.append(out if self.normed else a[0])
+        )
         self.model(torch.tensor([list(ids)]), use_cache=False)
         hook.remove()
         return caught[0][0]
@@ -136,7 +139,7 @@ class Head(Pair):
             tokens, hidden = ids[1:], certain
             out = self.run(hidden, tokens)
             for below in tree.path(node)[1:]:
-                last = self.layer.post_norm(out[-1:])
+                last = self.layer.post_norm(out[-1:]) if self.normed else out[-1:]
                 tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, last])
                 out = self.run(hidden, tokens)
             logits = self.model.lm_head(self.layer.post_norm(out[-1]))
@@ -170,9 +173,10 @@ def check(head):
     text.release()
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @every_kind
-def test_distributions_are_those_of_transformers_class(kind, tmp_path):
-    check(Head(kind).open(tmp_path))
+def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
+    check(Head(kind).open(tmp_path, normed=normed))
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])

@@ -190,15 +190,16 @@ class AssistantState(DrafterState):
 class AssistantDrafter(Drafter):
     """A drafter that attends to the target's keys and values.
 
-    `passes` run its layers, `head` scores what they give.
+    `passes` run its layers, `head` scores what they give. `layer`: the hidden states that it reads
+    (`Model.watch`).
     """
 
     needs_hidden = True
 
-    def __init__(self, passes: AssistantPasses, head: Head, model: Model) -> None:
+    def __init__(self, passes: AssistantPasses, head: Head, model: Model, layer: int) -> None:
         self.passes, self.head, self.vocab_size = passes, head, model.vocab_size
         self._embedding = model.embedding
-        model.watch([model.config.num_hidden_layers + 1])
+        model.watch([layer])
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> AssistantState:
         return AssistantState()
@@ -253,11 +254,13 @@ def is_assistant(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in KINDS
 
 
-def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
+def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
-    It reads the target's hidden states behind the last norm, as transformers gives them. Raises
-    `InvalidInput` for another target's assistant, and for one that is not whole.
+    `normed`: whether it reads the target's hidden states behind the last norm, as transformers
+    gives them; else before it.
+
+    Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
         whole: Any = ModelConfig(DEFAULTS | read_config(folder).to_dict())
@@ -288,7 +291,8 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
         weights = FLOAT32 if wide else rows_format(parameters(TABLE))
         passes = AssistantPasses(parameters, ready, model.pool, weights)
         head = _head(parameters, whole, model.pool)
-    drafter = AssistantDrafter(passes, head, model)
+    layer = model.config.num_hidden_layers + normed
+    drafter = AssistantDrafter(passes, head, model, layer)
     drafter.folder = folder
     return drafter
 

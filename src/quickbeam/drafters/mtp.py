@@ -161,11 +161,11 @@ class CompiledMtp(CompiledDrafter):
 class MtpPasses:
     """The passes of an MTP head in the native kernels, with the pages of its keys and values.
 
-    It reads what the model's head reads, and its own row stands in for that behind its norm, as in
-    vLLM, SGLang and transformers: for Qwen3.5 that accepts half as many tokens again as states
-    before the norms (llama.cpp's pull request 24025, LightLLM's 1402). `weights`: the format of its
-    weights; None: 8 bits, as a wrong draft costs only its time, and float32 beside a model in
-    float32.
+    `normed`: whether it reads what the model's head reads, and its own row stands in for that
+    behind its norm; else both are taken before their norms. vLLM, SGLang and transformers take them
+    behind for all families; for Qwen3.5 that accepts half as many tokens again (llama.cpp's pull
+    request 24025, LightLLM's 1402). `weights`: the format of its weights; None: 8 bits, as a wrong
+    draft costs only its time, and float32 beside a model in float32.
     """
 
     def __init__(
@@ -174,6 +174,7 @@ class MtpPasses:
         stack: Stack,
         layout: MtpLayout,
         model: Model,
+        normed: bool = True,
         weights: str | None = None,
     ) -> None:
         kernels, head = library.kernels(), model.head
@@ -183,14 +184,16 @@ class MtpPasses:
             weights = FLOAT32
         weights = weights or (INT8 if parameters.finite else BFLOAT16)
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
-        self._compiled.watch([2])
+        self._compiled.watch([2] if normed else [1, 2])
+        self._width = int(model.config.hidden_size)
         self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
 
     def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
         listed = list_rows(rows, wanted=False)
         self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
         self._compiled(listed.rows(), max(listed.positions))
-        return Passed(self._compiled.hidden, self._compiled.hidden)
+        hidden, d = self._compiled.hidden, self._width
+        return Passed(hidden[:, :d], hidden[:, -d:])
 
 
 def runs_mtp(model: Model) -> bool:
@@ -198,12 +201,15 @@ def runs_mtp(model: Model) -> bool:
     return isinstance(model, NativeModel) and model.streamed is None
 
 
-def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafter:
+def load_mtp(
+    place: Path, model: Model, *, normed: bool = True, weights: str | None = None
+) -> Drafter:
     """Load the MTP head in the folder of `model`, or its `.gguf` file.
 
-    `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
+    `normed`, `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
     layout, where the native kernels don't run the model, and for a head that is not whole.
     """
+    config, layers = model.config, model.config.num_hidden_layers
     if not isinstance(model, NativeModel):
         raise InvalidInput(
             f"--drafter {MTP} needs the native kernels, and this model runs on "
@@ -212,9 +218,8 @@ def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafte
     with named_errors(place):
         read = _of_file if place.suffix == ".gguf" else _of_folder
         parameters, stack, layout = read(place, model)
-    passes = MtpPasses(parameters, stack, layout, model, weights)
-    last = model.config.num_hidden_layers + 1
-    return EagleDrafter(passes, model, [last], model.config.hidden_size, routes=False)
+    passes = MtpPasses(parameters, stack, layout, model, normed, weights)
+    return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
