@@ -21,7 +21,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput
 from quickbeam.train.places import collect_places
-from quickbeam.train.router import CLUSTERINGS, RouterRecipe, halve, recall, routed, train_router
+from quickbeam.train.router import CLUSTERINGS, halve, recall, routed, train_router
 from quickbeam.train.shortlist import ShortlistTraining
 
 HELD_OUT = 5  # one in this many conversations is counted
@@ -59,7 +59,7 @@ def ways(
         features = CLUSTERINGS[name](network, head, places)
         order = torch.cat([ranking[:listed], rest[halve(features[rest], size)]])
         layout = Layout(order, listed, size, len(head))
-        router = train_router(network, places, layout.cluster_of, RouterRecipe(residual))
+        router = train_router(network, places, layout.cluster_of, residual)
         figures = []
         for rows in sizes:
             if (count := (rows - listed) // size) > 0:

@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(InvalidInput, match="an assistant needs the native kernels"):
         load_assistant(path, eager)
     configure(path, backbone_hidden_size=48)
-    with pytest.raises(InvalidInput, match="hidden states of 48, the target has 32"):
+    with pytest.raises(InvalidInput, match="states 48 wide, the target's are 32"):
         load_assistant(path, pair.target)
     configure(path, backbone_hidden_size=32)
     rewrite(path, {"pre_projection.weight": torch.ones(3, 4)})

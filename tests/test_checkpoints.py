@@ -333,14 +333,14 @@ def refuse(folder, config, state, match, **target):
         ({"rope_parameters": "plain"}, "can't be used"),
         (
             {"intermediate_size": 64},
-            r"midlayer.mlp.gate_proj.weight has shape \[48, 32\], expected \[64, 32\]",
+            r"midlayer.mlp.down_proj.weight .and 2 more. has shape \[32, 48\], expected \[32, 64\]",
         ),
         (
             {"draft_vocab_size": DRAFT + 1},
             r"lm_head.weight has shape \[20, 32\], expected \[21, 32\]",
         ),
         ({"target_hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[32, 192\]"),
-        ({"fc_norm": True}, "lacks fc_norm.0.weight"),
+        ({"fc_norm": True}, "lack fc_norm.0.weight"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 6, 14]}, "the model has 1 to 12"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash'.*known: "),
     ],
@@ -352,8 +352,8 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"norm.weight": None}, r"lacks norm.weight, of shape \[32\]"),
-        ({"d2t": None}, "lacks d2t"),
+        ({"norm.weight": None}, "lack norm.weight: download it again"),
+        ({"d2t": None}, "lack d2t"),
         ({"lm_head.weight": None}, "lacks lm_head.weight"),
         (
             {"midlayer.self_attn.k_proj.weight": torch.zeros(16, 32)},

@@ -19,6 +19,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
+from quickbeam.models.opening import make_model
 from quickbeam.params import RESIDUAL, SamplingParams
 from quickbeam.tree import TokenTree
 
@@ -190,7 +191,7 @@ def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
 def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(name, way, take):
-    drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []
+    drafter, said = LMDrafter(make_model(tiny(name, take(way))), VOCAB), []
     for together in (True, False):
         rng, contexts = random.Random(4), list[Context]()
         for length, temperature in [(3, 1.0), (90, 0.5), (1, 0.0), (30, 2.0), (200, 1.0)]:
@@ -266,7 +267,7 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way, take):
-    drafter, said = LMDrafter(tiny("llama", take(way)), VOCAB), []
+    drafter, said = LMDrafter(make_model(tiny("llama", take(way))), VOCAB), []
     # beyond and within what a tree makes up for
     for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):
         rng = random.Random(8)

@@ -44,7 +44,7 @@ def run(model, method, params, prompt, budget=16, eos=()):
 
 @cache
 def drafter():
-    return LMDrafter(tiny("llama", seed=7), VOCAB)
+    return LMDrafter(make_model(tiny("llama", seed=7)), VOCAB)
 
 
 def run_all(engine):

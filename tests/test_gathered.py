@@ -43,7 +43,7 @@ def test_every_source_drafts_on_every_device(device, temperature):
     network = EagleHead(WIDE, model.embedding, model.head)
     network.load_state_dict(head_of(WIDE, tiny("llama", seed=4)).state_dict())
     eagle, small = eagle_drafter(network, model, native=False), tiny("llama", seed=4).to(device)
-    drafter = LMDrafter(small, VOCAB, native=False)
+    drafter = LMDrafter(make_model(small, native=False), VOCAB)
     methods = [LogitSpec(Ngram(), LastLogits()), DySpec(drafter), DySpec(eagle)]
     methods += [Auto(one, Ngram(), LastLogits()) for one in (drafter, eagle)]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=2, ignore_eos=True)

@@ -61,21 +61,6 @@ def longest_match(text, suffix):
     return None
 
 
-def other_matches(text):
-    """Every match of the text's end whose next token no better one has: longest first, newest first
-    among the newest 12 of a length."""
-    found: dict[int, tuple[int, int]] = {}
-    for n in range(min(3, len(text)), 0, -1):
-        starts = [
-            start
-            for start in range(len(text) - n - 1, -1, -1)
-            if text[start : start + n] == text[-n:]
-        ]
-        for start in starts[:12]:
-            found.setdefault(text[start + n], (start + n, n))
-    return list(found.values())
-
-
 def read_on(text, guessed, length):
     """The continuation of text and guess by their longest match, read on into itself; empty without
     a match."""
@@ -96,11 +81,6 @@ def drafts(context, max_depth):
     """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then
     the branches by rank."""
     yield read_on(context.ids, [], 20)[:max_depth]
-    for position, length in other_matches(context.ids)[1:4]:
-        text = list(context.ids)
-        for i in range(4 * length):
-            text.append(text[position + i])
-        yield text[len(context.ids) :][:max_depth]
     for rank, token in enumerate(ranking(context.logits)[:64]):
         if token != context.ids[-1]:
             length = 4 if rank <= 8 else 3 if rank <= 32 else 1

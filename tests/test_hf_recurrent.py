@@ -72,7 +72,7 @@ def test_answers_are_those_of_transformers(kind):
         plain.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-    drafter = LMDrafter(tiny("", torch.float32, seed=1, config=KINDS[kind]), VOCAB)
+    drafter = LMDrafter(make_model(tiny("", torch.float32, seed=1, config=KINDS[kind])), VOCAB)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     for policy in (NoDraft(), Auto(drafter, Ngram(), LastLogits())):
         engine = Engine(model)

@@ -30,7 +30,10 @@ NAMES = ("llama", "mistral-window", "gpt2")
 @pytest.fixture(scope="module")
 def pairs():
     """By layout, a drafter and the same model as transformers runs it."""
-    return {name: (LMDrafter(tiny(name, seed=7), VOCAB), tiny(name, seed=7)) for name in NAMES}
+    return {
+        name: (LMDrafter(make_model(tiny(name, seed=7)), VOCAB), tiny(name, seed=7))
+        for name in NAMES
+    }
 
 
 def begin(drafter, ids, temperature=1.0):
@@ -146,7 +149,7 @@ def check(probs, context, tree):
 
 
 def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
-    drafter = LMDrafter(tiny("llama"), VOCAB)
+    drafter = LMDrafter(make_model(tiny("llama")), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [5, 6, 7, 8])
     tree = TokenTree(8)
@@ -169,7 +172,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
 
 
 def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
-    drafter = LMDrafter(tiny("llama"), VOCAB)
+    drafter = LMDrafter(make_model(tiny("llama")), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
     distributions_of(drafter, context, TokenTree(2), [0])
@@ -192,7 +195,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
 
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
-    drafter = LMDrafter(tiny("llama"), asked)
+    drafter = LMDrafter(make_model(tiny("llama")), asked)
     # where the target is wider, a token that the drafter has never heard of
     context = begin(drafter, [1, 2, asked - 1])
     probs = distributions_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
@@ -208,11 +211,11 @@ def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
 def broken():
     model = tiny("gpt2")
     model.transformer.ln_f.weight.data.fill_(float("nan"))
-    return LMDrafter(model, VOCAB)
+    return LMDrafter(make_model(model), VOCAB)
 
 
 def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(caplog):
-    drafter = LMDrafter(tiny("gpt2"), VOCAB)
+    drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
     probs = distributions_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
     drafter = broken()
@@ -223,7 +226,7 @@ def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(cap
 
 
 def test_a_request_beyond_the_drafters_context_is_refused(target):
-    drafter = LMDrafter(tiny("gpt2"), VOCAB)
+    drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
     drafter.check_length(500, 12)
     with pytest.raises(
         InvalidInput,
@@ -274,7 +277,7 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperatur
     )
     sequence = answer(
         target,
-        make_method("chain", LMDrafter(tiny("llama", seed=3), VOCAB)),
+        make_method("chain", LMDrafter(make_model(tiny("llama", seed=3)), VOCAB)),
         params,
         [4, 5, 6],
         budget=6,
@@ -285,7 +288,10 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperatur
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):
-    drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target, share=False)
+    drafter, engine = (
+        LMDrafter(make_model(tiny("llama", seed=3)), VOCAB),
+        Engine(target, share=False),
+    )
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
     fresh = answer(target, make_method("chain", drafter), params, prompt, budget=6, engine=engine)
     for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
@@ -315,7 +321,7 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
-    drafter, rng = LMDrafter(tiny(name, torch.bfloat16), VOCAB), random.Random(3)
+    drafter, rng = LMDrafter(make_model(tiny(name, torch.bfloat16)), VOCAB), random.Random(3)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
 
     def laws(context):

@@ -63,7 +63,9 @@ class World:
         self.model = make_model(source, chunk=32, native=way == "native")
         network._shared.update(embedding=self.model.embedding, head=self.model.head)
         self.drafter = eagle_drafter(network, self.model)
-        self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB, native=way == "native")
+        self.small = LMDrafter(
+            make_model(tiny(layout, dtype, seed=3), native=way == "native"), VOCAB
+        )
         self.alone = functools.cache(self._alone)
         self.engines: list[Engine] = []
 

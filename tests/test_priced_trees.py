@@ -63,6 +63,7 @@ def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
     for node in (0.001, 0.1, 0.3, 0.7):
         context.marginal_cost = flat(node)
         tree = tree_of(policy, context, 64, 20)
+        assert len(tree_of(policy, context, 64, 0)) == 1
         assert all(value > node for value in tree.value[1:])
         sizes.append(len(tree))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > 1

@@ -256,7 +256,7 @@ def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, 
     # of several pages
     right = conversation(model, params, [*IDS[:100], *IDS[:40]], [IDS[5:70], IDS[9:12]])
     # which has recurrent layers, too
-    drafter = LMDrafter(tiny("", torch.bfloat16, seed=1, config=KINDS[kind]), VOCAB)
+    drafter = LMDrafter(make_model(tiny("", torch.bfloat16, seed=1, config=KINDS[kind])), VOCAB)
     last = drafts_change_nothing(model, drafting(drafter), params, right)
     # the second turn began behind the whole pages of the first one's prompt and answer
     assert last.statistics.cached_tokens > len(right[0][0])

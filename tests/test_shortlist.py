@@ -110,11 +110,6 @@ def test_inference_mode_may_come_and_go(first):
     state.extend(range(VOCAB))
 
 
-def test_a_window_of_nothing_is_refused():
-    with pytest.raises(InvalidInput, match="at least 1"):
-        ContextTokens(window=0)
-
-
 # Routing
 
 
@@ -223,10 +218,3 @@ def test_a_context_alone_must_hold_a_token():
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
         shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
-
-
-def test_parts_that_do_not_fit_are_refused():
-    with pytest.raises(InvalidInput, match=r"\[29, 4\]: must be \[30, d\]"):
-        Shortlist(torch.randn(29, 4), Layout(torch.arange(30), 10, 5, 30))
-    with pytest.raises(InvalidInput, match="empty"):
-        Shortlist(torch.randn(30, 4), Layout.nothing(30))

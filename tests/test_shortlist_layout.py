@@ -59,7 +59,7 @@ def test_a_layout_by_frequency_is_the_head_of_the_ranking():
     assert (layout.order.tolist(), layout.frequent, layout.clusters) == (ranking[:6].tolist(), 6, 0)
     assert Layout.by_frequency(ranking, 999, VOCAB).frequent == VOCAB
     assert Layout.nothing(VOCAB).cluster_of.tolist() == [ABSENT] * VOCAB
-    with pytest.raises(InvalidInput, match="at least 1"):
+    with pytest.raises(InvalidInput, match="clusters of 0"):
         Layout.by_frequency(ranking, 0, VOCAB)
 
 
@@ -71,10 +71,9 @@ def test_a_layout_by_frequency_is_the_head_of_the_ranking():
         (torch.tensor([-1, 2]), 1, 2, 4, "token -1"),
         (torch.tensor([1, 2], dtype=torch.int32), 1, 2, 4, "int64"),
         (torch.tensor([[1, 2]]), 1, 2, 4, "int64"),
-        (torch.tensor([1, 2]), 3, 2, 4, "3 frequent ones: must be 0 to 2"),
+        (torch.tensor([1, 2]), 3, 2, 4, "3 frequent ones"),
         (torch.tensor([1, 2]), -1, 2, 4, "-1 frequent ones"),
         (torch.tensor([1, 2]), 1, 0, 4, "clusters of 0"),
-        (torch.tensor([1, 2]), 1, 1, 0, "0 tokens"),
     ],
 )
 def test_an_impossible_layout_is_refused(order, frequent, size, vocab, says):
@@ -138,8 +137,8 @@ def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
         ({"frequent": None}, "holds no whole shortlist.*NoneType"),
         ({"frequent": 99}, "99 frequent ones"),
         ({"vocab": 30}, "must be ids from 0 to 29"),
-        ({"vocab": 41}, "must be all 41"),
-        ({"size": 8}, "5 clusters, the layout has 4"),
+        ({"vocab": 41}, "41 tokens, .* a ranking of 40"),
+        ({"size": 8}, "4 clusters .* a router of 5"),
         ({"router": {"width": 8}}, "holds no whole shortlist"),
         ({"router": 3}, "holds no whole shortlist"),
         (
@@ -168,7 +167,7 @@ def test_tensors_that_do_not_fit_are_refused(artefact, tmp_path):
     repeats[0] = repeats[1]
     for name, tensor, says in [
         ("order", repeats, "order names token .* more than once"),
-        ("ranking", whole["ranking"][:-1].clone(), "holds 39 tokens"),
+        ("ranking", whole["ranking"][:-1].clone(), "a ranking of 39"),
         ("router.up.bias", torch.zeros(3), "size mismatch for up.bias"),
         ("order", None, "holds no whole shortlist.*order"),
         ("router.down.weight", None, "down.weight"),

@@ -186,7 +186,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     blocks = place_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
     chosen, shift = torch.arange(VOCAB), torch.rand(VOCAB)
     drafted = draft(made, batch, blocks)
-    loss = loss_of(made, drafted, of.head, chosen, shift, SMALL)
+    loss = loss_of(made, drafted, of.head, chosen, shift)
     p = (drafted.target @ of.head.T + shift).softmax(-1)
     log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
     distance = (p - log.exp()).abs().sum(-1)

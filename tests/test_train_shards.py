@@ -58,7 +58,6 @@ def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
     ]
     assert same(found, list(range(9))) and len(found) == 9
     assert found.tokens == sum(len(c.tokens) for c in made)
-    assert found.answers == sum(int(c.answer.sum()) for c in made)
     assert torch.equal(
         found.counts(VOCAB),
         torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB),

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import places, shortlist
 from quickbeam.train.places import collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import CLUSTERINGS, RouterRecipe, halve, routed, train_router
+from quickbeam.train.router import CLUSTERINGS, halve, routed, train_router
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
 from scripts import script
@@ -31,7 +30,7 @@ VOCAB, D = 60, 16
 CONFIG = EagleConfig(D, 24, 4, 2, 4, (1, 3), D, VOCAB, feature_norms=True)
 HEAD = torch.randn(VOCAB, D, generator=torch.Generator().manual_seed(99))
 REST = torch.arange(5, VOCAB)  # all but five frequent tokens
-RECIPE = RouterRecipe(width=64, epochs=30, lr=5e-3, batch=64)
+RECIPE = {"width": 64, "epochs": 30, "lr": 5e-3, "batch": 64}
 
 
 class CodedTarget:
@@ -151,8 +150,8 @@ def test_a_router_finds_what_the_context_lacks(network, collected, name):
     clustered = cluster_of[collected.target] >= 0
     lacked = clustered & ~collected.in_context[:, 0]
     shares = {}
-    for kind, recipe in (("trained", RECIPE), ("not", replace(RECIPE, epochs=1, lr=1e-9))):
-        router = train_router(network, collected, cluster_of, recipe)
+    for kind, recipe in (("trained", RECIPE), ("not", RECIPE | {"epochs": 1, "lr": 1e-9})):
+        router = train_router(network, collected, cluster_of, **recipe)
         hit = routed(network, router, collected, cluster_of, 2)
         assert not bool(hit[~clustered].any())
         shares[kind] = float(hit[lacked].float().mean())
@@ -162,15 +161,15 @@ def test_a_router_finds_what_the_context_lacks(network, collected, name):
 
 
 def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(network, collected):
-    cluster_of, recipe = layout_of(torch.arange(len(REST)), 5).cluster_of, RouterRecipe(epochs=1)
+    cluster_of = layout_of(torch.arange(len(REST)), 5).cluster_of
     one, again, other = (
-        train_router(network, collected, cluster_of, replace(recipe, seed=seed)).down.weight
+        train_router(network, collected, cluster_of, epochs=1, seed=seed).down.weight
         for seed in (0, 0, 1)
     )
     assert torch.equal(one, again) and not torch.equal(one, other)
     broken = collected._replace(hidden=torch.full_like(collected.hidden, float("nan")))
     with pytest.raises(QuickbeamError, match="epoch 1"):
-        train_router(network, broken, cluster_of, recipe)
+        train_router(network, broken, cluster_of)
 
 
 @pytest.fixture(scope="module")

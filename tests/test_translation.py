@@ -49,7 +49,7 @@ def pair(shift=0, own=10, seed=7):
     translation = Translation(ours, tokenizer(named), (VOCAB, VOCAB))
     if shift:
         translation.columns = translation.columns.roll(shift)
-    return make_model(source), LMDrafter(twin, VOCAB, translation=translation)
+    return make_model(source), LMDrafter(make_model(twin), VOCAB, translation=translation)
 
 
 def steps(target, drafter, **more):

@@ -23,6 +23,7 @@ from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.opening import make_model
 from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
@@ -128,7 +129,7 @@ def test_what_cannot_be_is_refused(pairs, tmp_path):
     assert f"must be 1 to {VOCAB}" in told("frequency", VOCAB + 1)
     assert f"must be 1 to {VOCAB}" in told("router", 0)
     assert "must be at least 5, a cluster's" in told("router", 3)
-    lm = LMDrafter(tiny("llama"), VOCAB)
+    lm = LMDrafter(make_model(tiny("llama")), VOCAB)
     assert "a head of its own" in told("router", one=lm)
     own = Pair("own-head").drafter
     assert "a head of its own" in told("frequency", one=own)
@@ -153,7 +154,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
     drafter.folder = tmp_path
     assert not is_listed(drafter)
     artefact(VOCAB, 32, router=False).save(tmp_path)
-    assert is_listed(drafter) and not is_listed(LMDrafter(tiny("llama"), VOCAB))
+    assert is_listed(drafter) and not is_listed(LMDrafter(make_model(tiny("llama")), VOCAB))
     own = Pair("own-head").drafter
     own.folder = tmp_path
     assert not is_listed(own)

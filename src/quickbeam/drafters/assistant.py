@@ -22,7 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
-from quickbeam.drafters.folder import check_shape, named_errors, read_tensors
+from quickbeam.drafters.folder import (
+    check_tensors,
+    named_errors,
+    read_tensors,
+    refuse_other_target,
+)
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks, rows_format
@@ -297,14 +302,9 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
     target, top = model.config, whole.centroid_intermediate_top_k
     if not target.model_type.startswith("gemma4"):
         raise InvalidInput(f"it is an assistant of Gemma 4, the target is a {target.model_type}")
-    for name, own, needed in (
-        ("hidden states", whole.backbone_hidden_size, target.hidden_size),
-        ("tokens", config.vocab_size, model.vocab_size),
-    ):
-        if own != needed:
-            raise InvalidInput(
-                f"it was made for {name} of {own}, the target has {needed}: use its own assistant"
-            )
+    refuse_other_target(whole.backbone_hidden_size, target=target.hidden_size)
+    if config.vocab_size != model.vocab_size:
+        raise InvalidInput(f"it has {config.vocab_size} tokens, the target {model.vocab_size}")
     if len(config.layer_types) != config.num_hidden_layers or top < 1:
         raise InvalidInput("its layer_types or centroid_intermediate_top_k can't be used")
     count = target.num_hidden_layers - (target.num_kv_shared_layers or 0)
@@ -322,9 +322,8 @@ def _check_shapes(
     if whole.use_ordered_embeddings:
         shapes |= {CENTROIDS: [whole.num_centroids, d], ORDER: [config.vocab_size]}
         wanted |= {CENTROIDS, ORDER}
-    for name in sorted(wanted):
-        own = stored[name].shape if name in stored else torch.Size()
-        check_shape(stored, name, shapes.get(name, own))
+    own = {name: list(one.shape) for name, one in stored.items()}
+    check_tensors(stored, {name: shapes.get(name, own.get(name, [])) for name in wanted})
 
 
 def _head(parameters: DrafterParameters, whole: Any, pool: PagePool) -> Head:

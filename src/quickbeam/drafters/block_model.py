@@ -33,6 +33,7 @@ from quickbeam.drafters.folder import (
     named_errors,
     read_config,
     read_tensors,
+    refuse_other_target,
     write_folder,
 )
 from quickbeam.errors import InvalidInput
@@ -280,11 +281,7 @@ def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
     with named_errors(folder):
         config = BlockConfig.of(read_config(folder), target.size, target.vocab)
         check_layers(config.taps, target.layers)
-        if config.hidden_size != target.size:
-            raise InvalidInput(
-                f"it is {config.hidden_size} wide, the target {target.size}: it was made for "
-                "another model"
-            )
+        refuse_other_target(config.hidden_size, target=target.size)
         if not 0 <= config.mask_token < target.vocab:
             raise InvalidInput(
                 f"its mask_token_id is {config.mask_token}, the target has {target.vocab} tokens: "

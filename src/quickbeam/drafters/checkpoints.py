@@ -18,11 +18,12 @@ from quickbeam.drafters.folder import (
     Parts,
     TargetParts,
     assemble,
-    check_shape,
+    check_tensors,
     layer_fields,
     named_errors,
     read_config,
     read_tensors,
+    refuse_other_target,
 )
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
@@ -211,17 +212,13 @@ def _tokens(state: dict[str, torch.Tensor], count: int, whole: bool) -> torch.Te
     """
     if whole:
         return torch.arange(count)
-    check_shape(state, "d2t", [count])
+    check_tensors(state, {"d2t": [count]})
     return torch.arange(count) + state["d2t"].long()
 
 
 def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetParts) -> None:
     widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
-    if other := [width for width in widths if width != target.size]:
-        raise InvalidInput(
-            f"it reads hidden states {other[0]} wide, the target's are {target.size}: "
-            "it was made for another model"
-        )
+    refuse_other_target(*widths, target=target.size)
     check_layers(config.layers, target.layers)
     if config.own_embedding and config.vocab_size < target.vocab:
         raise InvalidInput(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
-from quickbeam.models.kv import Pool, SequenceCache
-from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.opening import make_model
+from quickbeam.models.kv import Pool
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
 
@@ -84,9 +82,6 @@ def _tokens(tokenizer: Any, size: int) -> dict[Spelling, int]:
     return {spelling: i for spelling, i in spelt if spelling[1]}
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
 GAP = 32
@@ -95,23 +90,14 @@ GAP = 32
 class LMState(DrafterState):
     """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
 
-    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens. `most`: its largest
-    token, which stands for larger ones of the target's. `recurrent`: whether it has recurrent
-    layers.
+    The shadow is explained at `LMDrafter`. `ids` are of the model's own tokens.
     """
 
-    def __init__(
-        self,
-        cache: SequenceCache,
-        ids: Sequence[int],
-        most: int,
-        recurrent: bool,
-        translation: Translation | None,
-    ) -> None:
-        self._most = most
+    def __init__(self, model: Model, ids: Sequence[int], translation: Translation | None) -> None:
+        self._model, self._translation = model, translation
         self.ids = self._own(ids) if translation is None else translation.read(ids)
         self.prompt = len(ids), len(self.ids)  # tokens of the target's, and of the model's
-        self.cache, self.recurrent, self.translation = cache, recurrent, translation
+        self.cache = model.pool.new()
         self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
@@ -124,17 +110,22 @@ class LMState(DrafterState):
 
     def accepted(self) -> list[int]:
         """Return the nodes of the last shadow that were run and accepted, its root first."""
-        if self.shadow is None:
-            return []
-        path = beginning(self.shadow, self.ids[self.cache.length : -1])
-        return [node for node in path if node < self.done]
+        path, node = list[int](), 0
+        for token in [] if self.shadow is None else self.ids[self.cache.length : -1]:
+            assert self.shadow is not None
+            child = self.shadow.child(node, token) if path else 0
+            if child is None or child >= self.done or self.shadow.token[child] != token:
+                break
+            path.append(node := child)
+        return path
 
     def extend(self, tokens: Sequence[int]) -> None:
-        of = self.translation
+        of = self._translation
         self.ids.extend(self._own(tokens) if of is None else of.spell(tokens))
 
     def _own(self, tokens: Sequence[int]) -> list[int]:
-        return [min(token, self._most) for token in tokens]
+        # the model's largest token stands for larger ones of the target's
+        return [min(token, self._model.vocab_size - 1) for token in tokens]
 
     def skip(self, tail: int) -> None:
         """Begin anew with the last `tail` tokens, as if the text began there."""
@@ -148,7 +139,7 @@ class LMState(DrafterState):
     def share(self, chunk: int, tokens: int) -> Any:
         whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
         # a text can't go on behind a recurrent model's keys and values alone
-        if self.recurrent or self.translation is not None:
+        if self._model.pool.state_pages > 0 or self._translation is not None:
             return None
         return self.cache.share(chunk, tokens) if whole else None
 
@@ -177,8 +168,7 @@ class LMDrafter(Drafter):
 
     `vocab_size`: width of the target's logits, and of the distributions returned. Of a request's
     sampling parameters only the temperature shapes these: answers are exact without the others, and
-    the model's own distribution is its best estimate. `model`: one of transformers is taken over,
-    as `make_model` does; `native` and `weights` are the same as there.
+    the model's own distribution is its best estimate.
     """
 
     skips = True
@@ -186,28 +176,20 @@ class LMDrafter(Drafter):
 
     def __init__(
         self,
-        model: Model | PreTrainedModel,
+        model: Model,
         vocab_size: int,
-        *,
-        native: bool = True,
-        weights: str = BFLOAT16,
         translation: Translation | None = None,
     ) -> None:
-        if isinstance(model, Model):
-            self.model = model
-        else:
-            self.model = make_model(model, native=native, weights=weights)
-        self.pool, self.context_length = self.model.pool, self.model.context_length
-        self.weight_bytes = self.model.token_bytes
-        self._vocab_size, self._shared = vocab_size, min(self.model.vocab_size, vocab_size)
+        self.model, self.pool, self.context_length = model, model.pool, model.context_length
+        self.weight_bytes = model.token_bytes
+        self._vocab_size, self._shared = vocab_size, min(model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:
             both = translation.shared, translation.columns
             self._tokens, self._columns = (one.to(self.model.device) for one in both)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
-        most, recurrent = self.model.vocab_size - 1, self.pool.state_pages > 0
-        return LMState(self.pool.new(), ids, most, recurrent, self.translation)
+        return LMState(self.model, ids, self.translation)
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
@@ -307,18 +289,6 @@ class LMDrafter(Drafter):
             both = probs[:, self._columns]
             values[rows] = both / both.sum(-1, keepdim=True).clamp(min=1e-9)
         return DraftProbs(values, self._tokens, self.translation.vocab_size)
-
-
-def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """Return the nodes of the longest path from the root whose tokens begin `tokens`, root
-    first."""
-    path: list[int] = []
-    for token in tokens:
-        node = tree.child(path[-1], token) if path else 0 if tree.token[0] == token else None
-        if node is None:
-            break
-        path.append(node)
-    return path
 
 
 def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> bool:

@@ -120,7 +120,8 @@ class EagleDrafter(FeatureDrafter):
             state.tree, state.place, state.paths = request.tree, {0: 0}, []
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
-        for (state, _), (out, feature) in zip(works, self._run(works), strict=True):
+        # all passes go before any change: a call that fails is made again
+        for state, _, out, feature in list(self._run(works)):
             state.out = torch.cat([state.out, out])
             state.feature = torch.cat([state.feature, feature])
         for request in requests:
@@ -143,7 +144,7 @@ class EagleDrafter(FeatureDrafter):
                 tokens = state.ids[at + 1 : at + 1 + count]
                 hidden = state.unread.first(count)
                 works.append((state, Rows(state.cache, hidden, tokens, wanted)))
-            for (state, rows), (out, feature) in zip(works, self._run(works), strict=True):
+            for state, rows, out, feature in self._run(works):
                 state.commit(len(rows.tokens))
                 if rows.wanted:
                     state.out, state.feature = out[-1:], feature[-1:]
@@ -162,30 +163,28 @@ class EagleDrafter(FeatureDrafter):
         tokens = [tree.token[node] for node in nodes]
         return state, Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
 
-    def _run(self, works: Works) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Run the works, and return for each its outputs and the features that the head reads."""
-        passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        groups: dict[Shortlist | None, list[int]] = {}  # works with the same router: one pass
-        for i, (state, _) in enumerate(works):
+    def _run(self, works: Works) -> Iterator[tuple[EagleState, Rows, torch.Tensor, torch.Tensor]]:
+        """Run the works, and yield each with its outputs and the features that the head reads."""
+        groups: dict[Shortlist | None, Works] = {}  # works with the same router: one pass
+        for state, rows in works:
             shared = None if state.shortlist is None else state.shortlist.shared
-            groups.setdefault(shared, []).append(i)
+            groups.setdefault(shared, []).append((state, rows))
         for shared, group in groups.items():
-            rows, first = [works[i][1] for i in group], 0
-            asked = any(one.wanted for one in rows)
-            out, feature, scores = self.passes.run(rows, shared if asked else None)
-            for i in group:
-                state, one = works[i]
-                if shared is not None and one.wanted:
-                    began, mine = perf_counter(), slice(first, first + one.wanted)
+            every, first = [rows for _, rows in group], 0
+            asked = any(rows.wanted for rows in every)
+            out, feature, scores = self.passes.run(every, shared if asked else None)
+            for state, rows in group:
+                if shared is not None and rows.wanted:
+                    began, mine = perf_counter(), slice(first, first + rows.wanted)
                     state.routed = shared.none if scores is None else shared.choose(scores[mine])
-                    if one.paths is None:
+                    if rows.paths is None:
                         state.root_routed = state.routed
                     state.used.seconds += perf_counter() - began
-                first += one.wanted
-            sizes = [len(one.tokens) if len(out) else 0 for one in rows]
+                first += rows.wanted
+            sizes = [len(rows.tokens) if len(out) else 0 for rows in every]
             parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)
-            passed.update(zip(group, zip(*parts, strict=True), strict=True))
-        return iter([passed[i] for i in range(len(works))])
+            for (state, rows), *results in zip(group, *parts, strict=True):
+                yield state, rows, *results
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quickbeam.errors import InvalidInput, first_line
+from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import read_json
@@ -175,33 +175,38 @@ def assemble(
     Raises `InvalidInput` naming a tensor that is missing, has another shape, or has no place.
     """
     beginnings = tuple(name for name in ignored if name.endswith("."))
-    made, used = dict[str, torch.Tensor](), set(ignored)
+    shapes, made_of = dict[str, list[int]](), dict[str, list[str]]()
     for name, tensor in network.state_dict().items():
         if name in ignored or name.startswith(beginnings):
             continue
         module, _, kind = name.rpartition(".")
-        names = list[str]()
-        for source, rows in parts.get(module, [(module, None)]):
-            names.append(f"{source}.{kind}" if source else kind)
-            check_shape(stored, names[-1], (rows or tensor.shape[0], *tensor.shape[1:]))
-        made[name] = (
-            torch.cat([stored[one] for one in names]) if len(names) > 1 else stored[names[0]]
-        )
-        used.update(names)
-    left = sorted(name for name in stored.keys() - used if not name.startswith(beginnings))
-    if left:
+        sources = parts.get(module, [(module, None)])
+        made_of[name] = [f"{source}.{kind}" if source else kind for source, _ in sources]
+        rows = [count or tensor.shape[0] for _, count in sources]
+        shapes |= {one: [n, *tensor.shape[1:]] for one, n in zip(made_of[name], rows, strict=True)}
+    check_tensors(stored, shapes)
+    left = stored.keys() - shapes.keys() - {*ignored}
+    if left := {name for name in left if not name.startswith(beginnings)}:
         raise InvalidInput(
-            f"a drafter of this kind has no place for {', '.join(left[:4])}; use another drafter"
+            f"a drafter of this kind has no place for {', '.join(sorted(left)[:4])}; use another "
+            "drafter"
         )
-    return made
+    return {
+        name: torch.cat([stored[one] for one in names]) if len(names) > 1 else stored[names[0]]
+        for name, names in made_of.items()
+    }
 
 
-def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
-    """Raise `InvalidInput` if a tensor is missing or has another shape."""
-    if name not in state:
-        raise InvalidInput(f"the drafter lacks {name}, of shape {list(shape)}; download it again")
-    if tuple(state[name].shape) != tuple(shape):
+def check_tensors(state: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise `InvalidInput` naming tensors that are missing or have other shapes than these."""
+    known = [(name, list(state[name].shape), list(shapes[name])) for name in state.keys() & shapes]
+    refuse_incomplete(shapes.keys() - state.keys(), [one for one in known if one[1] != one[2]])
+
+
+def refuse_other_target(*widths: int, target: int) -> None:
+    """Raise `InvalidInput` if a drafter reads hidden states of another width than the target's."""
+    if other := [width for width in widths if width != target]:
         raise InvalidInput(
-            f"{name} has shape {list(state[name].shape)}, expected {list(shape)} by config.json "
-            "and the target"
+            f"it reads hidden states {other[0]} wide, the target's are {target}: it was made for "
+            "another model"
         )

@@ -21,7 +21,7 @@ from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
 from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.base import Model
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import NativeLinear, kv_shapes
@@ -117,13 +117,14 @@ def mtp_parameters(
 
     beside = joining(layout, width)
     shapes = expected(stack, config) | beside
-    for name in sorted(names(stack) - {stack.embedding} | beside.keys()):
-        found = place(name) or one_by_one(name, place, files)
-        if found is None:
-            raise InvalidInput(f"its MTP head lacks {name}: download it again")
-        shape, stored[name] = found.shape(files), found
-        if shape != shapes.get(name, shape):
-            raise InvalidInput(f"{name} of its MTP head has shape {shape}, expected {shapes[name]}")
+    wanted = names(stack) - {stack.embedding} | beside.keys()
+    for name in wanted:
+        if (found := place(name) or one_by_one(name, place, files)) is not None:
+            stored[name] = found
+    known = [(name, one.shape(files), shapes.get(name)) for name, one in stored.items()]
+    refuse_incomplete(
+        wanted - stored.keys(), [one for one in known if one[2] not in (None, one[1])]
+    )
     given = {stack.embedding: embedding}
     return DrafterParameters(config, embedding.dtype, given, stored, files)
 

@@ -6,87 +6,51 @@ from collections.abc import Sequence
 
 from quickbeam.drafters.base import Context, Source, SourceState
 from quickbeam.drafters.texts import AGREED, Match
-from quickbeam.errors import InvalidInput
 
-SCAN = 12  # how many occurrences of one n-gram are searched for different continuations
+MAX_N = 3  # tokens of the longest n-grams
 
 
 class NgramIndex(SourceState):
     """Finds the newest earlier occurrence of a suffix in one growing text.
 
-    The work per token and per lookup is constant. Each n-gram of `min_n` to `max_n` tokens is
-    mapped to the position right after its newest occurrence, and each occurrence to the one before
-    it. Continuations are read from the text itself and never copied.
+    The work per token and per lookup is constant. Each n-gram of 1 to `MAX_N` tokens is mapped to
+    the position right after its newest occurrence. Continuations are read from the text itself and
+    never copied.
 
     An n-gram is entered only when the token after it arrives. So the n-gram at the very end of the
     text can't hide an earlier occurrence, and a suffix never finds itself.
-
-    Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
 
-    def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
-        if not 1 <= min_n <= max_n:
-            raise InvalidInput(
-                f"n-grams of min_n={min_n} to max_n={max_n} tokens: give 1 <= min_n <= max_n"
-            )
-        self.min_n = min_n
-        self.max_n = max_n
+    def __init__(self) -> None:
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        # by n-gram length and the position after an occurrence: the position after the one before
-        self._older: dict[tuple[int, int], int] = {}
         self._entered = 0  # before how many tokens the n-grams are entered
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text. Their n-grams are entered when a match is next looked for."""
         self.ids.extend(tokens)
 
-    def _enter(self) -> None:
-        ids, after = self.ids, self._after
-        for end in range(self._entered, len(ids)):
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                gram = tuple(ids[end - n : end])
-                if gram in after:
-                    self._older[n, end] = after[gram]
-                after[gram] = end
-        self._entered = len(ids)
-
     def match(self, suffix: Sequence[int], least: int = 1) -> Match | None:
         """Find the newest occurrence of the longest end of `suffix` that the text holds.
 
-        At least `least` and at most `max_n` tokens are matched, and some token of the text must
+        At least `least` and at most `MAX_N` tokens are matched, and some token of the text must
         follow the occurrence. Returns None without a match. `suffix` is the end of the text,
-        perhaps continued by tokens that are only guessed; its last `max_n` tokens are enough.
+        perhaps continued by tokens that are only guessed; its last `MAX_N` tokens are enough.
         """
-        if self._entered < len(self.ids):
-            self._enter()
-        after, size, least = self._after, len(suffix), max(least, self.min_n)
+        ids, after, size = self.ids, self._after, len(suffix)
+        for end in range(self._entered, len(ids)):
+            for n in range(1, min(MAX_N, end) + 1):
+                after[tuple(ids[end - n : end])] = end
+        self._entered = len(ids)
         # The shortest comes first: most suffixes have no match, and without it no longer one has.
         position = after.get(tuple(suffix[size - least :])) if least <= size else None
         if position is None:
             return None
-        for n in range(min(self.max_n, size), least, -1):
+        for n in range(min(MAX_N, size), least, -1):
             longer = after.get(tuple(suffix[size - n :]))
             if longer is not None:
                 return Match(longer, n)
         return Match(position, least)
-
-    def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
-        """Return up to `limit` matches of `suffix` that are followed by different tokens.
-
-        Longer matches come first, among equals the newest first. For each length the newest `SCAN`
-        occurrences are searched. The first match is what `match` returns.
-        """
-        self._enter()
-        found: dict[int, Match] = {}  # by the token that follows
-        for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
-            position = self._after.get(tuple(suffix[len(suffix) - n :]))
-            for _ in range(SCAN):
-                if position is None or len(found) >= limit:
-                    break
-                found.setdefault(self.ids[position], Match(position, n))
-                position = self._older.get((n, position))
-        return list(found.values())
 
     def extent(self, match: Match, limit: int = 16) -> int:
         """Return how many tokens before the match agree with the end of the text, up to `limit`.
@@ -116,19 +80,12 @@ class NgramIndex(SourceState):
 
 
 class Ngram(Source):
-    """The n-gram index as a source of candidates: it searches the prompt and output so far.
-
-    Raises `InvalidInput` unless `1 <= min_n <= max_n`.
-    """
+    """The n-gram index as a source of candidates: it searches the prompt and output so far."""
 
     name = "ngram"
 
-    def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
-        self.min_n, self.max_n = min_n, max_n
-        NgramIndex(min_n, max_n)  # raises `InvalidInput` now rather than in `begin`
-
     def begin(self, ids: Sequence[int]) -> NgramIndex:
-        index = NgramIndex(self.min_n, self.max_n)
+        index = NgramIndex()
         index.extend(ids)
         return index
 

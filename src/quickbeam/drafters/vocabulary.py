@@ -11,16 +11,12 @@ from quickbeam.drafters.shortlist.shortlist import WINDOW, Artefact, Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.compiled import NativeLinear
-from quickbeam.options import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
+from quickbeam.options import BESIDE, CLUSTERS, FREQUENCY, FULL, ROUTER, check_vocab, plain_vocab
 
-SHARES = {
-    FREQUENCY: 4,
-    FREQUENCY + BESIDE: 16,
-    "clusters": 8,
-    "router": 16,
-}  # by kind: the default size is the size of the vocabulary divided by this
-BOTH = (FREQUENCY + BESIDE, "router")  # kinds that score the context beside the layout's tokens
-ROUTED = ("clusters", "router")  # kinds whose clusters a router picks
+# by kind: the default size is the size of the vocabulary divided by this
+SHARES = {FREQUENCY: 4, FREQUENCY + BESIDE: 16, CLUSTERS: 8, ROUTER: 16}
+BOTH = (FREQUENCY + BESIDE, ROUTER)  # kinds that score the context beside the layout's tokens
+ROUTED = (CLUSTERS, ROUTER)  # kinds whose clusters a router picks
 
 
 def make_shortlist(
@@ -68,13 +64,7 @@ def make_shortlist(
         layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size)
         return Shortlist(weight, layout, window=window)
     layout, chosen = artefact.layout.within(size)
-    return Shortlist(
-        weight,
-        layout,
-        router=artefact.router,
-        chosen=chosen,
-        window=window,
-    )
+    return Shortlist(weight, layout, router=artefact.router, chosen=chosen, window=window)
 
 
 def is_listed(drafter: Drafter) -> bool:

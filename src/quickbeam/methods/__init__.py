@@ -55,8 +55,8 @@ METHODS = {
     "specinfer": Preset("specinfer.SpecInfer", (DRAFTER,), 16),
     "sequoia": Preset("sequoia.Sequoia", (DRAFTER,), 16),
     "eagle2": Preset("eagle2.Eagle2", (DRAFTER,), 16),
-    "ddtree": Preset("ddtree.DDTree", (DRAFTER,), 16),
-    "pctree": Preset("pctree.pctree", (DRAFTER,), 16),
+    "ddtree": Preset("block_trees.ddtree", (DRAFTER,), 16),
+    "pctree": Preset("block_trees.pctree", (DRAFTER,), 16),
     "frspec": Preset("dyspec.DySpec", (DRAFTER,), 16, FREQUENCY),
     "dynaspec": Preset("dynaspec.dynaspec", (DRAFTER,), 16, ROUTER),
     "auto": Preset(
@@ -94,15 +94,13 @@ def stand_in(method: str, drafter: bool) -> str:
 def make_method(name: str, drafter: Drafter | None = None) -> Method:
     """Return a new method of this name over new sources; `drafter` is the source "drafter".
 
-    Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
+    Raises as `stand_in` does.
     """
     from quickbeam.drafters.last_logits import LastLogits
     from quickbeam.drafters.ngram import Answers, Ngram
     from quickbeam.drafters.recycling import TokenRecycling
 
-    chosen = preset(name)
-    if DRAFTER in chosen.sources and drafter is None:
-        raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
+    chosen = preset(stand_in(name, drafter is not None))
     sources = {
         DRAFTER: drafter,
         NGRAM: Ngram(),

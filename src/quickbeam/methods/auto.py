@@ -11,10 +11,9 @@ from quickbeam.drafters.base import Context, Drafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Answers, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel, CallYield
-from quickbeam.methods.base import Growth, Method, without_calls
+from quickbeam.methods.base import Growth, Method
 from quickbeam.methods.free import FreeCandidates
 from quickbeam.methods.search import Search, best_first
-from quickbeam.tree import TokenTree
 
 
 class Auto(Method):
@@ -34,8 +33,6 @@ class Auto(Method):
         self.model, self.calls = AcceptanceModel(), CallYield()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        if budget < 2 or max_depth < 1:
-            return (yield from without_calls(TokenTree(context.ids[-1])))
         free = FreeCandidates(context, self.last_logits, self.answers)
         search = Search(self.drafter, context, budget - 1, max_depth, self.model)
-        return (yield from best_first(search, self.calls, free.propose))
+        return best_first(search, self.calls, free.propose)

@@ -20,17 +20,17 @@ class Eagle2(Method):
 
     Which candidates are kept depends on the tokens themselves. So they are deterministic proposals,
     never draws. The defaults 10 and 7 are those of EAGLE-2's code. A candidate that reranking would
-    drop already is not expanded. Nodes are in order of worth.
+    drop already is not expanded. Nodes are in order of worth. A `width` of None is any.
     """
 
-    def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
+    def __init__(self, drafter: Drafter, width: int | None = 10, depth: int = 7) -> None:
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         search = Search(
             self.drafter, context, budget - 1, max_depth, AcceptanceModel(), estimate=as_printed
         )
-        layer = [search.root] if budget > 1 else []
+        layer = [search.root] if search.size > 0 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:
                 break

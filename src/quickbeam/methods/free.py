@@ -12,7 +12,7 @@ from functools import partial
 
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
 from quickbeam.methods.acceptance import (
     GUESSED,
     REMEMBERED,
@@ -68,8 +68,7 @@ class FreeCandidates:
     def _tail(self, search: Search, one: Candidate) -> tuple[int, ...]:
         """Return the last tokens of the text that ends with `one`, as many as the longest n-gram
         has."""
-        most = self._index.max_n
-        return (*search.context.ids[-most:], *one.path)[-most:]
+        return (*search.context.ids[-MAX_N:], *one.path)[-MAX_N:]
 
     def _remember(self, search: Search, one: Candidate, longest: int) -> None:
         """Enter what followed the text that ends with `one` in another text."""

@@ -5,12 +5,12 @@ Each branch begins with a guess of the token after the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
-from quickbeam.drafters.ngram import Answers, Ngram, NgramIndex
+from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
 from quickbeam.drafters.texts import AGREED
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method, without_calls
@@ -21,8 +21,6 @@ from quickbeam.tree import TokenTree
 CHAIN = 20  # the most tokens of the chain
 GUESSES = 64  # how many of the best last logits are guesses
 LEAD = 3  # tokens of the chain that go before any guess, per matched token
-OTHERS = 3  # other continuations of the text's end that are drafted beside the chain
-OTHER = 4  # tokens of such a continuation, per matched token
 
 
 def branch_length(rank: int) -> int:
@@ -34,16 +32,14 @@ class LogitSpec(Method):
     """The rule of LogitSpec (2507.01449, as in its code), with its drafts merged into a trie.
 
     - The chain: up to 20 tokens that followed the longest match ending in the root.
-    - Beside it up to 3 shorter continuations, from earlier or shorter matches that another token
-      followed. (These are ours: the paper keeps only the newest match.)
     - A branch for each of the 64 best last logits except the root, in order of rank. It begins with
       that token, as a guess of the one after the root. Then comes what followed the longest match
       ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
     The paper spends 64 nodes, and the chain goes first. With fewer it would leave little to the
-    guesses. So here it at first gets only 3 tokens for each matched token. Then come its shorter
-    companions, and after each branch as many further tokens of the chain as the branch added. A
-    smaller tree is the beginning of a larger one. Nodes that two drafts share are added once.
+    guesses. So here it at first gets only 3 tokens for each matched token, and after each branch as
+    many further tokens as the branch added. A smaller tree is the beginning of a larger one. Nodes
+    that two drafts share are added once.
 
     Where a finished text agrees with the end of this one for longer, the chain is how that one went
     on (`drafters/texts.py`).
@@ -74,28 +70,22 @@ class LogitSpec(Method):
         if budget < 2 or max_depth < 1:
             return tree
         index: NgramIndex = context.states[Ngram.name]
-        tail = context.ids[-index.max_n :]
+        tail = context.ids[-MAX_N:]
 
         def add(node: int, tokens: Iterable[int], source: str) -> int:
             return graft(tree, node, tokens, source, budget, max_depth)
 
-        # the beginning of the chain, and its companions
-        chain: Iterator[int] = iter(())
-        tip, chained = 0, Ngram.name
-        matches = index.matches(tail, 1 + OTHERS)
-        known = self.answers.match(context)
-        if known and (not matches or index.extent(matches[0], AGREED) < known.length):
+        # the beginning of the chain
+        tokens, chained = list[int](), Ngram.name
+        match, known = index.match(tail), self.answers.match(context)
+        if known and (match is None or index.extent(match, AGREED) < known.length):
             assert context.texts is not None
-            chained = Answers.name
-            chain = iter(context.within((), context.texts.continuation(known, CHAIN)))
-            tip = add(0, islice(chain, LEAD * known.length), chained)
-        elif matches:
-            first = matches.pop(0)
-            chain = iter(context.within((), index.continuation(first, CHAIN)))
-            tip = add(0, islice(chain, LEAD * first.length), chained)
-        for match in matches:
-            other = index.continuation(match, OTHER * match.length)
-            add(0, context.within((), other), Ngram.name)
+            tokens, chained = context.texts.continuation(known, CHAIN), Answers.name
+            match = known
+        elif match:
+            tokens = index.continuation(match, CHAIN)
+        chain = iter(context.within((), tokens))
+        tip = add(0, islice(chain, LEAD * match.length if match else 0), chained)
 
         # a branch for each guess. Each adds a node, unless it is the root or the chain begins with
         # it. So two guesses more than there are free nodes are enough.

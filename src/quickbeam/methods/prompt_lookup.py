@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quickbeam.drafters.base import Context
-from quickbeam.drafters.ngram import Ngram
+from quickbeam.drafters.ngram import MAX_N, Ngram
 from quickbeam.methods.acceptance import AcceptanceModel
 from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
@@ -47,7 +47,7 @@ class PromptLookup(Method):
         if context.marginal_cost is not None:
             return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
-        match = index.match(context.ids[-index.max_n :])
+        match = index.match(context.ids[-MAX_N:])
         wanted = min(self.length, budget - 1, max_depth)
         if match and wanted > 0:
             tokens = context.within((), index.continuation(match, wanted))

@@ -93,7 +93,8 @@ class Search:
     ) -> None:
         self.estimate = estimate
         self.name, self.one_call = (drafter.name, drafter.one_call) if drafter else ("", True)
-        self.context, self.size, self.max_depth = context, size, max_depth
+        self.context, self.max_depth = context, max_depth
+        self.size = size if max_depth > 0 else 0
         self.model, self.cost = model, context.marginal_cost
         self.wide = size > WIDE
         self.root = Candidate(context.ids[-1], None, "root", place=0)
@@ -283,7 +284,7 @@ def best_first(
     call costs. (A block drafter's first call is the only one that costs anything.) Then
     `calls` learns from the verified tree.
     """
-    cost, asked, due = search.cost, 0.0, [search.root]
+    cost, asked, due = search.cost, 0.0, [search.root] if search.size > 0 else []
     explore = cost is not None and cost.explore
     propose(search)
     while due:

@@ -15,12 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.block_model import Attend, BlockConfig, BlockNetwork
-from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import Batch, FrozenTarget, autocast
 
 CHECK_SPACING = 16  # tokens of held-out text an anchor
 ROWS = 128  # rows whose logits are computed at once
+GAMMA = 4.0  # a position's weight is e^(-position / GAMMA), from 0
+# The weights of the cross-entropy with the target's distribution and of the distance to it. The
+# first falls from 1 in the `LEAD`, the first share of the run: far from the target's distribution,
+# the distance has next to no gradient.
+ENTROPY, DISTANCE, LEAD = 0.1, 0.9, 0.3
 
 
 class Blocks(NamedTuple):
@@ -226,19 +230,18 @@ def loss_of(
     head: torch.Tensor,
     chosen: torch.Tensor,
     shift: torch.Tensor,
-    recipe: Recipe,
     done: float = 1.0,
 ) -> torch.Tensor:
-    """Return the loss, a scalar: the mean over positions, by weights e^(-k / gamma).
+    """Return the loss, a scalar: the mean over positions, by weights e^(-k / GAMMA).
 
     A position's loss is the cross-entropy (nats) of the target's distribution p and the drafter's
     q, the distance sum |p - q|, and the binary cross-entropy of the confidence with
-    1 - sum |p - q| / 2, which is how often a drawn token is accepted; each by its weight
-    (`Recipe`). DSpark takes the first with the text's token, of which p is the mean. `head`: the
-    target's, `[vocab, d]`. `chosen` `[s]`: the tokens that it is taken over, and `shift` `[s]` what
-    is added to their logits. `done`: how much of the run is over, 0 to 1.
+    1 - sum |p - q| / 2, which is how often a drawn token is accepted. (DSpark takes the first with
+    the text's token, of which p is the mean.) `head`: the target's, `[vocab, d]`. `chosen` `[s]`:
+    the tokens that it is taken over, and `shift` `[s]` what is added to their logits. `done`: how
+    much of the run is over, 0 to 1.
     """
-    weight = (-drafted.position.float() / recipe.gamma).exp()
+    weight = (-drafted.position.float() / GAMMA).exp()
     weight, head = weight / weight.sum(), head[chosen]
     x, second = drafted.rows.float(), head.new_zeros(len(chosen), 0)
     if network.config.markov_rank:
@@ -252,13 +255,13 @@ def loss_of(
         head,
         shift,
         weight,
-        (recipe.entropy_weight(done), recipe.distance),
+        (max(ENTROPY, 1 - (1 - ENTROPY) * done / LEAD), DISTANCE),
     )  # type: ignore[no-untyped-call]
     confidence = network.confidence(drafted.rows, drafted.previous)
     if confidence is not None:
         accepted = (1 - distance / 2).clamp(0, 1)
         doubt = F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
-        loss = loss + recipe.confidence * (weight * doubt).sum()
+        loss = loss + (weight * doubt).sum()
     return loss
 
 

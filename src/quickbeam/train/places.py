@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import OFFERED
@@ -27,7 +28,7 @@ BATCH_TOKENS = 1024  # tokens of the conversations that the drafter runs at once
 
 
 class _Unrolled:
-    """The attention of training-time test (EAGLE-3, 2503.01840, §3.2), by plain products.
+    """The attention of training-time test (EAGLE-3, 2503.01840, §3.2).
 
     A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
     own key.
@@ -38,23 +39,14 @@ class _Unrolled:
         self._values: list[torch.Tensor] = []
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        shared = query.shape[2] // key.shape[2]
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        self._keys.append(key.repeat_interleave(shared, 1))
-        self._values.append(value.repeat_interleave(shared, 1))
-        n = query.shape[2]
-        causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
-        with torch.autocast(query.device.type, enabled=False):
-            query = query.float() * query.shape[-1] ** -0.5
-            first, *later = (key.float() for key in self._keys)
-            scores = (query @ first.transpose(2, 3)).masked_fill(~causal, float("-inf"))
-            own = [(query * key).sum(-1, keepdim=True) for key in later]
-            weights = torch.cat([scores, *own], -1).softmax(-1)
-            first, *later = (value.float() for value in self._values)
-            out = weights[..., :n] @ first
-            for i, value in enumerate(later, n):
-                out = out + weights[..., i : i + 1] * value
-        return out.to(self._values[0].dtype).transpose(1, 2).flatten(2)
+        self._keys.append(key)
+        self._values.append(value)
+        own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
+        visible = torch.cat([torch.ones_like(own).tril(), *[own] * (len(self._keys) - 1)], 1)
+        keys, values = torch.cat(self._keys, 2), torch.cat(self._values, 2)
+        out = F.scaled_dot_product_attention(query, keys, values, visible, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
 
 
 def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -76,9 +68,7 @@ def unroll(
     """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    with torch.no_grad():
-        embedded = network.embedding(batch.tokens).float()
-    attend = _Unrolled()
+    embedded, attend = network.embedding(batch.tokens).float(), _Unrolled()
     hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
     for depth in range(depths):
         following = ahead(embedded, depth + 1)

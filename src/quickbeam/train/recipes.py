@@ -67,28 +67,8 @@ class Recipe:
     """Tokens that a step's loss is taken over."""
     warmup: int = field(default=100, metadata=FIXED)
     """Steps in which the learning rate rises."""
-    gamma: float = field(default=4.0, metadata=FIXED)
-    """A position's weight is e^(-position / gamma), from 0."""
-    entropy: float = field(default=0.1, metadata=FIXED)
-    """The weight of the cross-entropy with the target's distribution, after the `lead`."""
-    lead: float = field(default=0.3, metadata=FIXED)
-    """First share of the run, in which that weight falls from 1: far from the target's
-    distribution, the distance has next to no gradient."""
-    distance: float = field(default=0.9, metadata=FIXED)
-    """The weight of the distance between the drafter's and the target's distribution."""
-    confidence: float = field(default=1.0, metadata=FIXED)
-    """The weight of the cross-entropy of the confidence."""
-    whole: float = field(default=0.5, metadata=FIXED)
-    """First share of the run, in which every token counts, those of users too: text is expensive,
-    and what users write holds what answers don't. After that only answers count."""
-    clip: float = field(default=1.0, metadata=FIXED)
-    """The largest norm of the gradient."""
     seed: int = 0
     """Repeats a run on the same machine."""
-
-    def entropy_weight(self, done: float) -> float:
-        """Return the weight of the cross-entropy if `done` (0 to 1) of the run is over."""
-        return max(self.entropy, 1 - (1 - self.entropy) * done / max(self.lead, 1e-9))
 
     def rate(self, step: int, done: float) -> float:
         """Return the learning rate of a step if `done` (0 to 1) of the run is over."""

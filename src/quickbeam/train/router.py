@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -99,51 +98,49 @@ CLUSTERINGS: dict[str, Callable[[EagleHead, torch.Tensor, Places], torch.Tensor]
 """By the name on the command line: the features that make tokens alike."""
 
 
-@dataclass(frozen=True)
-class RouterRecipe:
-    """How a router is trained: AdamW, with a rate that falls from `lr` to zero as a cosine.
-
-    `residual`: it learns to find only what is neither in the list nor in the context, otherwise all
-    that is not in the list (the paper's, without the context beside it). `width`: of the router's
-    hidden layer. `batch`: places of a step.
-    """
-
-    residual: bool = True
-    width: int = 256
-    epochs: int = 4
-    seed: int = 0
-    lr: float = 1e-3
-    batch: int = 512
-
-
 def train_router(
-    network: EagleHead, places: Places, cluster_of: torch.Tensor, recipe: RouterRecipe
+    network: EagleHead,
+    places: Places,
+    cluster_of: torch.Tensor,
+    residual: bool = True,
+    *,
+    width: int = 256,
+    epochs: int = 4,
+    seed: int = 0,
+    lr: float = 1e-3,
+    batch: int = 512,
 ) -> Router:
     """Train a router over clusters and return it.
 
-    `cluster_of`: `[vocab]` int64, the cluster of each token, negative for tokens that are always
-    scored. The loss is the cross-entropy of the softmax over clusters with the target's mass on
+    - `cluster_of`: `[vocab]` int64, the cluster of each token, negative for tokens that are always
+      scored.
+    - `residual`: it learns to find only what is neither in the list nor in the context, otherwise
+      all that is not in the list (the paper's, without the context beside it).
+    - `width`: of its hidden layer. `batch`: places of a step of AdamW. The rate falls from `lr` to
+      zero as a cosine.
+
+    The loss is the cross-entropy of the softmax over clusters with the target's mass on
     each of them, `LIKELY` tokens counted. A place weighs as much as its mass.
 
     Raises `QuickbeamError` for a loss that is not finite.
     """
     size, clusters = places.hidden.shape[1], int(cluster_of.max()) + 1
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        router = Router(RouterConfig(size, size, recipe.width, clusters))
+        torch.manual_seed(seed)
+        router = Router(RouterConfig(size, size, width, clusters))
     cluster = cluster_of[places.likely.long()]
     mass = places.mass * (cluster >= 0)
-    if recipe.residual:
+    if residual:
         mass = mass * ~places.in_context
     total = mass.sum(1)
     useful = (~(total <= LEAST_MASS)).nonzero()[:, 0]  # NaN stays, and ends the training
-    steps = max(1, recipe.epochs * -(-len(useful) // recipe.batch))
-    optimizer = torch.optim.AdamW(router.parameters(), lr=recipe.lr, weight_decay=0.01)
+    steps = max(1, epochs * -(-len(useful) // batch))
+    optimizer = torch.optim.AdamW(router.parameters(), lr=lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    for epoch in range(recipe.epochs):
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs):
         order = useful[torch.randperm(len(useful), generator=generator)]
-        for rows in torch.split(order, recipe.batch):
+        for rows in torch.split(order, batch):
             log = _scores(network, router, places.take(rows)).log_softmax(-1)
             picked = log.gather(1, cluster[rows].clamp(min=0)) * mass[rows]
             loss = -picked.sum() / total[rows].sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,42 +77,28 @@ class ShardWriter:
         self._held, self.files = [], self.files + 1
 
 
-class Shards:
+class Shards(list[Conversation]):
     """The conversations of a folder, in order.
 
     Raises `InvalidInput` for a file that is no shard, and for a folder without any.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._all = list[Conversation]()
+        super().__init__()
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 held: Any = load_file(path)
                 lengths = held["length"].tolist()
                 parts = (held[name].split(lengths) for name in ("tokens", "answer"))
-                self._all += map(Conversation, *parts, held["temperature"].tolist())
+                self.extend(map(Conversation, *parts, held["temperature"].tolist()))
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
-        if not self._all:
+        if not self:
             raise InvalidInput(f"{folder} holds no text (*.safetensors)")
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, i: int) -> Conversation:
-        return self._all[i]
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return iter(self._all)
 
     @property
     def tokens(self) -> int:
         return sum(len(one.tokens) for one in self)
-
-    @property
-    def answers(self) -> int:
-        """Tokens of all answers."""
-        return sum(int(one.answer.sum()) for one in self)
 
     def counts(self, vocab: int) -> torch.Tensor:
         """Return how often each token occurs, `[vocab]` int64."""

@@ -28,7 +28,6 @@ from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import (
     CLUSTERINGS,
-    RouterRecipe,
     halve,
     ranking,
     recall,
@@ -128,9 +127,9 @@ class ShortlistTraining:
         order = torch.cat([self.ranking[: self.listed], rest[halve(features[rest], self.size)]])
         layout = Layout(order, self.listed, self.size, len(self.head))
         report("router", None)
-        plan = self.plan
-        recipe = RouterRecipe(plan.clusters == "pifa", plan.width, plan.router_epochs, self.seed)
-        router = train_router(self.network, places, layout.cluster_of, recipe)
+        plan, clusters, residual = self.plan, layout.cluster_of, self.plan.clusters == "pifa"
+        how = {"width": plan.width, "epochs": plan.router_epochs, "seed": self.seed}
+        router = train_router(self.network, places, clusters, residual, **how)
         Artefact(layout, self.ranking, router).save(self.out)
         figures = self.figures(layout, router, counted)
         held_out = {rows: {"list": one, "router": both} for rows, (one, both) in figures.items()}

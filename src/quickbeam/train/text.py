@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,22 +27,14 @@ from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words
 from quickbeam.train.shards import Conversation
 
-
-class Quote(NamedTuple):
-    """What a user says `before` and `after` a text of several sentences.
-
-    `open`: the user's turn goes on after that, written by the model.
-    """
-
-    before: str
-    after: str = ""
-    open: bool = False
-
-
-# what users ask about a longer text; the answer repeats much of what stands far before it
-QUOTES = tuple(Quote(*one) for one in WORDS["quotes"])
+# What users say before and after a longer text, and whether the model goes on with their turn. The
+# answer repeats much of what stands far before it.
+QUOTES: Sequence[tuple[str, str, bool]] = WORDS["quotes"]
 # how many answers, and how many documents, are kept for quotes; shorter ones are not kept
 REMEMBERED, LEAST = 256, 32
+DOCUMENT = 256  # tokens of a document
+# of users' turns and of documents: at a higher one, small models write no sentences
+USER_TEMPERATURE, DOCUMENT_TEMPERATURE = 0.9, 0.8
 
 
 @dataclass(frozen=True)
@@ -54,19 +46,15 @@ class Recipe:
     that repeats itself for `repetition` tokens ends the conversation.
 
     `quote`: the share of conversations that begin with a text, which is made of earlier answers or
-    documents and fills up to two thirds of `length`. Half as many conversations are documents of at
-    most `document` tokens, which are both quoted and trained on.
+    documents and fills up to two thirds of `length`. Half as many conversations are documents,
+    which are both quoted and trained on.
     """
 
     length: int = 512
     question: int = 192
     quote: float = 0.15
     repetition: int = 32
-    document: int = 256
-    user_temperature: float = 0.9
-    document_temperature: float = 0.8  # at a higher one, small models write no sentences
     openers: Sequence[str] = tuple(opening_words("questions", "en"))
-    quotes: Sequence[Quote] = QUOTES
     documents: Sequence[str] = tuple(opening_words("documents", "en"))
     seed: int = 0
 
@@ -191,9 +179,7 @@ class Writer:
         self._model, self._slots = model, slots
         self._template, self._stops, self._recipe = template, stops, recipe
         self._openers = [encode(opener) for opener in recipe.openers]
-        self._quotes = [
-            (encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes
-        ]
+        self._quotes = [(encode(before), encode(after), more) for before, after, more in QUOTES]
         self._between = encode("\n\n")  # stands between passages of a quote
         self._documents = [encode(words) for words in recipe.documents]
         # kept for quotes; `_written` are documents
@@ -242,7 +228,7 @@ class Writer:
             engine.close()
 
     def _request(self, talk: Talk) -> Request:
-        heat = talk.temperature if talk.answering else self._recipe.user_temperature
+        heat = talk.temperature if talk.answering else USER_TEMPERATURE
         room, seed = self._recipe.length - len(talk.tokens), self._random.getrandbits(63)
         params = SamplingParams(max_tokens=room, temperature=heat, seed=seed, ignore_eos=True)
         sampler = Sampler(params, (), self._model.vocab_size)
@@ -279,7 +265,7 @@ class Writer:
         kind, quote = self._random.random(), self._recipe.quote
         if self._documents and quote <= kind < 1.5 * quote:
             words = self._template.raw + self._random.choice(self._documents)
-            return Talk(words, self._recipe.document_temperature, answering=True, document=True)
+            return Talk(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
         if self._answers and kind < quote:
             words, complete = self._quote()
             reply = self._template.reply if complete else []
@@ -311,7 +297,7 @@ class Writer:
         if talk.over:
             return True
         if talk.document:
-            talk.over = ended or repeating or talk.turn >= recipe.document
+            talk.over = ended or repeating or talk.turn >= DOCUMENT
             if talk.over and talk.turn > LEAST:
                 begin = len(template.raw) if template else 0
                 self._written.append(talk.tokens[begin : len(talk.tokens) - ended])

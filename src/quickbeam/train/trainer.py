@@ -32,6 +32,10 @@ from quickbeam.train.shards import Shards, collate, split, spread_lengths
 from quickbeam.train.target import Batch, FrozenTarget, KeptStates, autocast
 
 HIDDEN = "hidden"  # the folder of hidden states, in that of the training
+# First share of the run, in which every token counts, those of users too: text is expensive, and
+# what users write holds what answers don't. After that only answers count.
+WHOLE = 0.5
+CLIP = 1.0  # the largest norm of the gradient
 CHECK_TOKENS = 5_000  # held-out tokens of a report
 FINAL_TOKENS = 50_000  # and of the final figures
 
@@ -183,16 +187,16 @@ class Trainer:
         recipe, device = self.recipe, self.target.device
         done, size = self.seen / self.total, self.network.config.block_size
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
-        blocks = place_blocks(batch, size, recipe.spacing, done >= recipe.whole, generator)
+        blocks = place_blocks(batch, size, recipe.spacing, done >= WHOLE, generator)
         if not blocks.counts.any():
             return 0.0
         chosen, shift = (x.to(device) for x in self._vocabulary.choose(batch.tokens, generator))
         blocks = Blocks(*(x.to(device) for x in blocks))
         with autocast(device):
             drafted = draft(self.network, batch, blocks)
-            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, recipe, done)
+            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, done)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), recipe.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         value = float(loss.detach())
         if not (value < float("inf") and float(norm) < float("inf")):
             raise QuickbeamError(

@@ -34,16 +34,11 @@ class Layout:
     vocab: int
 
     def __post_init__(self) -> None:
-        if self.vocab < 1 or self.size < 1:
-            raise InvalidInput(
-                f"a layout of {self.vocab} tokens with clusters of {self.size}: "
-                "both must be at least 1"
-            )
         require_distinct(self.order, self.vocab, "the layout's order")
-        if not 0 <= self.frequent <= len(self.order):
+        if self.size < 1 or not 0 <= self.frequent <= len(self.order):
             raise InvalidInput(
-                f"a layout of {len(self.order)} tokens with {self.frequent} "
-                f"frequent ones: must be 0 to {len(self.order)}"
+                f"a layout of {len(self.order)} tokens can't have {self.frequent} frequent ones "
+                f"and clusters of {self.size}"
             )
 
     @property

@@ -52,8 +52,6 @@ class ContextTokens:
       was seen least recently is dropped. Tokens to `skip` are never kept.
     - `rows`: where the native kernels keep these tokens' rows of the head, in the same order.
     - `tokens`: `[m]` int64, distinct, `m <= window`. `version`: changes whenever they do.
-
-    Raises `InvalidInput` for a window below 1.
     """
 
     def __init__(
@@ -63,8 +61,6 @@ class ContextTokens:
         rows: NativeRows | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if window < 1:
-            raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
         self.window, self.rows, self.version, self._skip = window, rows, 0, skip
         # by token: its place in `tokens`; the least recently seen token first
         self._place: dict[int, int] = {}
@@ -113,8 +109,6 @@ class Shortlist:
     A drafter runs `router` or `native_router` in each call, gives its scores to `choose`, and has
     `ShortlistState.score` compute logits. Nothing here looks at what is drawn later, so the
     shortlist is known before any token is drawn from it.
-
-    Raises `InvalidInput` where the parts don't fit one another.
     """
 
     def __init__(
@@ -126,14 +120,6 @@ class Shortlist:
         chosen: int = 0,
         window: int | None = None,
     ) -> None:
-        if weight.dim() != 2 or len(weight) != layout.vocab:
-            raise InvalidInput(
-                f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout"
-            )
-        if router is None and window is None and not layout.frequent:
-            raise InvalidInput(
-                "this shortlist is empty: it needs frequent tokens, a router or the context"
-            )
         self.layout, self._window = layout, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
@@ -225,11 +211,7 @@ class ShortlistState:
         self._last: tuple[torch.Tensor, int, Prepared, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens for the context.
-
-        They are tokens that became committed, that other sources proposed, or that the target's
-        last logits make likely.
-        """
+        """Read committed tokens, and those that the target's last logits make likely."""
         if self.context is not None:
             self.context.extend(tokens)
 
@@ -291,16 +273,13 @@ class Artefact:
     router: Router | None = None
 
     def __post_init__(self) -> None:
-        require_distinct(self.ranking, self.layout.vocab, "the ranking")
-        if len(self.ranking) != self.layout.vocab:
+        layout, ranked = self.layout, len(self.ranking)
+        require_distinct(self.ranking, layout.vocab, "the ranking")
+        routed = layout.clusters if self.router is None else self.router.config.clusters
+        if (ranked, routed) != (layout.vocab, layout.clusters):
             raise InvalidInput(
-                f"the ranking holds {len(self.ranking)} tokens: must be all "
-                f"{self.layout.vocab} of the layout's vocabulary"
-            )
-        if self.router is not None and self.router.config.clusters != self.layout.clusters:
-            raise InvalidInput(
-                f"the router scores {self.router.config.clusters} clusters, the "
-                f"layout has {self.layout.clusters}"
+                f"a layout of {layout.clusters} clusters and {layout.vocab} tokens, a router of "
+                f"{routed} and a ranking of {ranked}: they don't fit together"
             )
 
     def save(self, folder: Path) -> None:
@@ -344,8 +323,5 @@ class Artefact:
 
     @staticmethod
     def there(folder: Path) -> bool:
-        """Whether `folder` holds the files of a shortlist.
-
-        They may still be broken; `load` checks that.
-        """
+        """Whether `folder` holds the files of a shortlist, broken or not."""
         return all((folder / name).is_file() for name in (FIELDS, TENSORS))
