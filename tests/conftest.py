@@ -95,10 +95,14 @@ def threads():
 
 @pytest.fixture
 def native(monkeypatch):
-    """Makes models use the kernels of an instruction set."""
+    """Makes models use the kernels of an instruction set, or PyTorch's operators ("eager")."""
     from kernels import load
 
     def take(isa):
+        if isa == "eager":
+            monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+            monkeypatch.delenv("QUICKBEAM_ISA", raising=False)
+            return
         load(isa)
         monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
