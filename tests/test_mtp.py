@@ -42,10 +42,8 @@ DEEPSEEK = {name: f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hno
     "post_norm": "model.layers.3.shared_head.norm",
     "mtp_block": "model.layers.3",
 }
-MIMO = {
-    "eh_proj": "model.mtp_layers.0.input_proj",
-    "enorm": "model.mtp_layers.0.token_layernorm",
-    "hnorm": "model.mtp_layers.0.hidden_layernorm",
+MIMO = {"eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
+MIMO = {name: f"model.mtp_layers.0.{own}" for name, own in MIMO.items()} | {
     "post_norm": "model.mtp_layers.0.final_layernorm",
     "mtp_block": "model.mtp_layers.0",
 }
@@ -124,10 +122,8 @@ class Head(Pair):
     def states(self, ids):
         """The model's hidden states, before or behind its last norm."""
         caught = list[torch.Tensor]()
-        norm = self.model.model.norm
-        hook = norm.register_forward_hook(
-            lambda _, a, out: caught.append(out if self.normed else a[0])
-        )
+        note = lambda _, a, out: caught.append(out if self.normed else a[0])  # noqa: E731
+        hook = self.model.model.norm.register_forward_hook(note)
         self.model(torch.tensor([list(ids)]), use_cache=False)
         hook.remove()
         return caught[0][0]
@@ -250,9 +246,8 @@ def with_head(folder, source, **changes):
     last, at = f"model.layers.{layers - 1}.", f"model.layers.{layers}"
     head = {n.replace(last, f"{at}."): t.clone() for n, t in stored.items() if n.startswith(last)}
     head |= {f"{at}.{n}.weight": torch.ones(size) for n in ("enorm", "hnorm", "shared_head.norm")}
-    head |= {f"{at}.eh_proj.weight": torch.randn(size, 2 * size)} | {
-        name.replace("@", at): tensor for name, tensor in changes.items()
-    }
+    head[f"{at}.eh_proj.weight"] = torch.randn(size, 2 * size)
+    head |= {name.replace("@", at): tensor for name, tensor in changes.items()}
     kept = {n: t for n, t in (stored | head).items() if t is not None}
     save_file(kept, path, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

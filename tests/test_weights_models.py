@@ -16,7 +16,7 @@ from quantised import quantise
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.native import library
-from quickbeam.models.native.quantised import INT4, INT8, Packed
+from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
 from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
@@ -80,32 +80,28 @@ def logits(folder, name, told):
     return found
 
 
-@kinds
 @needs_kernels
-def test_kept_weights_give_the_same_bits(toy_folder, name, cache):
-    first, second = list[str](), list[str]()
-    a, b = logits(toy_folder, name, first), logits(toy_folder, name, second)
-    assert (
-        torch.equal(a, b)
-        and f"quantising to {name}" in first
-        and f"quantising to {name}" not in second
-    )
-    (file,) = (cache / "weights").glob("*.safetensors")
-    assert name in file.name
-    file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
-    third = list[str]()
-    assert torch.equal(logits(toy_folder, name, third), a) and f"quantising to {name}" in third
+@pytest.mark.parametrize("name", [BFLOAT16, INT8, INT4])
+def test_kept_weights_give_the_same_bits(toy_folder, name, cache, monkeypatch):
+    monkeypatch.setattr("quickbeam.models.compiled.SMALL", 0)
+    stage = "packing weights" if name == BFLOAT16 else f"quantising to {name}"
+    right, found = None, list[bool]()
+    for _ in range(3):
+        told = list[str]()
+        same = logits(toy_folder, name, told)
+        right = same if right is None else right
+        assert torch.equal(same, right)
+        found.append(stage in told)
+        (file,) = (cache / "weights").glob(f"*-{name}-*.safetensors")
+        if len(found) == 2:
+            file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
+    assert found == [True, False, True]
 
 
 @needs_kernels
-@pytest.mark.parametrize("least", [0, 1 << 40])
-def test_large_weights_are_kept_as_they_come(toy_folder, cache, monkeypatch, least):
-    monkeypatch.setattr("quickbeam.models.compiled.SMALL", least)
-    first, second = list[str](), list[str]()
-    a, b = (logits(toy_folder, "bfloat16", told) for told in (first, second))
-    kept = [file.name for file in (cache / "weights").glob("*-bfloat16-*.safetensors")]
-    assert torch.equal(a, b) and len(kept) == (not least)
-    assert ("packing weights" in first) == (not least) and "packing weights" not in second
+def test_small_weights_are_packed_at_each_load(toy_folder, cache):
+    logits(toy_folder, BFLOAT16, told := list[str]())
+    assert not list((cache / "weights").glob("*.safetensors")) and "packing weights" not in told
 
 
 @needs_kernels
@@ -129,11 +125,7 @@ def test_a_full_disk_is_a_warning(toy_folder, cache, monkeypatch, caplog):
     monkeypatch.setattr(os, "fsync", full)
     with caplog.at_level(logging.WARNING):
         logits(toy_folder, INT8, [])
-    assert (
-        "can't be kept" in caplog.text
-        and "No space left" in caplog.text
-        and "QUICKBEAM_CACHE" in caplog.text
-    )
+    assert all(one in caplog.text for one in ("can't be kept", "No space left", "QUICKBEAM_CACHE"))
     assert [file.suffix for file in (cache / "weights").iterdir()] == [".lock"]
 
 
@@ -143,10 +135,8 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
         file = WeightFile.of(place, None, INT8, None)
         file.write(3, lambda: [torch.zeros(3, dtype=torch.uint8)], "")
         assert file.path is None and file.read(3) is None
-    assert (
-        WeightFile.of("somebody/model", "c0ffee", INT8, None).path
-        != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
-    )
+    of = [WeightFile.of("somebody/model", one, INT8, None).path for one in ("c0ffee", "c0ffed")]
+    assert of[0] != of[1]
 
 
 # --- what is refused ---
