@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,20 @@ def native(monkeypatch):
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
 
     return take
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """Runs the command line in front of a stand-in for the model, `fake_llm.py`."""
+    from typer.testing import CliRunner
+
+    import fake_llm
+    from quickbeam.cli.app import app
+
+    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
+    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
+    fake_llm.CALLS.clear()
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
