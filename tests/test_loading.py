@@ -34,13 +34,9 @@ from quickbeam.params import SamplingParams
 
 CPU = torch.device("cpu")
 CONTEXT = 48
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 4.0, 6.0, 8.0],
-    "original_max_position_embeddings": CONTEXT,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+LONGROPE["original_max_position_embeddings"] = CONTEXT
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -110,10 +106,8 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, tmp_path
     assert "HeliumForCausalLM" in line and "HeliumForCausalLM" in llm.kernels
     caplog.clear()
     with caplog.at_level("INFO", "quickbeam"), LLM(str(write(plain))) as llm:
-        answer, said = (
-            llm.generate([3, 1, 4], SamplingParams(max_tokens=4)),
-            "promise" in caplog.text,
-        )
+        answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
+        said = "promise" in caplog.text
         assert answer.statistics.exact == llm.model.exact == (not said)
 
 
@@ -283,11 +277,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder):
         load(folder)
     configure(folder, tie_word_embeddings=True)
     assert load(folder).lm_head.weight is not None
-    gone = [
-        *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"),
-        "model.norm.weight",
-    ]
-    rewrite(folder, dict.fromkeys(gone))
+    gone = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo"]
+    rewrite(folder, dict.fromkeys([*gone, "model.norm.weight"]))
     words = rf"can't load '{folder}'.* lack {gone[1]}.* and 1 more[^\n]*$"
     with pytest.raises(InvalidInput, match=words):
         load(folder)

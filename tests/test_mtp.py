@@ -31,22 +31,17 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 
 KINDS = table("mtp")
 # transformers' names of a head's modules, and those of published checkpoints
-QWEN = {
-    "eh_proj": "mtp.fc",
-    "enorm": "mtp.pre_fc_norm_embedding",
-    "hnorm": "mtp.pre_fc_norm_hidden",
-    "post_norm": "mtp.norm",
-    "mtp_block": "mtp.layers.0",
-}
-DEEPSEEK = {name: f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hnorm")} | {
-    "post_norm": "model.layers.3.shared_head.norm",
-    "mtp_block": "model.layers.3",
-}
-MIMO = {"eh_proj": "input_proj", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
-MIMO = {name: f"model.mtp_layers.0.{own}" for name, own in MIMO.items()} | {
-    "post_norm": "model.mtp_layers.0.final_layernorm",
-    "mtp_block": "model.mtp_layers.0",
-}
+PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")
+
+
+def named(at, *own):
+    return dict(zip(PARTS, (at + one for one in own), strict=True))
+
+
+QWEN = named("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0")
+DEEPSEEK = named("model.layers.3", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm", "")
+OF_MIMO = (".input_proj", ".token_layernorm", ".hidden_layernorm", ".final_layernorm", "")
+MIMO = named("model.mtp_layers.0", *OF_MIMO)
 NAMES = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "mimo": MIMO}
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3"]))
 

@@ -55,16 +55,13 @@ def parameters():
         "shared_down": (INPUTS, 40),
         "scale": (1, INPUTS),
     }
-    return {
-        name: (number(*shape, seed=i) * (0.2 if len(shape) > 1 else 0.5)).float()
-        for i, (name, shape) in enumerate(shapes.items())
-    }
+    made = {name: number(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    return {name: (one * (0.2 if one.dim() > 1 else 0.5)).float() for name, one in made.items()}
 
 
 def one(i, activation):
-    up, bias = (
-        tuple(Tensor(name, k, 2, expert=i) for k in (0, 1)) for name in ("gate_up", "gate_up_bias")
-    )
+    names = ("gate_up", "gate_up_bias")
+    up, bias = (tuple(Tensor(name, k, 2, expert=i) for k in (0, 1)) for name in names)
     down = Linear((Tensor("down", expert=i),), (Tensor("down_bias", expert=i),))
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 

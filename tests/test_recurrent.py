@@ -269,12 +269,9 @@ def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
 def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind):
     model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [IDS[begin : begin + 90] for begin in range(4)]
-    policy, alone, engine = (
-        LogitSpec(Ngram(), LastLogits()),
-        Engine(model, share=False),
-        Engine(model),
-    )
+    policy, alone = LogitSpec(Ngram(), LastLogits()), Engine(model, share=False)
     right = [answer(model, policy, params, p, engine=alone).output.token_ids for p in prompts]
+    engine = Engine(model)
     model.pool.limit = 2 * (3 + model.pool.most_state_pages)
     states = [engine.add(request(model, policy, params, prompt, budget=8)) for prompt in prompts]
     while any(not state.over for state in states):
