@@ -135,11 +135,8 @@ def play(world, seed, requests=10):
     and everything is given back."""
     chance = random.Random(seed)
     beginnings = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
-    engine = world.engine(
-        most=chance.choice((1, 2, 3, 8)),
-        pages=chance.choice((None, 6, 9, 14)),
-        share=chance.random() < 0.8,
-    )
+    sizes = dict(most=chance.choice((1, 2, 3, 8)), pages=chance.choice((None, 6, 9, 14)))
+    engine = world.engine(**sizes, share=chance.random() < 0.8)
     policies = world.policies()
     open_ones: list[tuple[SequenceState, tuple[int, ...], dict]] = []
     every, left = list(open_ones), set[SequenceState]()
@@ -246,10 +243,8 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
     engine = here.engine(share=False)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     policy = here.policies()["dyspec"]
-    ones = [
-        engine.add(request(here.model, policy, params, prompt, budget=8))
-        for prompt in ([5, 6, 7], [8, 9, 10])
-    ]
+    prompts = [5, 6, 7], [8, 9, 10]
+    ones = [engine.add(request(here.model, policy, params, p, budget=8)) for p in prompts]
     answered = here.drafter.answer
 
     def broken(wishes):

@@ -105,16 +105,10 @@ def test_a_product_and_what_comes_after_it(
     best = torch.full((n + 1,), 77)
     program = Program(kernels)
     place = program.given("best", 1)
-    program.linear(
-        Packed(kernels, weights, bias, gated=gated),
-        program.given("x", source.stride),
-        program.given("y", target.stride, float32),
-        what,
-        of=of,
-        column=column,
-        gathered=gathered,
-        best=place if epilogue == "best" else None,
-    )
+    named = program.given("x", source.stride), program.given("y", target.stride, float32)
+    places = dict(of=of, column=column, gathered=gathered)
+    places["best"] = place if epilogue == "best" else None
+    program.linear(Packed(kernels, weights, bias, gated=gated), *named, what, **places)
     # where rows were gathered, others there are count for nothing
     rows = plain_rows(n + 2, range(n)) if gathered else plain_rows(n)
     program.run(rows, {"x": source.whole, "y": target.whole, "best": best})

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,16 +125,15 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+gptq_8 = partial(gptq, bits=8)
 PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 CASES = {
     "awq": Case(AWQ | {"group_size": 128}, awq, "w4g128", group=128),
     "awq-64": Case(AWQ | {"group_size": 64}, awq, "w4g32", group=64, inner=192),
     "gptq": Case(GPTQ, gptq, "w4g32"),
     "gptq-v2": Case(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less=0), "w4g32"),
-    "gptq-8": Case(GPTQ | {"bits": 8}, lambda w: gptq(w, 8), "w8g32", 8),
-    "gptq-8-one": Case(
-        GPTQ | {"bits": 8, "group_size": -1}, lambda w: gptq(w, 8), "w8g128", 8, None
-    ),
+    "gptq-8": Case(GPTQ | {"bits": 8}, gptq_8, "w8g32", 8),
+    "gptq-8-one": Case(GPTQ | {"bits": 8, "group_size": -1}, gptq_8, "w8g128", 8, None),
     "gptq-order": Case(GPTQ | {"desc_act": True}, gptq, "w4g32", ordered=True),
     "packed": Case(compressed(PACK, 128), packed, "w4g128", group=128, symmetric=True),
     "packed-zero": Case(compressed(PACK, 32), lambda w: packed(w, 4, False), "w4g32"),

@@ -1,6 +1,8 @@
 """A feature drafter that scores a part of the vocabulary: its distributions are the whole ones
 renormalised, and answers stay the model's."""
 
+from functools import partial
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -174,11 +176,8 @@ def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
     for temperature in (0.6, 1.0):
         given = dict(max_tokens=12, temperature=temperature, ignore_eos=True)
         asked = [SamplingParams(**given, seed=seed) for seed in range(8)]
-        method = DRAFTED[name](pair.drafter)
-        ones = [
-            engine.add(request(pair.target, method, one, [3, 9, 4], budget=5, shortlist=use))
-            for one in asked
-        ]
+        add = partial(request, pair.target, DRAFTED[name](pair.drafter), budget=5, shortlist=use)
+        ones = [engine.add(add(params=one, prompt=[3, 9, 4])) for one in asked]
         while engine.busy:
             engine.step()
         for params, one in zip(asked, ones, strict=True):
