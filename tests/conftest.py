@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,15 +96,33 @@ def threads():
 
 @pytest.fixture
 def native(monkeypatch):
-    """Makes models use the kernels of an instruction set."""
+    """Makes models use the kernels of an instruction set, or PyTorch's operators ("eager")."""
     from kernels import load
 
     def take(isa):
+        if isa == "eager":
+            monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+            monkeypatch.delenv("QUICKBEAM_ISA", raising=False)
+            return
         load(isa)
         monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
 
     return take
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """Runs the command line in front of a stand-in for the model, `fake_llm.py`."""
+    from typer.testing import CliRunner
+
+    import fake_llm
+    from quickbeam.cli.app import app
+
+    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
+    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
+    fake_llm.CALLS.clear()
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

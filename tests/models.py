@@ -71,11 +71,11 @@ def spread_out(model, by=6, vectors=0.0):
 
 
 @torch.inference_mode()
-def path_logits(model, prefix, tree):
-    """`[n, vocab]`: each root-to-node path run on its own, prefix and all, as transformers does
-    it."""
+def path_logits(model, prefix, tree, nodes=None):
+    """`[n, vocab]`: each path from the root to a node (to each of them) run on its own, prefix and
+    all, as transformers does it."""
     rows = []
-    for node in range(len(tree)):
+    for node in range(len(tree)) if nodes is None else nodes:
         ids = prefix + [tree.token[i] for i in tree.path(node)]
         rows.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1])
     return torch.stack(rows)

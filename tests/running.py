@@ -3,6 +3,7 @@ for what comes about by itself."""
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
@@ -105,16 +106,22 @@ def in_thread(settings):
     """The address and the event loop of a server on a free port of this machine."""
     listener, server = listen("127.0.0.1", 0), uvicorn.Server(settings)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
+
+    def run():  # all of it in the thread: whoever waits for it may have a loop of its own
+        loop.run_until_complete(server.serve([listener]))
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    thread = threading.Thread(target=run)
     thread.start()
-    asyncio.run(until(lambda: server.started))
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
     finally:
         server.should_exit = True
         thread.join(30)
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
         assert not thread.is_alive()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.engine.stream import Delta
+from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 
@@ -85,6 +86,13 @@ def junk(*names):
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=6,
     )
+
+
+class Texts(TokenTexts):
+    """Texts of tokens 0, 1, …, given as bytes."""
+
+    def __init__(self, *texts):
+        self._known = dict(enumerate(texts))
 
 
 class ScriptedStream:

@@ -1,6 +1,5 @@
 """A smaller language model as a drafter: its distributions are those of plain runs, whatever was
-grown,
-accepted and begun anew."""
+grown, accepted and begun anew."""
 
 import random
 from types import SimpleNamespace
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import examples
-from models import VOCAB, tiny
-from quickbeam.drafters.base import Context, DraftRequest
+from features import context_of, growing
+from models import VOCAB, path_logits, tiny
+from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
@@ -37,27 +37,25 @@ def pairs():
 
 
 def begin(drafter, ids, temperature=1.0):
-    return Context(list(ids), torch.zeros(VOCAB), temperature).begin([drafter])
+    return context_of(ids, temperature).begin([drafter])
 
 
 def state_of(context):
     return context.states[LMDrafter.name]
 
 
-def distributions_of(drafter, context, tree, nodes):
+def distributions_of(drafter, context, tree=None, nodes=(0,)):
     """`[len(nodes), vocab]`, from a call for this sequence alone."""
-    return drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+    tree = TokenTree(context.ids[-1]) if tree is None else tree
+    return drafter.answer([DraftRequest(context, tree, list(nodes))])[0].dense()
 
 
-@torch.inference_mode()
-def expected(model, ids, tree, nodes, temperature):
-    """The distributions after `nodes` as transformers gives them, each path run on its own, the
-    prefix
-    included."""
-    paths = [ids[:-1] + [tree.token[i] for i in tree.path(node)] for node in nodes]
-    return torch.stack(
-        [model(torch.tensor([path]), use_cache=False).logits[0, -1] / temperature for path in paths]
-    ).softmax(-1)
+def check(probs, model, context, tree=None, nodes=(0,)):
+    """Hold the distributions after `nodes` to those of transformers."""
+    tree = TokenTree(context.ids[-1]) if tree is None else tree
+    logits = path_logits(model, context.ids[:-1], tree, nodes)[:, : probs.shape[1]]
+    right = (logits / (context.temperature or 1.0)).softmax(-1)
+    torch.testing.assert_close(probs, right, atol=1e-5, rtol=1e-3)
 
 
 def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch):
@@ -89,27 +87,9 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
     for _ in range(5):
-        tree, asked = TokenTree(context.ids[-1]), []
-        for _ in range(rng.randint(0, 4)):
-            ready: list[int] = []
-            for node in range(len(tree)):
-                if node not in asked and (
-                    node == 0 or (tree.parent[node] in (*asked, *ready) and rng.random() < 0.7)
-                ):
-                    ready.append(node)
+        for tree, ready in growing(rng, context.ids[-1], alone=False):
             if ready:
-                distributions = distributions_of(drafter, context, tree, ready)
-                torch.testing.assert_close(
-                    distributions,
-                    expected(model, context.ids, tree, ready, temperature or 1.0),
-                    atol=1e-5,
-                    rtol=1e-3,
-                )
-                asked += ready
-            for _ in range(rng.randint(1, 4)):
-                parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
-                if tree.child(parent, token) is None:
-                    tree.add(parent, token, "random")
+                check(distributions_of(drafter, context, tree, ready), model, context, tree, ready)
         path = tree.path(rng.randrange(len(tree)))
         # a token that a child holds, too: rounding may reject it first
         last = rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]])
@@ -117,11 +97,8 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
         if rng.random() < 0.25:  # another request
             state_of(context).release()
             kept = context.ids[: rng.randint(0, len(context.ids))]
-            context = begin(
-                drafter,
-                [*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))],
-                temperature,
-            )
+            kept += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
+            context = begin(drafter, kept, temperature)
     state_of(context).release()
     assert drafter.model.pool.used == pages
 
@@ -133,19 +110,12 @@ def passes_of(drafter, monkeypatch):
     forward = drafter.model.forward
 
     def counted(batch):
-        passes.extend(
-            ("draft" if isinstance(part, Draft) else "read", part.rows) for part in batch.parts
-        )
+        for part in batch.parts:
+            passes.append(("draft" if isinstance(part, Draft) else "read", part.rows))
         return forward(batch)
 
     monkeypatch.setattr(drafter.model, "forward", counted)
     return passes
-
-
-def check(probs, context, tree):
-    """Hold the distribution after the root to a plain run's."""
-    right = expected(tiny("llama"), context.ids, tree, [0], 1.0)
-    torch.testing.assert_close(probs, right, atol=1e-5, rtol=1e-3)
 
 
 def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
@@ -154,19 +124,17 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch):
     context = begin(drafter, [5, 6, 7, 8])
     tree = TokenTree(8)
     nodes = [tree.add(0, 20, "x"), tree.add(0, 21, "x"), tree.add(1, 22, "x"), tree.add(3, 23, "x")]
-    distributions_of(drafter, context, tree, [0])
-    distributions_of(drafter, context, tree, nodes[:2])
-    distributions_of(drafter, context, tree, nodes[2:3])
+    for asked in ([0], nodes[:2], nodes[2:3]):
+        distributions_of(drafter, context, tree, asked)
     assert passes == [("draft", 4), ("draft", 2), ("draft", 1)]
     # the last node accepted was a leaf: it is run together with the new root
     context.extend([20, 22, 23, 50])
     assert state_of(context).waiting == 1
-    tree = TokenTree(50)
-    probs = distributions_of(drafter, context, tree, [0])
+    probs = distributions_of(drafter, context)
     assert passes[3:] == [("draft", 2)]
     assert state_of(context).cache.length == len([5, 6, 7, 8, 20, 22])
-    check(probs, context, tree)
-    again = distributions_of(drafter, context, tree, [0])  # a second tree on the same text
+    check(probs, tiny("llama"), context)
+    again = distributions_of(drafter, context)  # a second tree on the same text
     assert passes[4:] == [("draft", 1)]
     torch.testing.assert_close(again, probs, atol=1e-6, rtol=1e-4)
 
@@ -175,66 +143,50 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
     drafter = LMDrafter(make_model(tiny("llama")), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
-    distributions_of(drafter, context, TokenTree(2), [0])
+    distributions_of(drafter, context)
     assert state_of(context).waiting == 0
     context.extend([3] * (GAP + 1))
     assert state_of(context).waiting == GAP  # what the last tree computed is no part of it
-    probs = distributions_of(drafter, context, tree := TokenTree(3), [0])
+    check(distributions_of(drafter, context), tiny("llama"), context)
     # what the last tree computed stays
     assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]
-    check(probs, context, tree)
     drafter.read([state_of(context)])
     context.extend([4] * GAP)
     drafter.read([state_of(context)], GAP + 1)
     assert len(passes) == 3  # not worth a pass yet
     drafter.read([state_of(context)])
-    probs = distributions_of(drafter, context, tree := TokenTree(4), [0])
+    check(distributions_of(drafter, context), tiny("llama"), context)
     assert passes[3:] == [("read", GAP), ("draft", 1)]
-    check(probs, context, tree)
 
 
-@pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
-def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own, asked):
+@pytest.mark.parametrize("asked", [90, VOCAB, 120])
+def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(asked):
     drafter = LMDrafter(make_model(tiny("llama")), asked)
     # where the target is wider, a token that the drafter has never heard of
     context = begin(drafter, [1, 2, asked - 1])
-    probs = distributions_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
-    assert probs.shape == (asked,)
-    assert probs.dtype == torch.float32
-    assert float(probs.sum()) == pytest.approx(1)
-    assert not probs[own:].any()
-    if asked <= own:
-        full = expected(tiny("llama"), context.ids, tree, [0], 1.0)[0, :asked]
-        torch.testing.assert_close(probs, full / full.sum(), atol=1e-5, rtol=1e-3)
-
-
-def broken():
-    model = tiny("gpt2")
-    model.transformer.ln_f.weight.data.fill_(float("nan"))
-    return LMDrafter(make_model(model), VOCAB)
+    probs = distributions_of(drafter, context)
+    assert probs.shape == (1, asked) and probs.dtype == torch.float32
+    assert float(probs.sum()) == pytest.approx(1) and not probs[0, VOCAB:].any()
+    if asked <= VOCAB:
+        check(probs, tiny("llama"), context)
 
 
 def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(caplog):
     drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
-    probs = distributions_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
+    probs = distributions_of(drafter, begin(drafter, [1, 2], 1e-40))
     assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
-    drafter = broken()
-    assert torch.equal(
-        distributions_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB)
-    )
+    model = tiny("gpt2")
+    model.transformer.ln_f.weight.data.fill_(float("nan"))
+    drafter = LMDrafter(make_model(model), VOCAB)
+    assert not distributions_of(drafter, begin(drafter, [1, 2])).any()
     assert "not finite (NaN)" in caplog.text
 
 
 def test_a_request_beyond_the_drafters_context_is_refused(target):
     drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
     drafter.check_length(500, 12)
-    with pytest.raises(
-        InvalidInput,
-        match=r"500 tokens and max_tokens=13 exceed the drafter's context of 512"
-        r".*at most 12 tokens",
-    ):
-        drafter.check_length(500, 13)
-    with pytest.raises(InvalidInput, match="exceed the drafter's context"):
+    words = r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 tokens"
+    with pytest.raises(InvalidInput, match=words):
         answer(target, make_method("chain", drafter), SamplingParams(max_tokens=13), [1] * 500)
 
 
@@ -272,16 +224,10 @@ def target():
     ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
 )
 def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperature, coupling):
-    params = SamplingParams(
-        max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling
-    )
-    sequence = answer(
-        target,
-        make_method("chain", LMDrafter(make_model(tiny("llama", seed=3)), VOCAB)),
-        params,
-        [4, 5, 6],
-        budget=6,
-    )
+    given = dict(temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
+    method = make_method("chain", LMDrafter(make_model(tiny("llama", seed=3)), VOCAB))
+    params = SamplingParams(max_tokens=61, **given)
+    sequence = answer(target, method, params, [4, 5, 6], budget=6)
     # of 6: five drafted tokens and the target's own
     assert sequence.statistics.mean_accepted_tokens > 5.5
     assert sequence.statistics.steps <= 11
@@ -293,7 +239,12 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
         Engine(target, share=False),
     )
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
-    fresh = answer(target, make_method("chain", drafter), params, prompt, budget=6, engine=engine)
+
+    def asked():
+        method = make_method("chain", drafter)
+        return answer(target, method, params, prompt, budget=6, engine=engine)
+
+    fresh = asked()
     for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
         for when in range(1, 6):
             engine.forget()
@@ -308,13 +259,9 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
 
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(place, where, interrupted)
-                answer(
-                    target, make_method("chain", drafter), params, prompt, budget=6, engine=engine
-                )
+                asked()
             assert len(calls) == when and not engine.busy and drafter.model.pool.used == 0
-            again = answer(
-                target, make_method("chain", drafter), params, prompt, budget=6, engine=engine
-            )
+            again = asked()
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps
 
@@ -323,18 +270,12 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
 def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
     drafter, rng = LMDrafter(make_model(tiny(name, torch.bfloat16)), VOCAB), random.Random(3)
     ids = [rng.randrange(VOCAB) for _ in range(150)]
-
-    def laws(context):
-        request = DraftRequest(context, TokenTree(context.ids[-1]), [0])
-        return drafter.answer([request])[0].dense()
-
-    whole = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
-    expected = laws(whole)
-    chunk = whole.states["drafter"].share(0, 64)
-    short = laws(Context(ids[-41:], torch.zeros(VOCAB)).begin([drafter]))
+    whole = begin(drafter, ids)
+    expected, chunk = distributions_of(drafter, whole), state_of(whole).share(0, 64)
+    short = distributions_of(drafter, begin(drafter, ids[-41:]))
     for adopts, reads in ((False, 0), (False, 60), (True, 0)):
-        context = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
-        state = context.states["drafter"]
+        context = begin(drafter, ids)
+        state = state_of(context)
         if adopts:
             state.adopt([chunk], 64)
         if reads:
@@ -342,13 +283,13 @@ def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
         state.skip(40)
         assert state.waiting == 40
         drafter.read([state], end=len(ids))
-        assert torch.equal(laws(context), short)
+        assert torch.equal(distributions_of(drafter, context), short)
         assert state.share(0, 16) is None
         state.skip(40)  # nothing is unread
         context.extend([5, 6])
-        longer = laws(Context([*ids[-41:], 5, 6], torch.zeros(VOCAB)).begin([drafter]))
-        assert torch.equal(laws(context), longer)
+        longer = distributions_of(drafter, begin(drafter, [*ids[-41:], 5, 6]))
+        assert torch.equal(distributions_of(drafter, context), longer)
         state.release()
-    again = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
-    again.states["drafter"].adopt([chunk], 64)
-    assert torch.equal(laws(again), expected)
+    again = begin(drafter, ids)
+    state_of(again).adopt([chunk], 64)
+    assert torch.equal(distributions_of(drafter, again), expected)

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import pytest
 
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import check_hub, check_source
+from scripts import captured
 
 
 def test_names_that_may_be_loaded_pass(tmp_path):
@@ -78,19 +78,17 @@ def asked(name, port, cache, offline="0", patience="8"):
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_CACHE": str(cache)}
     hub |= {"HF_HUB_OFFLINE": offline, "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CHECK, name, patience]
-    how = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(command, env={**os.environ, **hub}, **how)
+    done = captured(command, env={**os.environ, **hub}, timeout=60)
     return done.returncode, done.stderr
 
 
 def keep(cache, name):
     """Put a model into the hub's cache, as a download leaves it."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0123456789abcdef")
-    snapshot = folder / "snapshots" / "0123456789abcdef"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    files = {"refs/main": "0123456789abcdef", "snapshots/0123456789abcdef/config.json": "{}"}
+    for file, text in files.items():
+        path = cache / f"models--{name.replace('/', '--')}" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
 
 
 def test_the_hub_is_asked_about_an_id(tmp_path):

@@ -8,14 +8,17 @@ import shutil
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
-from models import tiny
+from models import SIZES, tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -28,7 +31,7 @@ from quickbeam.models.target import Target
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
 from scripts import captured
-from streaming import alike, bush, ids, limits, on_disk, saved
+from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved
 from test_families import made
 
 pytestmark = [
@@ -44,14 +47,16 @@ PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, toy_folder):
     """Folders of tiny models by layout."""
-    made: dict[str, str] = {}
+    return cache(lambda layout: saved(layout, tmp_path_factory.mktemp(layout), toy_folder))
 
-    def of(layout):
-        if layout not in made:
-            made[layout] = saved(layout, tmp_path_factory.mktemp(layout), toy_folder)
-        return made[layout]
 
-    return of
+def in_memory(layout="qwen2", kind="bfloat16"):
+    return Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind))
+
+
+def from_disk(folder, layout="qwen2", kind="bfloat16", limit=0):
+    """The same model with memory for so many resident groups."""
+    return on_disk(folder(layout), limits(folder(layout), kind)[limit], kind)
 
 
 def weights(target):
@@ -73,8 +78,8 @@ def weights(target):
     ],
 )
 def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(folder, layout, kind):
-    disk = on_disk(folder(layout), limits(folder(layout), kind)[3], kind)
-    alike(Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
+    disk = from_disk(folder, layout, kind, 3)
+    alike(in_memory(layout, kind), disk)
     record = weights(disk).record()
     assert record["streamed_bytes"] > 0 < record["resident_bytes"]
     disk.model.close()
@@ -99,7 +104,7 @@ def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(tmp_
 
 
 def test_only_experts_that_a_row_has_chosen_are_read(folder):
-    disk = on_disk(folder("gpt-oss-sinks"), limits(folder("gpt-oss-sinks"))[0])
+    disk = from_disk(folder, "gpt-oss-sinks")
 
     def read(width):
         disk.model.close()  # nothing is read ahead before the pass; after it, buffers may be filled
@@ -118,8 +123,7 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
     ("layout", "kind"), [("llama-multi-head", "int8"), ("gpt-oss-sinks", "bfloat16")]
 )
 def test_every_division_of_the_memory_gives_the_same_bits(folder, layout, kind):
-    memory = Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind))
-    resident = []
+    memory, resident = in_memory(layout, kind), []
     for limit in limits(folder(layout), kind):
         disk = on_disk(folder(layout), limit, kind)
         memory.reset()
@@ -132,26 +136,20 @@ def test_every_division_of_the_memory_gives_the_same_bits(folder, layout, kind):
 
 
 def test_several_sequences_and_long_prompts_share_a_pass(folder):
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2]).model
-    alone = make_model(tiny("qwen2", torch.bfloat16, wide=True))
-    for model in (alone, disk):
+    found = []
+    for model in (in_memory().model, from_disk(folder, limit=2).model):
         caches = [model.pool.new() for _ in range(3)]
-        model.forward(
-            Batch([Chain(cache, ids(1100 + i)[: 600 + i]) for i, cache in enumerate(caches)])
-        )
-        for i, cache in enumerate(caches):
-            cache.commit(range(600 + i))
-        passed = model.forward(Batch([Draft(cache, bush(9 + i)) for i, cache in enumerate(caches)]))
-        if model is alone:
-            expected = passed
-    for one, other in zip(expected, passed, strict=True):
-        assert torch.equal(one.logits, other.logits)
+        model.forward(Batch([Chain(one, ids(600 + i)) for i, one in enumerate(caches)]))
+        for i, one in enumerate(caches):
+            one.commit(range(600 + i))
+        passed = model.forward(Batch([Draft(one, bush(9 + i)) for i, one in enumerate(caches)]))
+        found.append(torch.cat([one.logits for one in passed]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "gpt-oss-sinks"])
 def test_hidden_states_are_the_same(folder, layout):
-    disk = on_disk(folder(layout), limits(folder(layout))[2])
-    memory = Target(make_model(tiny(layout, torch.bfloat16, wide=True)))
+    memory, disk = in_memory(layout), from_disk(folder, layout, limit=2)
     for target in (memory, disk):
         target.verify(bush(3))  # a program without them first
         target.model.watch([1, 3, 4])
@@ -159,13 +157,12 @@ def test_hidden_states_are_the_same(folder, layout):
     assert torch.equal(memory.take_hidden(), disk.take_hidden())
     x = torch.randn(3, 128).bfloat16()
     assert torch.equal(memory.model.head(x), disk.model.head(x))  # what a feature drafter shares
-    assert torch.equal(
-        memory.model.embedding(torch.arange(97)), disk.model.embedding(torch.arange(97))
-    )
+    every = torch.arange(97)
+    assert torch.equal(memory.model.embedding(every), disk.model.embedding(every))
 
 
 def test_slow_reads_are_waited_for(folder, monkeypatch):
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    disk = from_disk(folder)
     read, turn = File.read, iter(range(10**9))
 
     def slow(self, offset, room):
@@ -174,15 +171,13 @@ def test_slow_reads_are_waited_for(folder, monkeypatch):
         read(self, offset, room)
 
     monkeypatch.setattr(File, "read", slow)
-    alike(Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))), disk, (1, 9))
+    alike(in_memory(), disk, (1, 9))
     disk.model.close()
 
 
 def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
     """The wrong version that the tests above must catch."""
-    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
-    take = Ring.take
+    memory, disk, take = in_memory(), from_disk(folder), Ring.take
 
     def early(self):
         buffer = take(self)
@@ -197,8 +192,7 @@ def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
 
 
 def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder, monkeypatch):
-    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    memory, disk = in_memory(), from_disk(folder)
     take, turns = Ring.take, iter(range(10**9))
 
     def interrupted(self):
@@ -206,10 +200,9 @@ def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder, monkeypat
             raise KeyboardInterrupt
         return take(self)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Ring, "take", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            disk.verify(bush(3))
+        disk.verify(bush(3))
     disk.reset()
     alike(memory, disk, (1, 9))
 
@@ -220,8 +213,7 @@ def test_two_models_and_threads_that_end(folder):
     def reading():
         return not set(threading.enumerate()) <= before
 
-    first, second = (on_disk(folder(name), limits(folder(name))[0]) for name in ("qwen2", "llama"))
-    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
+    first, second, memory = from_disk(folder), from_disk(folder, "llama"), in_memory()
     second.prefill(ids(20))
     alike(memory, first, (1,))
     assert reading()
@@ -241,44 +233,27 @@ def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(folder, tmp_pa
     shard.unlink()
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(
-        QuickbeamError, match=r"part\.safetensors.*can't be read.*download it again"
-    ):
+    words = r"part\.safetensors.*can't be read.*download it again"
+    with pytest.raises(QuickbeamError, match=words):
         on_disk(str(tmp_path / "model"), limits(folder("qwen2"))[0])
 
 
-@pytest.mark.parametrize("what", ["cut", "failing"])
-def test_a_file_that_goes_wrong_is_an_error_that_names_it(folder, what, monkeypatch):
-    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+def test_a_file_that_is_cut_is_an_error_that_names_it(folder):
+    disk = from_disk(folder)
     disk.prefill(ids(20))
     path = weights(disk)._file.path
-    if what == "cut":
-        disk.model.close()
-        os.truncate(path, 8192)
-    else:
-        disk.model.close()
-
-        def fail(*_):
-            raise OSError(5, "Input/output error")
-
-        monkeypatch.setattr(os, "preadv", fail)
+    disk.model.close()
+    os.truncate(path, 8192)
     for _ in range(2):
         with pytest.raises(QuickbeamError, match=str(path)):
             disk.verify(bush(3))
-    if what == "failing":
-        monkeypatch.undo()
-        disk.verify(bush(3))  # it is tried again
     disk.model.close()
 
 
 def test_answers_are_the_same_and_so_after_an_error(toy_folder, monkeypatch):
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
     plain, disk = LLM(toy_folder, "ar"), LLM(toy_folder, "ar", memory=TIGHT)
-    assert (
-        disk.model.streamed is not None
-        and "MB a pass from disk" in disk.describe()
-        and disk.kernels == plain.kernels
-    )
+    assert "MB a pass from disk" in disk.describe() and disk.kernels == plain.kernels
     expected = [found.token_ids for found in plain.generate(PROMPTS, params, progress=False)]
     found = disk.generate(PROMPTS, params, method="logitspec", budget=0, progress=False)
     assert [one.token_ids for one in found] == expected
@@ -288,9 +263,9 @@ def test_answers_are_the_same_and_so_after_an_error(toy_folder, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", fail)
-        with pytest.raises(QuickbeamError, match=path.name):
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(QuickbeamError, match=path.name):
+            patch.setattr(os, "preadv", fail)
             disk.generate(PROMPTS[0], params)
     assert disk.generate(PROMPTS[0], params).token_ids == expected[0]
     disk.close()
@@ -345,17 +320,7 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, toy_fo
 
 def test_on_the_command_line(toy_folder):
     run = CliRunner().invoke
-    told = [
-        "generate",
-        "abcabc",
-        "--model",
-        toy_folder,
-        "--method",
-        "ar",
-        "--max-tokens",
-        "5",
-        "--raw",
-    ]
+    told = f"generate abcabc --model {toy_folder} --method ar --max-tokens 5 --raw".split()
     plain = run(app, told)
     disk = run(app, [*told, "--verbose", "--memory", str(TIGHT)])
     assert disk.exit_code == 0 and disk.stdout == plain.stdout
@@ -378,28 +343,15 @@ print(peak_bytes())
 
 @pytest.mark.long
 def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
-    from safetensors.torch import save_file
-
-    model = tiny("llama", torch.bfloat16)
-    config = model.config
-    config.hidden_size = 1024
-    config.intermediate_size = 4096
-    config.num_hidden_layers = 8
-    config.vocab_size = 30_000
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=30_000)
+    config = LlamaConfig(**SIZES | sizes)
     config.save_pretrained(tmp_path)
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        shapes = {
-            name: one.shape
-            for name, one in AutoModelForCausalLM.from_config(config).named_parameters()
-        }
-    save_file(
-        {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()},
-        tmp_path / "model.safetensors",
-    )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((Path(toy_folder) / name).read_bytes())
+        parameters = AutoModelForCausalLM.from_config(config).named_parameters()
+    filled = {n: torch.full(p.shape, 0.01, dtype=torch.bfloat16) for n, p in parameters}
+    save_file(filled, tmp_path / "model.safetensors")
+    for name in TOKENIZER:
+        shutil.copy(Path(toy_folder) / name, tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 3e8
 

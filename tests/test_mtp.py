@@ -31,24 +31,17 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 
 KINDS = table("mtp")
 # transformers' names of a head's modules, and those of published checkpoints
-QWEN = {
-    "eh_proj": "mtp.fc",
-    "enorm": "mtp.pre_fc_norm_embedding",
-    "hnorm": "mtp.pre_fc_norm_hidden",
-    "post_norm": "mtp.norm",
-    "mtp_block": "mtp.layers.0",
-}
-DEEPSEEK = {name: f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hnorm")} | {
-    "post_norm": "model.layers.3.shared_head.norm",
-    "mtp_block": "model.layers.3",
-}
-MIMO = {
-    "eh_proj": "model.mtp_layers.0.input_proj",
-    "enorm": "model.mtp_layers.0.token_layernorm",
-    "hnorm": "model.mtp_layers.0.hidden_layernorm",
-    "post_norm": "model.mtp_layers.0.final_layernorm",
-    "mtp_block": "model.mtp_layers.0",
-}
+PARTS = ("eh_proj", "enorm", "hnorm", "post_norm", "mtp_block")
+
+
+def named(at, *own):
+    return dict(zip(PARTS, (at + one for one in own), strict=True))
+
+
+QWEN = named("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0")
+DEEPSEEK = named("model.layers.3", ".eh_proj", ".enorm", ".hnorm", ".shared_head.norm", "")
+OF_MIMO = (".input_proj", ".token_layernorm", ".hidden_layernorm", ".final_layernorm", "")
+MIMO = named("model.mtp_layers.0", *OF_MIMO)
 NAMES = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "mimo": MIMO}
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3"]))
 
@@ -124,10 +117,8 @@ class Head(Pair):
     def states(self, ids):
         """The model's hidden states, before or behind its last norm."""
         caught = list[torch.Tensor]()
-        norm = self.model.model.norm
-        hook = norm.register_forward_hook(
-            lambda _, a, out: caught.append(out if self.normed else a[0])
-        )
+        note = lambda _, a, out: caught.append(out if self.normed else a[0])  # noqa: E731
+        hook = self.model.model.norm.register_forward_hook(note)
         self.model(torch.tensor([list(ids)]), use_cache=False)
         hook.remove()
         return caught[0][0]
@@ -250,9 +241,8 @@ def with_head(folder, source, **changes):
     last, at = f"model.layers.{layers - 1}.", f"model.layers.{layers}"
     head = {n.replace(last, f"{at}."): t.clone() for n, t in stored.items() if n.startswith(last)}
     head |= {f"{at}.{n}.weight": torch.ones(size) for n in ("enorm", "hnorm", "shared_head.norm")}
-    head |= {f"{at}.eh_proj.weight": torch.randn(size, 2 * size)} | {
-        name.replace("@", at): tensor for name, tensor in changes.items()
-    }
+    head[f"{at}.eh_proj.weight"] = torch.randn(size, 2 * size)
+    head |= {name.replace("@", at): tensor for name, tensor in changes.items()}
     kept = {n: t for n, t in (stored | head).items() if t is not None}
     save_file(kept, path, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

@@ -65,16 +65,20 @@ def text(n, seed=0):
     return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def wrong_rows(target, ids, begin, seeds=1):
+    """Rows of random trees behind the first tokens with other bits than one token at a time."""
+    prompt, tokens = ids[:begin], ids[begin:]
+    expected = one_at_a_time(target, prompt, tokens)
+    return sum(rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(seeds))
+
+
 @every_set
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
     native(isa)
     target = Target(tiny(name, torch.bfloat16))
     assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
-    ids = text(78)
-    prompt, tokens = ids[:52], ids[52:]  # across the end of a page
-    expected = one_at_a_time(target, prompt, tokens)
-    assert rows_that_differ(target, prompt, tokens, expected, 0) == 0
+    assert wrong_rows(target, text(78), 52) == 0  # across the end of a page
 
 
 @pytest.mark.long
@@ -83,38 +87,23 @@ def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native):
     native(isa)
-    target = Target(tiny(name, torch.bfloat16, wide=wide))
-    ids = text(300, 1)
+    target, ids = Target(tiny(name, torch.bfloat16, wide=wide)), text(300, 1)
     for begin in (1, 100, 200):
-        prompt, tokens = ids[:begin], ids[begin : begin + 80]
-        expected = one_at_a_time(target, prompt, tokens)
-        wrong = [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(4)]
-        assert wrong == [0] * 4
+        assert wrong_rows(target, ids[: begin + 80], begin, 4) == 0
 
 
 @best_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
 def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch):
     native(isa)
-    target, ids = Target(tiny(name, torch.bfloat16)), text(100)
-    expected = one_at_a_time(target, ids[:60], ids[60:])
-    init = Rows.__init__
+    target, init = Target(tiny(name, torch.bfloat16)), Rows.__init__
 
     def mixed(self, tokens, positions, orders=(), prefix=(), paths=(), *rest):
-        init(
-            self,
-            tokens,
-            positions,
-            orders,
-            prefix,
-            [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths],
-            *rest,
-        )
+        paths = [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths]
+        init(self, tokens, positions, orders, prefix, paths, *rest)
 
     monkeypatch.setattr(Rows, "__init__", mixed)
-    assert (
-        sum(rows_that_differ(target, ids[:60], ids[60:], expected, seed) for seed in range(2)) > 5
-    )
+    assert wrong_rows(target, text(100), 60, 2) > 5
 
 
 @pytest.mark.parametrize(
@@ -123,28 +112,20 @@ def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch)
 def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, native):
     native(isa)
     ids, found = text(150), []
+
+    def kept(store):
+        return [tensor for layer in range(len(store.shapes)) for tensor in store.read(layer)]
+
     for chunk in (512, 64, 37, 5):
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)
         target.model.watch([1, 3])
         logits = target.prefill(ids)
         assert isinstance(target.store, PagedStore)
-        kept = [
-            tensor
-            for layer in range(len(target.store.shapes))
-            for tensor in target.store.read(layer)
-        ]
-        found.append([logits, target.take_hidden(), *kept])
+        found.append([logits, target.take_hidden(), *kept(target.store)])
         for keep in (64, 101, 149):
             target.prefill([*ids[:keep], *text(9, keep)], keep)
             assert torch.equal(target.prefill(ids, keep), logits)
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(
-                    kept,
-                    [t for i in range(len(kept) // 2) for t in target.store.read(i)],
-                    strict=True,
-                )
-            )
+            assert all(map(torch.equal, found[-1][2:], kept(target.store)))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -170,6 +151,4 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
 )
 def test_long_contexts_give_the_same_bits(isa, length, name, native):
     native(isa)
-    target, ids = Target(tiny(name, torch.bfloat16)), text(length + 16)
-    expected = one_at_a_time(target, ids[:length], ids[length:])
-    assert rows_that_differ(target, ids[:length], ids[length:], expected, 0) == 0
+    assert wrong_rows(Target(tiny(name, torch.bfloat16)), text(length + 16), length) == 0

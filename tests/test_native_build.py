@@ -55,30 +55,23 @@ def no_cache(monkeypatch, tmp_path):
 
 def compiler_that(folder, does):
     """A command that runs `does` in a shell."""
-    path = folder / "compiler"
+    path = folder / str(len(does)) / "compiler"
+    path.parent.mkdir()
     path.write_text(f"#!/bin/sh\n{does}\n")
     path.chmod(0o755)
     return str(path)
 
 
 def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
-    to = tmp_path / "made" / "plain.so"
-    monkeypatch.setenv("CXX", "/nonexistent")
-    with pytest.raises(build.CannotBuild, match="/nonexistent"):
-        build.compile_to(to, "plain")
-    monkeypatch.setenv(
-        "CXX",
-        failing := compiler_that(
-            tmp_path, "echo 'program.cpp:1: error: no such thing' >&2; exit 3"
-        ),
-    )
-    with pytest.raises(
-        build.CannotBuild, match=f"{failing} failed: program.cpp:1: error: no such thing"
+    to, error = tmp_path / "made" / "plain.so", "program.cpp:1: error: no such thing"
+    for command, words in (
+        ("/nonexistent", "/nonexistent"),
+        (compiler_that(tmp_path, f"echo '{error}' >&2; exit 3"), f"/compiler failed: {error}"),
+        (compiler_that(tmp_path, "echo 'out of memory' >&2; exit 1"), "failed: out of memory"),
     ):
-        build.compile_to(to, "plain")
-    monkeypatch.setenv("CXX", compiler_that(tmp_path, "echo 'out of memory' >&2; exit 1"))
-    with pytest.raises(build.CannotBuild, match="failed: out of memory"):
-        build.compile_to(to, "plain")
+        monkeypatch.setenv("CXX", command)
+        with pytest.raises(build.CannotBuild, match=words):
+            build.compile_to(to, "plain")
     assert not to.exists() and not list(to.parent.iterdir())  # nothing half made is left
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
@@ -86,18 +79,17 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
         build.compile_to(to, "plain")
 
 
-def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize("full", [False, True])
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_compiled(
+    monkeypatch, tmp_path, full
+):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
-    monkeypatch.setattr(build, "cached", lambda name: tmp_path / "file" / "below" / f"{name}.so")
-    with pytest.raises(build.CannotBuild, match="file/below can't be written"):
-        build.build("plain")
-
-
-def test_on_a_full_disk_nothing_is_compiled_in_vain(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "cached", lambda name: tmp_path / "kernels" / f"{name}.so")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
-    with pytest.raises(build.CannotBuild, match="kernels can't be written: No space left"):
+    place = tmp_path / ("kernels" if full else "file/below")
+    monkeypatch.setattr(build, "cached", lambda name: place / f"{name}.so")
+    if full:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
+    words = "kernels can't be written: No space left" if full else "below can't be written"
+    with pytest.raises(build.CannotBuild, match=words):
         build.build("plain")
 
 
@@ -108,11 +100,8 @@ def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
     assert found is not None and found.name == isa and found.page == 64
     assert library.describe() == f"native ({isa})"
     target = Target(tiny("llama", torch.bfloat16))
-    assert (
-        isinstance(target.store, PagedStore)
-        and target.store.kernels is found
-        and isinstance(target.model.head, NativeLinear)
-    )
+    assert isinstance(target.store, PagedStore) and target.store.kernels is found
+    assert isinstance(target.model.head, NativeLinear)
 
 
 def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_cache):
@@ -122,14 +111,11 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_
     target = Target(tiny("llama", torch.bfloat16))
     target.prefill([1, 2, 3])
     assert isinstance(target.store, RowStore) and bool(target.verify(TokenTree(4)).isfinite().all())
+    words = r"native kernels can't be had: .*/nonexistent.*; leave QUICKBEAM_KERNELS and"
     for name, wish in (("QUICKBEAM_KERNELS", "native"), ("QUICKBEAM_ISA", "plain")):
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(InvalidInput, match=words):
             patch.setenv(name, wish)
-            with pytest.raises(
-                InvalidInput,
-                match=r"native kernels can't be had: .*/nonexistent.*; leave QUICKBEAM_KERNELS and",
-            ):
-                Target(tiny("llama", torch.bfloat16))
+            Target(tiny("llama", torch.bfloat16))
 
 
 def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no_cache):
@@ -148,11 +134,8 @@ def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no
 def test_a_library_is_compiled_once(monkeypatch, no_cache):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     told, run, commands = list[str](), subprocess.run, []
-    monkeypatch.setattr(
-        build.subprocess,
-        "run",
-        lambda command, **rest: (commands.append(command), run(command, **rest))[1],
-    )
+    noted = lambda command, **rest: commands.append(command) or run(command, **rest)  # noqa: E731
+    monkeypatch.setattr(build.subprocess, "run", noted)
     path = build.build("plain", told.append)
     assert path == no_cache / "plain.so" and told == ["compiling kernels for plain"] and commands
     assert list(no_cache.iterdir()) == [path]
@@ -165,14 +148,9 @@ def test_a_library_is_compiled_once(monkeypatch, no_cache):
 def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_cache, tmp_path):
     def library_with(version, size):
         source, made = tmp_path / "other.cpp", tmp_path / f"{version}-{size}.so"
-        body = (
-            f'extern "C" long qb_version() {{ return {version}; }} extern "C" long '
-            f"qb_size_of_op() {{ return {size}; }}"
-        )
-        source.write_text(
-            body + 'extern "C" long qb_page() { return 64; } extern "C" long '
-            "qb_allowed() { return 0; }"
-        )
+        told = {"version": version, "size_of_op": size, "page": 64, "allowed": 0}
+        lines = [f'extern "C" long qb_{name}() {{ return {n}; }}' for name, n in told.items()]
+        source.write_text("\n".join(lines))
         subprocess.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
         return made
 
@@ -187,9 +165,8 @@ def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_
     with pytest.raises(build.CannotBuild, match=r"plain\.so can't be loaded"):
         library.load("plain")
     monkeypatch.setenv("QUICKBEAM_ISA", "plain")
-    with pytest.raises(
-        InvalidInput, match=r"native kernels can't be had: .*plain\.so can't be loaded"
-    ):
+    words = r"native kernels can't be had: .*plain\.so can't be loaded"
+    with pytest.raises(InvalidInput, match=words):
         library.kernels()
 
 
@@ -226,38 +203,22 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
     if not all(Path(path).is_absolute() for path in runtime):
         pytest.skip(f"{COMPILER[0]} has no libasan")
     made, here = tmp_path / f"{isa}.so", Path(__file__).parent
-    build.compile_to(
-        made, isa, ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    )
-    settings = {
-        "LD_PRELOAD": ":".join(runtime),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment = {
-        **os.environ,
-        **settings,
-        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
-    }
+    flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    build.compile_to(made, isa, flags)
+    settings = {"LD_PRELOAD": ":".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
+    settings |= {"PYTHONMALLOC": "malloc", "OMP_NUM_THREADS": "1"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    given = [isa, str(made), str(here / "test_native_kernels.py")]
 
     def run(code):
-        command = [
-            sys.executable,
-            "-c",
-            SANITIZED + code,
-            isa,
-            str(made),
-            str(here / "test_native_kernels.py"),
-        ]
-        return captured(command, env=environment)
+        command = [sys.executable, "-c", SANITIZED + code, *given]
+        return captured(command, env={**os.environ, **settings})
 
     seen = run(BEYOND)
     assert seen.returncode and "heap-buffer-overflow" in seen.stderr, seen.stderr[-3000:]
     done = run(TESTS)
-    assert done.returncode == 0 and " passed" in done.stdout, (
-        done.stdout[-3000:] + done.stderr[-6000:]
-    )
+    said = done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0 and " passed" in done.stdout, said
 
 
 @pytest.mark.long

@@ -93,14 +93,8 @@ def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
     attend(kernels, tree, qkv[:length], chain_rows(tree, [0] * length), window)
     tree.length = length
     tree.reserve(length + nodes)
-    rows = Rows(
-        [0] * nodes,
-        [0] * nodes,
-        range(length, length + nodes),
-        [length] * nodes,
-        paths,
-        [(nodes, tree.table)],
-    )
+    orders, spans = range(length, length + nodes), [(nodes, tree.table)]
+    rows = Rows([0] * nodes, [0] * nodes, orders, [length] * nodes, paths, spans)
     got = attend(kernels, tree, qkv[length:], rows, window)
     for node in (0, 1, nodes // 2, nodes - 1):
         path, one = paths[node], pool.new()

@@ -2,6 +2,7 @@
 the machine runs."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kernels import (
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, Rows
 from quickbeam.models.native.program import Program
-from quickbeam.models.native.quantised import Packed
+from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
 from quickbeam.models.pages import PagePool
 
 NAN, INF = torch.nan, torch.inf
@@ -33,13 +34,7 @@ SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat1
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128]
 INPUTS = [2, 4, 6, 30, 32, 34, 64, 66, 96, 128, 160, 254]
 OUTPUTS = [1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 40, 48, 63, 100, 130, 257]
-EPILOGUES = {
-    "store": library.STORE,
-    "add": library.ADD,
-    "gated": library.GATED,
-    "activate": library.ACTIVATE,
-    "best": library.BEST,
-}
+EPILOGUES = ("store", "add", "gated", "activate", "best")
 cases = examples(40, derandomize=True)
 
 
@@ -49,11 +44,10 @@ def within(got, wanted, allowed):
     if got.dtype is torch.bfloat16:
         allowed = allowed + HALF * wanted.abs()
     wrong = ~((got.double() - wanted).abs() <= allowed)  # NaN is wrong
-    where = tuple(wrong.nonzero()[0]) if wrong.any() else None
-    assert where is None, (
-        f"{int(wrong.sum())} wrong; at {[int(i) for i in where]} {got[where]} "
-        f"for {wanted[where]}, ±{allowed[where]}"
-    )
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0])
+        told = f"{int(wrong.sum())} wrong; at {[*map(int, at)]} {got[at]} for {wanted[at]}"
+        raise AssertionError(f"{told}, ±{allowed[at]}")
 
 
 class Framed:
@@ -71,11 +65,11 @@ class Framed:
 
     def read(self):
         """What is in the columns; fails where anything around them has changed."""
-        inner = self.whole[:-1, self.column : self.column + self.width].clone()
-        self.whole[:-1, self.column : self.column + self.width] = self.around
-        assert torch.equal(
-            self.whole.nan_to_num(7.0), torch.full_like(self.whole, self.around).nan_to_num(7.0)
-        )
+        inside = self.whole[:-1, self.column : self.column + self.width]
+        inner = inside.clone()
+        inside.fill_(self.around)
+        around = torch.full_like(self.whole, self.around)
+        assert torch.equal(self.whole.nan_to_num(7.0), around.nan_to_num(7.0))
         return inner
 
 
@@ -101,7 +95,7 @@ def sums_of(x, weight, bias):
 def test_a_product_and_what_comes_after_it(
     isa, epilogue, n, inputs, outputs, float32, biased, gathered, of, column, seed
 ):
-    kernels, what = load(isa), EPILOGUES[epilogue]
+    kernels, what = load(isa), getattr(library, epilogue.upper())
     gated, float32 = epilogue == "gated", float32 or epilogue == "add"
     x = number(n, inputs, seed=seed)
     weights = [number(outputs, inputs, seed=seed + i) / inputs**0.5 for i in range(1, 2 + gated)]
@@ -111,16 +105,10 @@ def test_a_product_and_what_comes_after_it(
     best = torch.full((n + 1,), 77)
     program = Program(kernels)
     place = program.given("best", 1)
-    program.linear(
-        Packed(kernels, weights, bias, gated=gated),
-        program.given("x", source.stride),
-        program.given("y", target.stride, float32),
-        what,
-        of=of,
-        column=column,
-        gathered=gathered,
-        best=place if epilogue == "best" else None,
-    )
+    named = program.given("x", source.stride), program.given("y", target.stride, float32)
+    places = dict(of=of, column=column, gathered=gathered)
+    places["best"] = place if epilogue == "best" else None
+    program.linear(Packed(kernels, weights, bias, gated=gated), *named, what, **places)
     # where rows were gathered, others there are count for nothing
     rows = plain_rows(n + 2, range(n)) if gathered else plain_rows(n)
     program.run(rows, {"x": source.whole, "y": target.whole, "best": best})
@@ -132,11 +120,8 @@ def test_a_product_and_what_comes_after_it(
         wanted = reference.gated(x, *weights, bias)
         up = reference.linear(x, weights[1], halves[1])
         gate = reference.activate(x, weights[0], halves[0])
-        allowed = (
-            1.1 * allowed * up.abs()
-            + rounding * sums_of(x, weights[1], halves[1]) * gate.abs()
-            + 4 * SINGLE * wanted.abs()
-        )
+        allowed = 1.1 * allowed * up.abs() + 4 * SINGLE * wanted.abs()
+        allowed += rounding * sums_of(x, weights[1], halves[1]) * gate.abs()
     elif epilogue == "add":
         wanted = reference.add(before, x, weights[0], bias)
         allowed = allowed + SINGLE * (wanted.abs() + before.double().abs())
@@ -149,15 +134,8 @@ def test_a_product_and_what_comes_after_it(
     if epilogue == "best":
         if float32:
             assert torch.equal(best[:n], reference.best(got))
-        assert (
-            bool(
-                (
-                    wanted.gather(1, best[:n, None])
-                    >= wanted.amax(1, True) - 2 * allowed.amax(1, True)
-                ).all()
-            )
-            and best[n] == 77
-        )
+        least = wanted.amax(1, True) - 2 * allowed.amax(1, True)
+        assert bool((wanted.gather(1, best[:n, None]) >= least).all()) and best[n] == 77
 
 
 @every_set
@@ -175,11 +153,12 @@ def test_a_wrong_product_is_seen(isa, inputs):
 
 
 @every_set
+@pytest.mark.parametrize("name", [BFLOAT16, INT8, INT4])
 @pytest.mark.parametrize("n", [1, 2, 9, 17, 40, 128])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 37), (34, 100)])
-def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs):
-    kernels, x, weight = load(isa), number(n, inputs), number(outputs, inputs, seed=1)
-    rng = random.Random(n)
+def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs, name):
+    kernels, rng, x = load(isa), random.Random(n), number(n, inputs)
+    weight = Packed(kernels, [number(outputs, inputs, seed=1)], name=name)
     bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
     whole, best = largest(kernels, weight, x)
     assert torch.equal(best, reference.best(whole)) and bool((best >= 0).all())
@@ -187,9 +166,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs):
         x[row, rng.randrange(inputs)] = value
     y, best = largest(kernels, weight, x)
     fine = [row for row in range(n) if row not in bad]
-    assert torch.equal(y[fine], whole[fine]) and torch.equal(
-        best[fine], reference.best(whole)[fine]
-    )
+    assert torch.equal(y[fine], whole[fine]) and torch.equal(best, reference.best(y))
     assert not bool(y[list(bad)].isfinite().any()) and best[list(bad)].tolist() == [-1] * len(bad)
 
 
@@ -249,24 +226,17 @@ def test_the_best_of_all_threads_is_the_first(isa, count, threads):
 )
 def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     kernels, rng = load(isa), random.Random(seed)
-    x = number(
-        n, width, like=torch.float32 if floats[0] else torch.bfloat16, seed=seed
-    ) * 10.0 ** rng.randint(-4, 4)
+    of_input, of_output = ((torch.bfloat16, torch.float32)[wide] for wide in floats)
+    x = number(n, width, like=of_input, seed=seed) * 10.0 ** rng.randint(-4, 4)
     weight = number(width, seed=seed + 1) if weighted else None
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, 5))] if gather else range(n)
     source = Framed(x, of, 2, NAN)
-    target = Framed(
-        torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]),
-        column,
-        2,
-        9.0,
-    )
+    target = Framed(torch.zeros(len(wanted), width, dtype=of_output), column, 2, 9.0)
     program = Program(kernels)
-    named = (
-        program.given("x", source.stride, floats[0]),
-        program.given("y", target.stride, floats[1]),
-    )
-    program.norm(*named, weight, 1e-5, width=width, of=of, column=column, gather=gather)
+    given_x = program.given("x", source.stride, floats[0])
+    given_y = program.given("y", target.stride, floats[1])
+    places = dict(width=width, of=of, column=column, gather=gather)
+    program.norm(given_x, given_y, weight, 1e-5, **places)
     program.run(plain_rows(n, wanted if gather else ()), {"x": source.whole, "y": target.whole})
     right = reference.norm(x[list(wanted)], weight, 1e-5)
     within(target.read(), right, 16 * SINGLE * right.abs())
@@ -283,20 +253,8 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa):
 
 
 HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (8, 2), (9, 1), (30, 1)]
-DIMS = [
-    (2, 2),
-    (6, 6),
-    (8, 8),
-    (20, 20),
-    (64, 64),
-    (80, 80),
-    (128, 128),
-    (24, 5),
-    (2, 33),
-    (32, 16),
-    (96, 72),
-    (64, 128),
-]
+DIMS = [(dim, dim) for dim in (2, 6, 8, 20, 64, 80, 128)]  # of keys and values
+DIMS += [(24, 5), (2, 33), (32, 16), (96, 72), (64, 128)]
 
 
 @every_set
@@ -328,32 +286,18 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     source, layer = Framed(x, of, 2, NAN), rng.randrange(2)
     query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     program = Program(kernels)
-    program.heads(
-        program.given("x", 0, True),
-        program.given("query", 0),
-        all_heads,
-        shape,
-        stores[0].offsets[layer],
-        norms,
-        1e-5,
-    )
+    named = program.given("x", 0, True), program.given("query", 0)
+    program.heads(*named, all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
-    program.run(
-        Rows([0] * n, positions, orders, [0] * n, (), spans),
-        {"x": source.whole, "query": query},
-        (angle.cos(), angle.sin()),
-    )
-    right = reference.heads(
-        x, all_heads, kv_heads, angle.cos()[positions], angle.sin()[positions], norms, 1e-5
-    )
+    rows, turns = Rows([0] * n, positions, orders, [0] * n, (), spans), (angle.cos(), angle.sin())
+    program.run(rows, {"x": source.whole, "query": query}, turns)
+    turned = [part[positions] for part in turns]
+    right = reference.heads(x, all_heads, kv_heads, *turned, norms, 1e-5)
     rounding = 32 * SINGLE * max(8.0, float(right[0].abs().max()), float(right[1].abs().max()))
     sorted_queries = reference.sort_queries(right[0], kv_heads)
-    within(
-        query.view(sorted_queries.shape),
-        sorted_queries,
-        torch.full((1,), rounding).expand(sorted_queries.shape),
-    )
+    allowed = torch.full(sorted_queries.shape, rounding)
+    within(query.view(sorted_queries.shape), sorted_queries, allowed)
     rooms = [-(-(start + count + 3) // pool.page) * pool.page for count in (first, n - first)]
     kept = [store.read(layer, room) for store, room in zip(stores, rooms, strict=True)]
     other = [store.read(1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
@@ -389,11 +333,9 @@ def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
 
 def attention_error(query, keys, values, seen, scaling, **variations):
     """What rounding allows: weights are rounded to bfloat16, scores are sums in float32."""
-    group = query.shape[1] // len(keys)
     spread = reference.attend(query, keys, values.abs(), seen, scaling, **variations)
     scores = (query.double().abs().amax((0, 1)) * keys.double().abs().amax((0, 1))).sum() * scaling
     longest = max(len(orders) for orders in seen)
-    assert group
     return (HALF + SINGLE * (longest + 8 + (query.shape[2] + 8) * float(scores))) * spread + 1e-30
 
 
@@ -401,13 +343,9 @@ def attention_error(query, keys, values, seen, scaling, **variations):
 def scenes(draw):
     """Sequences, each with tokens in front and a random tree behind."""
     heads, kv_heads = draw(st.sampled_from(HEADS))
-    sequences = [
-        (
-            draw(st.sampled_from([0, 1, 2, 15, 16, 31, 63, 64, 65, 127, 128, 200, 333])),
-            draw(st.sampled_from([1, 2, 3, 8, 9, 17, 40])),
-        )
-        for _ in range(draw(st.integers(1, 3)))
-    ]
+    starts = st.sampled_from([0, 1, 2, 15, 16, 31, 63, 64, 65, 127, 128, 200, 333])
+    sequence = st.tuples(starts, st.sampled_from([1, 2, 3, 8, 9, 17, 40]))
+    sequences = draw(st.lists(sequence, min_size=1, max_size=3))
     return {
         "heads": heads,
         "kv_heads": kv_heads,
@@ -449,12 +387,9 @@ def test_attention(isa, scene):
     for (nodes, _), (keys, values) in zip(stores, kept, strict=True):
         mine = slice(first, first + nodes)
         seen = [reference.visible(*row) for row in zip(prefix[mine], paths[mine], strict=True)]
-        right = reference.attend(query[mine], keys, values, seen, scaling, **variations)
-        within(
-            got[mine],
-            right,
-            attention_error(query[mine], keys, values, seen, scaling, **variations),
-        )
+        given = query[mine], keys, values, seen, scaling
+        right = reference.attend(*given, **variations)
+        within(got[mine], right, attention_error(*given, **variations))
         first += nodes
 
 
@@ -472,10 +407,7 @@ def test_wrong_attention_is_seen(isa):
         seen = [reference.visible(70, path)]
         right = reference.attend(query, keys, values, seen, scaling, window=window)
         allowed = attention_error(query, keys, values, seen, scaling, window=window)
-        if not wrong:
-            within(got, right, allowed)
-            continue
-        with pytest.raises(AssertionError, match="wrong"):
+        with pytest.raises(AssertionError, match="wrong") if wrong else nullcontext():
             within(got, right, allowed)
 
 
@@ -489,23 +421,22 @@ def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa, value_dim
     values = number(2, 150, value_dim, seed=1)
     query = number(nodes, 4, 32, seed=2)
     _, paths = random_paths(rng, nodes, start)
-    whole = attend(
-        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
-    )
+
+    def attended():
+        stores = [(nodes, filled(kernels, keys, values, start))]
+        return attend(kernels, stores, query, [start] * nodes, paths, 0.2)
+
+    whole = attended()
     hurt = {start + node for node in range(1, nodes, 4)}
     for order in [*hurt, *range(start + nodes, 150)]:
         keys[:, order, rng.randrange(32)] = bad
         values[:, order, rng.randrange(value_dim)] = bad
-    got = attend(
-        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
-    )
+    got = attended()
     clean = [node for node in range(nodes) if not hurt & set(paths[node])]
     assert 4 < len(clean) < nodes - 4
     assert torch.equal(got[clean], whole[clean])
     query[3:11, 1, 5] = bad
-    again = attend(
-        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
-    )
+    again = attended()
     others = [node for node in clean if not 3 <= node < 11]
     assert torch.equal(again[others], whole[others]) and bool(again[3:11, 1].isnan().all())
     assert torch.equal(again[clean][:, [0, 2, 3]], whole[clean][:, [0, 2, 3]])

@@ -19,12 +19,15 @@ from page_server import (  # noqa: E402
     steps_of,
     words,
 )
+from quickbeam import LLM  # noqa: E402
+from quickbeam.serve.app import create_app  # noqa: E402
 from quickbeam.serve.app import page as page_file  # noqa: E402
+from quickbeam.serve.runner import Runner  # noqa: E402
+from quickbeam.serve.settings import ServeSettings  # noqa: E402
 
 if not CHROMIUM.exists():
     pytest.skip("there is no Chromium", allow_module_level=True)
 REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
-ROWAN = TEXT
 WAIT = 8000  # milliseconds, for a loaded machine
 expect = sync_api.expect  # what a page shows a moment later is waited for
 expect.set_options(timeout=WAIT)
@@ -56,17 +59,16 @@ def open_page(browser, served):
     anywhere but the server."""
     address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
 
+    def told(message):
+        if message.type in ("error", "warning") and not REFUSED.match(message.text):
+            complaints.append(message.text)
+
     def open_it(path="/", width=1280, at=address, **options):
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(WAIT)
-        page.on(
-            "console",
-            lambda message: (
-                complaints.append(message.text) if message.type in ("error", "warning") else None
-            ),
-        )
+        page.on("console", told)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         addresses.add(at)
@@ -77,10 +79,9 @@ def open_page(browser, served):
     yield open_it
     for context in contexts:
         context.close()
-    assert [complaint for complaint in complaints if not REFUSED.match(complaint)] == []
-    assert [
-        url for url in requests if not url.startswith(("data:", *(one + "/" for one in addresses)))
-    ] == []
+    assert complaints == []
+    here = ("data:", *(one + "/" for one in addresses))
+    assert [url for url in requests if not url.startswith(here)] == []
 
 
 def ask(page, prompt):
@@ -103,13 +104,11 @@ def text(page, selector):
 def test_policy_names_what_the_file_holds_and_nothing_else():
     html, policy = page_file()
     for element in ("script", "style"):
-        inside = html.decode().split(f"<{element}>")[1].split(f"</{element}>")[0]
-        assert (
-            f"{element}-src 'sha256-{b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
-        ) in policy
-    assert (
-        "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
-    )
+        inside = html.split(f"<{element}>".encode())[1].split(f"</{element}>".encode())[0]
+        digest = b64encode(hashlib.sha256(inside).digest()).decode()
+        assert f"{element}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert "unsafe" not in policy
     markup = re.sub(r"<(script|style)>.*?</\1>", "", html.decode(), flags=re.DOTALL)
     assert not re.search(r"\s(style|on\w+)=", markup)  # what the policy would block
     # a name, which nothing loads
@@ -120,19 +119,16 @@ def test_policy_names_what_the_file_holds_and_nothing_else():
 def test_answer_is_coloured_by_source(open_page, stand):
     page = open_page()
     answered(page, "rowans")
-    assert text(page, ".text") == ROWAN
-    tokens = page.eval_on_selector_all(
-        ".token", "spans => spans.map(span => [span.textContent, span.classList[1]])"
-    )
+    assert text(page, ".text") == TEXT
+    spans = "spans => spans.map(span => [span.textContent, span.classList[1]])"
+    tokens = page.eval_on_selector_all(".token", spans)
     assert [piece for piece, _ in tokens] == [word.strip() for word in words("rowans")]
     wanted = ["target"]  # the first, from reading the prompt
     for step in steps_of(words("rowans"), "auto"):
         wanted += [node["source"] for node in step["nodes"][1:] if node["accepted"]] + ["target"]
     assert [kind for _, kind in tokens] == ["s-" + source.replace("_", "-") for source in wanted]
-    styles = (
-        "all => all.map(getComputedStyle).map(one => [one.backgroundColor, one.textDecoration])"
-    )
-    looks = page.eval_on_selector_all(".legend .sample", styles)
+    styles = ".map(getComputedStyle).map(one => [one.backgroundColor, one.textDecoration])"
+    looks = page.eval_on_selector_all(".legend .sample", f"all => all{styles}")
     assert len(looks) == 5 == len({colour for colour, _ in looks})
     # told apart without colour, too
     assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5
@@ -162,10 +158,9 @@ def test_request_says_what_was_set(open_page, stand):
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     roles = [message["role"] for message in body["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
-    assert body["messages"][2]["content"] == ROWAN
-    kept = page.evaluate(
-        "[JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie]"
-    )
+    assert body["messages"][2]["content"] == TEXT
+    stores = "JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie"
+    kept = page.evaluate(f"[{stores}]")
     assert '"rowan"' in kept[0] and "rowan" not in kept[1]
 
 
@@ -178,11 +173,8 @@ def test_steps_are_chosen_by_keyboard(open_page):
     assert text(page, "#step-title") == f"Step {len(steps)} of {len(steps)}"
     page.focus("#timeline [aria-selected=true]")
     end, focus = len(steps) - 1, "document.activeElement"
-    for key, chosen in zip(
-        ["Home", "ArrowRight", "ArrowDown", "ArrowLeft", "End", "ArrowUp"],
-        (0, 1, 2, 1, end, end - 1),
-        strict=True,
-    ):
+    keys = ("Home", "ArrowRight", "ArrowDown", "ArrowLeft", "End", "ArrowUp")
+    for key, chosen in zip(keys, (0, 1, 2, 1, end, end - 1), strict=True):
         page.keyboard.press(key)
         assert text(page, "#step-title") == f"Step {chosen + 1} of {len(steps)}"
         assert page.evaluate(f"[...{focus}.parentNode.children].indexOf({focus})") == chosen
@@ -273,7 +265,7 @@ def test_busy_server_is_told_and_tried_again(open_page, stand):
     turn.locator(".error button").click()
     page.locator(".token").first.wait_for()
     page.locator(".turn:not(.busy)").wait_for()
-    assert text(page, ".text") == ROWAN and page.locator(".error").count() == 0
+    assert text(page, ".text") == TEXT and page.locator(".error").count() == 0
 
 
 def test_a_missing_key_is_asked_for(open_page):
@@ -295,7 +287,7 @@ def test_an_answer_that_breaks_off(open_page, prompt, title):
     page = open_page()
     turn = answered(page, prompt)
     assert turn.locator(".error strong").text_content() == title
-    assert text(page, ".text") and ROWAN.startswith(text(page, ".text"))
+    assert text(page, ".text") and TEXT.startswith(text(page, ".text"))
 
 
 def test_keyboard_alone(open_page, stand):
@@ -310,11 +302,8 @@ def test_keyboard_alone(open_page, stand):
     reached = []
     for _ in range(30):
         page.keyboard.press("Tab")
-        where = page.evaluate(
-            "[document.activeElement.id || document.activeElement.role || "
-            "document.activeElement.className, "
-            "getComputedStyle(document.activeElement).outlineStyle]"
-        )
+        look = "[at.id || at.role || at.className, getComputedStyle(at).outlineStyle]"
+        where = page.evaluate(f"(at => {look})(document.activeElement)")
         if where[0] == "prompt":
             break
         reached.append(where)
@@ -330,48 +319,27 @@ def test_keyboard_alone(open_page, stand):
 def test_works_behind_a_path_prefix(open_page, stand):
     page = open_page("/some/prefix/")
     answered(page, "rowans")
-    assert text(page, ".text") == ROWAN
+    assert text(page, ".text") == TEXT
     assert stand.paths == ["/some/prefix/v1/models", "/some/prefix/v1/chat/completions"]
 
 
-def serve_and_ask(open_page, model, questions, **fields):
-    """The real server behind the page, each question asked plainly, too, and found to be the same.
-    Gives for each answer its text, its tokens' texts as they are coloured, and how many steps it
-    took."""
-    from quickbeam import LLM
-    from quickbeam.serve.app import create_app
-    from quickbeam.serve.runner import Runner
-    from quickbeam.serve.settings import ServeSettings
-
-    answers = []
-    with serving(create_app(Runner(ServeSettings(), LLM(str(model))))) as address:
+def test_real_server(open_page, toy_folder):
+    """Each question is asked plainly, too, and found to be the same."""
+    runner = Runner(ServeSettings(), LLM(str(toy_folder)))
+    with serving(create_app(runner)) as address:
         page = open_page(at=address)
         page.set_default_timeout(120_000)
         page.click("#open-settings")
-        for name, value in fields.items():
-            page.fill(f"#{name}", value)
+        page.fill("#max_tokens", "40")
+        page.fill("#temperature", "0.9")
         page.keyboard.press("Enter")
         page.check("#beside")
-        for number, question in enumerate(questions):
+        for number, question in enumerate(["abcabcabc", "abcabcabc again"]):
             turn = answered(page, question)
             turn.locator(".verdict.same").wait_for()
-            steps = page.locator("#timeline [role=option]").count()
+            assert page.locator("#timeline [role=option]").count() > 0
             assert page.locator("#tree .node[data-node]").count() >= 1
-            answers.append(
-                (
-                    str(page.locator(".text").nth(number).text_content()),
-                    turn.locator(".token").all_text_contents(),
-                    steps,
-                )
-            )
-            assert answers[-1][0] == page.evaluate(f"turns[{number}].answer.text")
-    return answers
-
-
-def test_real_server(open_page, toy_folder):
-    questions = ["abcabcabc", "abcabcabc again"]
-    for answer, tokens, steps in serve_and_ask(
-        open_page, toy_folder, questions, max_tokens="40", temperature="0.9"
-    ):
-        assert answer and steps > 0
-        assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")
+            answer = str(page.locator(".text").nth(number).text_content())
+            assert answer and answer == page.evaluate(f"turns[{number}].answer.text")
+            tokens = "".join(turn.locator(".token").all_text_contents())
+            assert tokens.replace(" ", "") == answer.replace(" ", "")

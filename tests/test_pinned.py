@@ -9,13 +9,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import _by_transformers, make_model
-from quickbeam.models.pinned import (
-    BUFFERS,
-    Copies,
-    PinnedLayers,
-    layer_bytes,
-    pin_layers,
-)
+from quickbeam.models.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
 from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
@@ -41,9 +35,14 @@ class Late(Copies):
             super().start(slot, *self.asked.pop(slot))
 
 
-def deep(layout, dtype=torch.float32):
+def deep(layout="llama", dtype=torch.float32):
     """A tiny model with more layers than buffers."""
     return tiny(layout, dtype, layers=DEEP)
+
+
+def whole(layout="llama"):
+    """What the whole model gives."""
+    return outputs(Target(make_model(deep(layout))))
 
 
 def limits(model):
@@ -55,8 +54,9 @@ def limits(model):
     return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
 
 
-def pinned(model, memory, copies=None):
-    found = pin_layers(model, memory, CPU, copies)
+def pinned(model, held, copies=None, device=CPU):
+    """With memory for so many layers that stay."""
+    found = pin_layers(model, limits(model)[held], device, copies)
     assert found is not None
     return Target(make_model(model, pinned=found))
 
@@ -64,12 +64,7 @@ def pinned(model, memory, copies=None):
 def outputs(target):
     """Of a prompt, of trees, and after a path of one was kept."""
     tree, path = bush(9), [0]
-    found = [
-        target.prefill(ids(40)),
-        target.verify(bush(1)),
-        target.verify(bush(5)),
-        target.verify(tree),
-    ]
+    found = [target.prefill(ids(40)), *map(target.verify, (bush(1), bush(5), tree))]
     while below := list(tree.children[path[-1]].values()):
         path.append(below[-1])
     target.commit(tree, path)
@@ -83,27 +78,21 @@ def same(one, other):
 @pytest.mark.parametrize("copies", [None, Late])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout, copies):
-    expected = outputs(Target(make_model(deep(layout))))
-    assert same(
-        outputs(pinned(deep(layout), limits(deep(layout))[1], copies and copies())), expected
-    )
+    assert same(outputs(pinned(deep(layout), 1, copies and copies())), whole(layout))
 
 
 @pytest.mark.parametrize("held", range(DEEP - BUFFERS))
 def test_every_division_of_the_memory_gives_the_same_bits(held):
-    limit = limits(deep("qwen2"))[held]
-    early, late = (pinned(deep("qwen2"), limit, copies) for copies in (None, Late()))
-    first = pinned(deep("qwen2"), limits(deep("qwen2"))[0])
+    early, late = (pinned(deep("qwen2"), held, copies) for copies in (None, Late()))
+    first = pinned(deep("qwen2"), 0)
     for a, b, c in zip(outputs(early), outputs(late), outputs(first), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     streamed = early.model.streamed
     assert isinstance(streamed, PinnedLayers)
     piece = max(map(layer_bytes, decoder_layers(deep("qwen2"))))
-    record = streamed.record()
-    assert (
-        record["streamed_bytes"] == (DEEP - held) * piece
-        and record["buffer_bytes"] == BUFFERS * piece
-    )
+    record, limit = streamed.record(), limits(deep("qwen2"))[held]
+    assert record["streamed_bytes"] == (DEEP - held) * piece
+    assert record["buffer_bytes"] == BUFFERS * piece
     assert record["resident_bytes"] + record["buffer_bytes"] <= limit  # type: ignore[operator]
     assert "a pass from host memory" in streamed.in_words
 
@@ -129,22 +118,20 @@ class Trusting(PinnedLayers):
 
 @pytest.mark.parametrize(("wrong", "copies"), [(Hasty, lambda: Copies(CPU)), (Trusting, Late)])
 def test_wrong_orders_of_copies_are_caught(wrong, copies):
-    expected = outputs(Target(make_model(deep("llama"))))
-    model = deep("llama")
+    model = deep()
     made = wrong(model, decoder_layers(model), [3], CPU, copies())
-    assert not same(outputs(Target(make_model(model, pinned=made))), expected)
+    assert not same(outputs(Target(make_model(model, pinned=made))), whole())
 
 
 def test_a_pass_that_ends_midway_leaves_nothing_wrong():
-    expected = outputs(Target(make_model(deep("llama"))))
-    model = deep("llama")
-    target = pinned(model, limits(model)[1])
+    model = deep()
+    target = pinned(model, 1)
     handle = decoder_layers(model)[3].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         target.prefill(ids(10))
     handle.remove()
     target.reset()
-    assert same(outputs(target), expected)
+    assert same(outputs(target), whole())
 
 
 def test_what_fits_is_left_alone_and_what_can_t_is_refused():
@@ -175,14 +162,8 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
         return _by_transformers(name, dtype, place, "bfloat16", told["memory"], None, None, more)
 
     monkeypatch.setattr("quickbeam.llm.open_model", as_on_cuda)
-    llm = LLM(
-        big,
-        dtype="float32",
-        method=method,
-        drafter=big if method == "dyspec" else None,
-        memory=limit,
-        budget=0,
-    )
+    drafter = big if method == "dyspec" else None
+    llm = LLM(big, dtype="float32", method=method, drafter=drafter, memory=limit, budget=0)
     assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()
     found = llm.generate([[3, 4, 5, 3, 4], [7, 8]], params)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
@@ -194,21 +175,10 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
 def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype):
     device = torch.device("cuda")
     plain = deep("llama", dtype).to(device)
-    everything = Target(
-        make_model(
-            plain,
-            pinned=PinnedLayers(
-                plain, list(decoder_layers(plain)), range(3, DEEP), device, Copies(device)
-            ),
-        )
-    )
-    model = deep("llama", dtype)
-    found = pin_layers(model, limits(model)[0], device)
-    assert found is not None
-    target = Target(make_model(model, pinned=found))
+    held = list(decoder_layers(plain)), range(3, DEEP), device, Copies(device)
+    everything = Target(make_model(plain, pinned=PinnedLayers(plain, *held)))
+    target = pinned(deep("llama", dtype), 0, device=device)
     for _ in range(5):
-        assert all(
-            torch.equal(a, b) for a, b in zip(outputs(target), outputs(everything), strict=True)
-        )
+        assert all(map(torch.equal, outputs(target), outputs(everything)))
         target.reset()
         everything.reset()

@@ -3,9 +3,11 @@
 The layouts are written here, as those who made them describe them; a weight's numbers are
 `(q - zero) * scale`, and the model must be that of those numbers."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,29 +65,19 @@ def words(rows, bits, order=None):
 
 
 def awq(w):
-    return {
-        "qweight": words(w.q.T, 4, NIBBLES),
-        "qzeros": words(w.zero.T, 4, NIBBLES),
-        "scales": w.scale.T.half(),
-    }
+    found = {"qweight": words(w.q.T, 4, NIBBLES), "qzeros": words(w.zero.T, 4, NIBBLES)}
+    return found | {"scales": w.scale.T.half()}
 
 
 def gptq(w, bits=4, less=1):
-    return {
-        "qweight": words(w.q, bits).T,
-        "qzeros": words(w.zero.T - less, bits),
-        "scales": w.scale.T.half(),
-        "g_idx": w.group.int(),
-        "bias": torch.zeros(len(w.q)).half(),
-    }
+    found = {"qweight": words(w.q, bits).T, "qzeros": words(w.zero.T - less, bits)}
+    found |= {"scales": w.scale.T.half(), "g_idx": w.group.int()}
+    return found | {"bias": torch.zeros(len(w.q)).half()}
 
 
 def packed(w, bits=4, symmetric=True):
-    found = {
-        "weight_packed": words(w.q, bits),
-        "weight_scale": w.scale.bfloat16(),
-        "weight_shape": torch.tensor(w.q.shape),
-    }
+    found = {"weight_packed": words(w.q, bits), "weight_scale": w.scale.bfloat16()}
+    found["weight_shape"] = torch.tensor(w.q.shape)
     if not symmetric:
         found["weight_zero_point"] = words(w.zero.T, bits).T
     if not torch.equal(w.group, w.group.sort().values):
@@ -96,12 +88,9 @@ def packed(w, bits=4, symmetric=True):
 def whole(w, suffix="weight_scale"):
     if w.q.is_floating_point():
         return {"weight": w.q, suffix: w.scale, "input_scale": torch.tensor(1.5)}
-    zero = (w.zero.int() - 128).to(torch.int8)
-    return {
-        "weight": (w.q.int() - 128).to(torch.int8),
-        "weight_scale": w.scale.bfloat16(),
-        **({} if bool((zero == 0).all()) else {"weight_zero_point": zero}),
-    }
+    q, zero = ((one.int() - 128).to(torch.int8) for one in (w.q, w.zero))
+    found = {"weight": q, "weight_scale": w.scale.bfloat16()}
+    return found | ({"weight_zero_point": zero} if zero.any() else {})
 
 
 def by_blocks(w):
@@ -136,16 +125,15 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+gptq_8 = partial(gptq, bits=8)
 PACK, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 CASES = {
     "awq": Case(AWQ | {"group_size": 128}, awq, "w4g128", group=128),
     "awq-64": Case(AWQ | {"group_size": 64}, awq, "w4g32", group=64, inner=192),
     "gptq": Case(GPTQ, gptq, "w4g32"),
     "gptq-v2": Case(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less=0), "w4g32"),
-    "gptq-8": Case(GPTQ | {"bits": 8}, lambda w: gptq(w, 8), "w8g32", 8),
-    "gptq-8-one": Case(
-        GPTQ | {"bits": 8, "group_size": -1}, lambda w: gptq(w, 8), "w8g128", 8, None
-    ),
+    "gptq-8": Case(GPTQ | {"bits": 8}, gptq_8, "w8g32", 8),
+    "gptq-8-one": Case(GPTQ | {"bits": 8, "group_size": -1}, gptq_8, "w8g128", 8, None),
     "gptq-order": Case(GPTQ | {"desc_act": True}, gptq, "w4g32", ordered=True),
     "packed": Case(compressed(PACK, 128), packed, "w4g128", group=128, symmetric=True),
     "packed-zero": Case(compressed(PACK, 32), lambda w: packed(w, 4, False), "w4g32"),
@@ -189,15 +177,10 @@ def quantised(outputs, inputs, case, random):
 
 def model_of(case, moe=False):
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": case.inner, "num_hidden_layers": 2}
-    config: Any = LlamaConfig(**sizes)
-    if moe:
-        more = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": case.inner // 2,
-        }
-        config = Qwen3MoeConfig(**sizes, **more, head_dim=32)
-    return tiny("", config=config)
+    if not moe:
+        return tiny("", config=LlamaConfig(**sizes))
+    more = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=case.inner // 2)
+    return tiny("", config=Qwen3MoeConfig(**sizes, **more, head_dim=32))
 
 
 def write(folder, name, moe=False):
@@ -210,7 +193,7 @@ def write(folder, name, moe=False):
     model.save_pretrained(folder)
     stored, dense = Tensors(), Tensors()
     orders = dict[tuple[str, int], torch.Tensor]()
-    for one, tensor in load_file(folder / "model.safetensors").items():
+    for one, tensor in load_file(folder / SINGLE).items():
         if not re.search(r"_proj\.weight$", one):
             stored[one] = tensor.half()
             continue
@@ -222,7 +205,7 @@ def write(folder, name, moe=False):
         module = one.removesuffix("weight")
         stored |= {f"{module}{part}": t.contiguous() for part, t in case.store(w).items()}
         dense[one] = w.dense
-    save_file(stored, folder / "model.safetensors")
+    save_file(stored, folder / SINGLE)
     configure(folder, dtype="float16", quantization_config=case.config)
     return loaded(model, stored | dense), dense
 
@@ -242,8 +225,8 @@ def loaded(model, tensors):
     return model
 
 
-def logits(checkpoint):
-    model, ids = NativeModel(checkpoint, checkpoint.stack), IDS.tolist()
+def logits(checkpoint, model=None):
+    model, ids = model or NativeModel(checkpoint, checkpoint.stack), IDS.tolist()
     return model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
 
 
@@ -285,6 +268,12 @@ def test_an_older_configuration_is_filled_in(tmp_path, monkeypatch):
         assert Checkpoint(tmp_path, None)(f"{AT}.weight").name == CASES[name].format
 
 
+def change_file(folder, change):
+    stored = load_file(folder / SINGLE)
+    change(stored)
+    save_file(stored, folder / SINGLE)
+
+
 def error(found, wanted):
     return float((found - wanted).norm() / wanted.norm())
 
@@ -307,12 +296,6 @@ def test_blocks_may_be_as_many_as_outputs(tmp_path):
     files = TensorFiles(tmp_path)
     found = few_bits("m.weight", {name: name for name in files.names}, files, Method("fp8"))
     assert found is not None and torch.equal(found.rows(files, 0, 128), weight.dense)
-
-
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "zero": ("gptq", {"checkpoint_format": "gptq_v2"}),
-    "zero-v2": ("gptq-v2", {"checkpoint_format": "gptq"}),
-}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +330,7 @@ def check_experts(folder, model, dense):
 def test_stacked_experts_in_float8(name, tmp_path):
     """With `gate_up_proj_scale_inv` and `down_proj_scale_inv`, as transformers' `FP8Experts`."""
     model, dense = write(tmp_path, name, moe=True)
-    stored = load_file(tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / SINGLE)
     random = torch.Generator().manual_seed(2)
     for at in {one.rpartition(".experts.")[0] for one in stored if ".experts." in one}:
         for what, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
@@ -366,12 +349,12 @@ def test_stacked_experts_in_float8(name, tmp_path):
                 all_of = torch.stack(whole)
                 kept = all_of if name_of else all_of.view(torch.float8_e4m3fn)
                 stored[f"{at}.experts.{what}{name_of}"] = kept
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / SINGLE)
     model = loaded(model, {k: v for k, v in stored.items() if ".experts." not in k} | dense)
     check_experts(tmp_path, model, dense)
     scales = "model.layers.1.mlp.experts.down_proj_scale_inv"
     stored[scales] = stored[scales][:, :, :0].contiguous()
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / SINGLE)
     with pytest.raises(InvalidInput, match="down_proj_scale_inv"):
         Checkpoint(tmp_path, None)
 
@@ -402,11 +385,8 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     checkpoint = Checkpoint(tmp_path, None)
     model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
-    plain, found = logits(checkpoint), model
-    assert found.head.packed.name == "int8"  # type: ignore[union-attr]
-    ids = IDS.tolist()
-    mine = model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
-    assert 0 < error(mine, plain) < 0.03
+    assert model.head.packed.name == "int8"  # type: ignore[union-attr]
+    assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -430,13 +410,6 @@ def test_other_methods_are_named(name, tmp_path):
         Checkpoint(tmp_path, None)
 
 
-def changed(folder, change):
-    write(folder, "gptq")
-    stored = load_file(folder / "model.safetensors")
-    change(stored)
-    save_file(stored, folder / "model.safetensors")
-
-
 AT = "model.layers.0.self_attn.q_proj"
 
 
@@ -458,7 +431,8 @@ def groups_of(count):
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
-    changed(tmp_path, change)
+    write(tmp_path, "gptq")
+    change_file(tmp_path, change)
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, None)(f"{AT}.weight")
 
@@ -489,31 +463,29 @@ def expert(s, number, part, rows, bits):
     s.update({f"{at}{name}": tensor for name, tensor in packed(w, bits).items()})
 
 
+def narrow(s):
+    for i, part in itertools.product(range(4), ("gate", "up")):
+        expert(s, i, part, 64, 4)
+
+
+def without_third(s):
+    for name in [name for name in s if "layers.1.mlp.experts.3." in name]:
+        del s[name]
+
+
 @pytest.mark.parametrize(
     ("change", "fields", "error", "words"),
     [
         (lambda s: expert(s, 1, "up", 128, 8), {}, NotDescribed, "several kinds"),
         (lambda s: expert(s, 1, "up", 64, 4), {}, NotDescribed, "several kinds"),
-        (
-            lambda s: [expert(s, i, part, 64, 4) for i in range(4) for part in ("gate", "up")],
-            {},
-            InvalidInput,
-            "down_proj reads 128 numbers of an expert, and .* gives 64",
-        ),
-        (
-            lambda s: [s.pop(name) for name in [*s] if "layers.1.mlp.experts.3." in name],
-            {},
-            InvalidInput,
-            "3, 128, 128], expected .4, 128, 128]",
-        ),
+        (narrow, {}, InvalidInput, "down_proj reads 128 numbers of an expert, and .* gives 64"),
+        (without_third, {}, InvalidInput, "3, 128, 128], expected .4, 128, 128]"),
         (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "9 of 4 experts"),
     ],
 )
 def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tmp_path):
     write(tmp_path, "packed", moe=True)
-    stored = load_file(tmp_path / SINGLE)
-    change(stored)
-    save_file(stored, tmp_path / SINGLE)
+    change_file(tmp_path, change)
     configure(tmp_path, **fields)
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, None)

@@ -17,10 +17,6 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 
 CHUNK = 32
-WAYS = {
-    "native": torch.bfloat16,  # by the kernels
-    "float32": torch.float32,
-}
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3)
 PROMPTS = [
     random.Random(seed).choices(range(3, VOCAB), k=length)
@@ -28,11 +24,19 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(params=WAYS)
-def model(request):
-    if request.param == "native" and library.kernels() is None:
+@pytest.fixture
+def native():
+    if library.kernels() is None:
         pytest.skip("no native kernels here")
-    return make_model(tiny("llama", WAYS[request.param], seed=3), chunk=CHUNK)
+    return make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+
+
+@pytest.fixture(params=["native", "float32"])
+def model(request):
+    """By the kernels, and by PyTorch's operators."""
+    if request.param == "native":
+        return request.getfixturevalue("native")
+    return make_model(tiny("llama", seed=3), chunk=CHUNK)
 
 
 def scored(model, prompt, params=SCORE, **options):
@@ -72,13 +76,8 @@ def test_bits_are_the_same_alone_and_in_a_batch(model):
         chance.shuffle(asked)
         ones = []
         for i in asked:
-            params = SamplingParams(
-                max_tokens=chance.choice([1, 20]),
-                ignore_eos=True,
-                prompt_logprobs=chance.choice([None, 3]),
-            )
-            if params.prompt_logprobs is not None and chance.random() < 0.5:
-                params = replace(params, max_tokens=0)
+            tokens, scores = chance.choice([(1, None), (20, None), (0, 3), (0, 3), (1, 3), (20, 3)])
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, prompt_logprobs=scores)
             ones.append(engine.add(request(model, policy, params, PROMPTS[i], budget=8)))
             if chance.random() < 0.5:
                 engine.step()
@@ -107,14 +106,11 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model):
     engine.close()
 
 
-def test_a_preempted_prompt_is_scored_once():
-    if library.kernels() is None:
-        pytest.skip("no native kernels here")
-    model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+def test_a_preempted_prompt_is_scored_once(native):
     prompts = [PROMPTS[0][:100], PROMPTS[5], [9, *PROMPTS[5]], [7, *PROMPTS[0][:99]]]
     params = SamplingParams(max_tokens=120, ignore_eos=True, prompt_logprobs=3)
-    alone = [scored(model, prompt, params) for prompt in prompts]
-    engine, back = Engine(model, pages=7), []
+    alone = [scored(native, prompt, params) for prompt in prompts]
+    engine, back = Engine(native, pages=7), []
     preempt = engine.scheduler.preempt
 
     def noting(sequence):
@@ -122,30 +118,28 @@ def test_a_preempted_prompt_is_scored_once():
         preempt(sequence)
 
     engine.scheduler.preempt = noting
-    ones = [engine.add(request(model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    ones = [engine.add(request(native, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
     for _ in range(3):
         engine.step()
     engine.scheduler.preempt(engine.scheduler.active[-1])  # in the middle of its prompt
     run(engine, ones)
     assert len(back) > 1 and 1 < back[0] < 90
-    assert [one.prompt_logprobs for one in ones] == [one.prompt_logprobs for one in alone]
-    assert [one.output.token_ids for one in ones] == [one.output.token_ids for one in alone]
+    for one, right in zip(ones, alone, strict=True):
+        assert one.prompt_logprobs == right.prompt_logprobs
+        assert one.output.token_ids == right.output.token_ids
     engine.close()
-    assert model.pool.used == 0
+    assert native.pool.used == 0
 
 
-def test_an_answer_scores_as_it_was_given():
+def test_an_answer_scores_as_it_was_given(native):
     """As a prompt, an answer's tokens have the log-probabilities they were given with."""
-    if library.kernels() is None:
-        pytest.skip("no native kernels here")
-    model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, logprobs=3, ignore_eos=True)
     for prompt in PROMPTS:
-        given = scored(model, prompt, params)
-        both = scored(model, prompt, replace(params, prompt_logprobs=1))
+        given = scored(native, prompt, params)
+        both = scored(native, prompt, replace(params, prompt_logprobs=1))
         assert both.output.token_ids == given.output.token_ids
         assert both.logprobs == given.logprobs and given.prompt_logprobs is None
-        whole = scored(model, prompt + given.output.token_ids)
+        whole = scored(native, prompt + given.output.token_ids)
         assert whole.prompt_logprobs[len(prompt) :] == given.logprobs
 
 

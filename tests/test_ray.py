@@ -1,6 +1,5 @@
 """Replicas on Ray answer as plain decoding alone, whichever of them die."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import httpx
 import psutil
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app
+from serving import chunks
 from test_batch import all_forty, command, forty
 
 with warnings.catch_warnings():
@@ -52,22 +53,19 @@ def test_arguments_that_are_refused(asked, why):
 
 
 def test_arguments_come_as_text():
-    deployment = build(
-        {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
-    )._bound_deployment
+    asked = {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
+    deployment = build(asked)._bound_deployment
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (2, 4 + 128)
     options = deployment.ray_actor_options
-    assert options["num_cpus"] == 0.25 and options["runtime_env"] == {
-        "env_vars": {"OMP_NUM_THREADS": "3"}
-    }
+    assert options["num_cpus"] == 0.25
+    assert options["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "3"}}
 
 
 def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder, monkeypatch):
     replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"})
     replica.check_health()
-    monkeypatch.setattr(
-        type(replica.runner), "unhealthy_reason", "the engine has been silent for 99 s"
-    )
+    reason = "the engine has been silent for 99 s"
+    monkeypatch.setattr(type(replica.runner), "unhealthy_reason", reason)
     with pytest.raises(QuickbeamError, match="silent"):
         replica.check_health()
 
@@ -157,42 +155,26 @@ def test_two_replicas_of_the_default_model_serve(smollm2, cluster):
 
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     serve.run(build({"replicas": 2, "max_running": 4}), name="quickbeam")
-    llm = LLM()
+    llm, given = LLM(), {"max_tokens": 12, "temperature": 0.7}
     prompts = [f"Count from {i} to ten:" for i in range(8)]
 
     def ask():
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120) as client:
             assert client.get("/health").json() == {"status": "ok"}
-            bodies = [
-                {"prompt": prompt, "max_tokens": 12, "temperature": 0.7, "seed": i}
-                for i, prompt in enumerate(prompts)
-            ]
-            bad = client.post("/v1/completions", json={"prompt": "a", "max_tokens": "b"})
+            post = partial(client.post, "/v1/completions")
+            bodies = [{**given, "prompt": prompt, "seed": i} for i, prompt in enumerate(prompts)]
+            bad = post(json={"prompt": "a", "max_tokens": "b"})
             assert bad.status_code == 400 and bad.json()["error"]["param"] == "max_tokens"
-            with client.stream(
-                "POST", "/v1/completions", json={**bodies[0], "stream": True}
-            ) as stream:
-                events = [
-                    line.removeprefix("data: ")
-                    for line in stream.iter_lines()
-                    if line.startswith("data: ")
-                ]
-            assert events[-1] == "[DONE]"
-            streamed = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-            texts = [
-                client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-                for body in bodies
-            ]
-            assert texts[0] == streamed
+            events = chunks(post(json={**bodies[0], "stream": True}))
+            texts = [post(json=body).json()["choices"][0]["text"] for body in bodies]
+            assert texts[0] == "".join(event["choices"][0]["text"] for event in events)
             return texts
 
     def running():
         return replicas_of(psutil.Process(), "ServeReplica")
 
-    alone = [
-        llm.generate(p, SamplingParams(max_tokens=12, temperature=0.7, seed=i), method="ar").text
-        for i, p in enumerate(prompts)
-    ]
+    every = [SamplingParams(**given, seed=i) for i in range(8)]
+    alone = [llm.generate(*asked, method="ar").text for asked in zip(prompts, every, strict=True)]
     assert ask() == alone
     before = {one.pid for one in running()}
     assert len(before) == 2
@@ -222,7 +204,6 @@ def test_ray_data_answers_a_folder_of_prompts(toy_folder, tmp_path, cluster):
     data = data.map_batches(QuickbeamActor, fn_constructor_kwargs=options, **sizes)
     rows = data.take_all()
     llm = LLM(toy_folder, dtype="float32")
-    assert {row["text"]: row["answer"] for row in rows} == {
-        prompt: llm.generate(prompt, GREEDY, method="ar").text for prompt in prompts
-    }
+    right = {prompt: llm.generate(prompt, GREEDY, method="ar").text for prompt in prompts}
+    assert {row["text"]: row["answer"] for row in rows} == right
     assert len(rows) == 20 and all(row["error"] is None for row in rows)

@@ -8,7 +8,7 @@ import torch
 
 from answers import answer, conversation, drafting, drafts_change_nothing, request
 from cases import few, spread
-from kernels import SETS, load
+from kernels import SETS
 from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
@@ -32,7 +32,10 @@ PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def made(kind, dtype=torch.bfloat16, **options):
+def made(kind, weights="bfloat16", **options):
+    """`weights`: float32 for rows of float32, too."""
+    dtype = torch.float32 if weights == "float32" else torch.bfloat16
+    options["weights"] = "bfloat16" if weights == "float32" else weights
     model = make_model(tiny("", dtype, config=KINDS[kind]), **options)
     assert model.exact and isinstance(model, NativeModel)
     return model
@@ -93,22 +96,21 @@ def differ(model, ids, tree, got, base, far=0.0):
     return sum(not same(row, of_path(model, [*ids, *path]), far) for row, path in rows)
 
 
-@pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_nodes_have_the_bits_of_their_paths(kind, isa, monkeypatch):
-    load(isa)
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-    monkeypatch.setenv("QUICKBEAM_ISA", isa)
+every_kind_and_set = pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
+
+
+@every_kind_and_set
+def test_nodes_have_the_bits_of_their_paths(kind, isa, native):
+    native(isa)
     model = made(kind)
     assert isa in model.describe()
     assert wrong_rows(model, steps=3 if isa == SETS[0] else 2) == 0
 
 
-@pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
-def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, monkeypatch):
+@every_kind_and_set
+def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, native):
     """Token by token, states are made one step after the other; else for many tokens at once."""
-    load(isa)
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-    monkeypatch.setenv("QUICKBEAM_ISA", isa)
+    native(isa)
     model, generator = made(kind), torch.Generator().manual_seed(3)
     ids = IDS[: 3 * PAGE - 10]
     right = of_path(model, [*ids, 5])
@@ -123,10 +125,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, isa, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "weights"), spread(list(KINDS), ["float32", "int8", "int4"]))
 def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
-    wide = weights == "float32"
-    model = made(
-        kind, torch.float32 if wide else torch.bfloat16, weights="bfloat16" if wide else weights
-    )
+    model = made(kind, weights)
     model.pool.snapshots = True
     assert wrong_rows(model, 1) == 0
 
@@ -150,18 +149,9 @@ class Siblings:
 TREE, FOLD = States.tree, States._fold
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),  # type: ignore[arg-type]
-    "a state committed twice": (
-        "_fold",
-        lambda self, state, path, target: FOLD(self, state, [*path, path[-1]], target),
-    ),
-    "a state without the last token": (
-        "_fold",
-        lambda self, state, path, target: FOLD(self, state, path[:-1], target),
-    ),
-    "a state that is not committed": (
-        "_fold",
-        lambda self, state, path, target: FOLD(self, state, [], target),
-    ),
+    "a state committed twice": ("_fold", lambda self, s, p, t: FOLD(self, s, [*p, p[-1]], t)),
+    "a state without the last token": ("_fold", lambda self, s, p, t: FOLD(self, s, p[:-1], t)),
+    "a state that is not committed": ("_fold", lambda self, s, p, t: FOLD(self, s, [], t)),
 }
 
 
@@ -187,7 +177,7 @@ def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
     for part in (Draft(cache, tree), Chain(cache, IDS[:30])):
         with pytest.raises(RuntimeError, match="failed"):
             model.forward(Batch([part]))
-    monkeypatch.undo()
+    monkeypatch.setattr(model._kernels, "run", run)
     other = random_tree(generator, 8)
     (passed,) = model.forward(Batch([Draft(cache, other)]))
     assert differ(model, IDS[:70], other, passed.logits, 0) == 0
@@ -242,16 +232,12 @@ def test_what_cannot_be_committed_is_refused(kind, far):
 
 
 FORMATS = ("bfloat16", "float32", "int8", "int4")
-
-
 SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @pytest.mark.parametrize(("kind", "weights", "sampling"), spread(list(KINDS), FORMATS, SAMPLING))
 def test_answers_do_not_depend_on_drafts_neighbours_or_the_cache(kind, weights, sampling):
-    wide = weights == "float32"
-    dtype = torch.float32 if wide else torch.bfloat16
-    model = made(kind, dtype, weights="bfloat16" if wide else weights, chunk=PAGE + 32)
+    model = made(kind, weights, chunk=PAGE + 32)
     params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
     # of several pages
     right = conversation(model, params, [*IDS[:100], *IDS[:40]], [IDS[5:70], IDS[9:12]])
@@ -283,11 +269,8 @@ def test_snapshots_are_counted_bounded_and_freed(kind, monkeypatch):
 def test_a_pool_that_is_short_preempts_and_changes_no_answer(kind):
     model, params = made(kind, chunk=PAGE), SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [IDS[begin : begin + 90] for begin in range(4)]
-    policy = LogitSpec(Ngram(), LastLogits())
-    right = [
-        answer(model, policy, params, prompt, engine=Engine(model, share=False)).output.token_ids
-        for prompt in prompts
-    ]
+    policy, alone = LogitSpec(Ngram(), LastLogits()), Engine(model, share=False)
+    right = [answer(model, policy, params, p, engine=alone).output.token_ids for p in prompts]
     engine = Engine(model)
     model.pool.limit = 2 * (3 + model.pool.most_state_pages)
     states = [engine.add(request(model, policy, params, prompt, budget=8)) for prompt in prompts]

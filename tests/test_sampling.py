@@ -81,10 +81,8 @@ def test_filters_by_hand():
         ({"temperature": 1e30}, [0.25] * 4),
         ({"temperature": 0.0, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
     ]:
-        torch.testing.assert_close(
-            probs_of(logits, **{"temperature": 1.0, **params}),
-            torch.tensor(kept, dtype=torch.float32),
-        )
+        probs = probs_of(logits, **{"temperature": 1.0, **params})
+        torch.testing.assert_close(probs, torch.tensor(kept, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
@@ -136,12 +134,8 @@ def test_nan_logits_are_an_error_that_says_what_to_try(logits, temperature):
 def test_all_adjustments_agree_with_brute_force(
     logits, prompt, steps, path, repetition, presence, frequency, bias
 ):
-    params = SamplingParams(
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        logit_bias=bias,
-    )
+    penalties = dict(presence_penalty=presence, frequency_penalty=frequency)
+    params = SamplingParams(repetition_penalty=repetition, **penalties, logit_bias=bias)
     sampler = Sampler(params, prompt, V)
     for step in steps:
         sampler.extend(step)
@@ -192,9 +186,8 @@ def test_bias_must_fit_the_vocabulary():
     strided=st.booleans(),
 )
 def test_of_equals_the_lowest_id_is_the_best(seed, rows, vocab, levels, dtype, strided):
-    logits = torch.randint(
-        levels, (rows, 2 * vocab), generator=torch.Generator().manual_seed(seed)
-    ).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(levels, (rows, 2 * vocab), generator=generator).to(dtype)
     logits = logits[:, ::2] if strided else logits[:, :vocab]
     sampler = Sampler(SamplingParams(), [], vocab)
     for row in logits:
@@ -296,17 +289,11 @@ def test_values_at_the_edge_are_accepted():
         SamplingParams(max_tokens=7, min_tokens=8)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7, "repetition_penalty": 1.5},
-        {"temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.5},
-    ],
-)
+@pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 1.4, "top_p": 0.8}])
 def test_an_emitted_token_is_what_the_places_noise_draws_from_the_probs(params):
     """The probs is that behind the path, whether it is filtered or not."""
     noise, path = Noise(7, 0, V), [3, 4, 5]
-    sampler = Sampler(SamplingParams(**params), [0], V)
+    sampler = Sampler(SamplingParams(**params, repetition_penalty=1.5), [0], V)
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
     behind, before = sampler.probs(logits, path).log(), sampler.probs(logits).log()
     drawn = [sampler.emitted(logits, noise, place, path) for place in range(100)]

@@ -12,7 +12,7 @@ from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve.completions import INFILL, CompletionLogprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
+from serving import ScriptedRunner, Texts, ask, ask_raw, chunks, good, refused
 
 PATH = "/v1/completions"
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two"]
@@ -147,19 +147,12 @@ def test_a_prompt_that_fills_the_context_is_scored(runner):
     assert response.status_code == 400 and "max_tokens asks for 1:" in response.text
 
 
-class Texts(TokenTexts):
-    def __init__(self, *texts):
-        self._known = dict(enumerate(texts))
-
-
-def entries(*tokens):
-    return [Logprob(token, -1.0, {}) for token in tokens]
-
-
 def test_offsets_count_characters_however_many_tokens_spell_them():
     first, second = "é".encode()[:1], "é".encode()[1:]
     form = CompletionLogprobs(Texts(b"a", first, second, b"bc"), echo=10)
-    found, again = form.add((0, 1), entries(0, 1)), form.add((2, 3, 0), entries(2, 3, 0))
+    found, again = (
+        form.add(ids, [Logprob(i, -1.0, {}) for i in ids]) for ids in ((0, 1), (2, 3, 0))
+    )
     assert found["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
     assert again["tokens"] == ["\ufffd", "bc", "a"]
 

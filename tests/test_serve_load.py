@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from quickbeam import LLM, SamplingParams
+from quickbeam.engine.stream import Stream
+from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import idle, serving, until
@@ -150,9 +152,8 @@ async def load(base, clients, together):
     """What each client got, and the statuses that were seen."""
     turns, seen, chance = asyncio.Semaphore(together), Counter[int](), random.Random(1)
 
-    async with httpx.AsyncClient(
-        base_url=base, timeout=300, limits=httpx.Limits(max_connections=together)
-    ) as web:
+    limits = httpx.Limits(max_connections=together)
+    async with httpx.AsyncClient(base_url=base, timeout=300, limits=limits) as web:
 
         async def come(client):
             async with turns:
@@ -166,8 +167,6 @@ def alone(plain, client):
     body = client.body
     given = {name: body[name] for name in PARAMETERS if name in body}
     if "response_format" in body:
-        from quickbeam.grammar.spec import Grammar
-
         given["grammar"] = Grammar.json_schema(SCHEMA)
     params = SamplingParams(**given)
     chat, prompt = body.get("messages"), body.get("prompt")
@@ -188,9 +187,8 @@ def under_load(folder, methods, count, together, tokens, memory, **options):
             asyncio.run(until(lambda: not connections(port)))
             assert not runner.unhealthy_reason and llm.engine.used == llm.engine.nodes == 0.0
             llm.reset()
-            assert llm.model.pool.used == 0 and (
-                llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0
-            )
+            assert llm.model.pool.used == 0
+            assert llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0
     assert set(seen) <= {200, 429, 503} and seen[200] and seen[429], seen
     stayed = [pair for pair in zip(clients, got, strict=True) if pair[0].does == "stays"]
     assert all(answer is not None for _, answer in stayed)
@@ -224,8 +222,6 @@ def test_two_hundred_requests_of_the_default_model():
 
 def test_a_server_that_mixes_answers_up_is_found_out(toy_folder, monkeypatch):
     """The wrong version: now and then a token of an answer is another's."""
-    from quickbeam.engine.stream import Stream
-
     whole, last = Stream.completion.fget, dict[int, Any]()
 
     def mixed(self):

@@ -41,14 +41,9 @@ def using(runner, work, strict=True):
 
     async def go():
         async with client(runner) as web:
-            api = openai.AsyncOpenAI(
-                base_url="http://localhost/v1",
-                api_key="none",
-                http_client=web,
-                max_retries=0,
-                _strict_response_validation=strict,
-            )
-            return await work(api)
+            how = dict(base_url="http://localhost/v1", api_key="none", max_retries=0)
+            how["_strict_response_validation"] = strict
+            return await work(openai.AsyncOpenAI(http_client=web, **how))
 
     return asyncio.run(go())
 
@@ -209,12 +204,10 @@ def test_structured_output_by_the_clients_helper(runner):
     asked = {"model": "toy", "temperature": 0}
 
     async def work(api):
-        chat = await api.chat.completions.parse(
-            **asked, messages=MESSAGES, response_format=Size, max_tokens=200
-        )
-        response = await api.responses.parse(
-            **asked, input="x", text_format=Size, max_output_tokens=200
-        )
+        size = dict(response_format=Size, max_tokens=200)
+        chat = await api.chat.completions.parse(**asked, messages=MESSAGES, **size)
+        size = dict(text_format=Size, max_output_tokens=200)
+        response = await api.responses.parse(**asked, input="x", **size)
         return chat.choices[0].message.parsed, response.output_parsed
 
     assert all(0 <= one.size <= 99 for one in using(runner, work))

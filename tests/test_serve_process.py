@@ -67,11 +67,8 @@ def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, por
                 server.send_signal(signal.SIGTERM)
                 assert server.wait(30) == 128 + signal.SIGTERM
                 return
-            chunks = [line.removeprefix("data: ") for line in got if line.startswith("data: ")]
-            assert (
-                chunks[-1] == "[DONE]"
-                and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
-            )
+            *_, last, done = [line.removeprefix("data: ") for line in got if "data: " in line]
+            assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
         assert server.wait(60) == 0
         assert "try it: curl" in server.stderr.read()
     finally:
@@ -83,9 +80,8 @@ def test_a_full_disk_behind_stderr_ends_nothing():
     """As a program of its own, since its end writes what is left, too."""
     program = "import sys; from quickbeam.cli.common import say; say('ready'); print('on')"
     with open("/dev/full", "w") as full:
-        found = subprocess.run(
-            [sys.executable, "-c", program], stderr=full, stdout=subprocess.PIPE, text=True
-        )
+        how = dict(stderr=full, stdout=subprocess.PIPE, text=True)
+        found = subprocess.run([sys.executable, "-c", program], **how)
     assert found.stdout == "on\n" and found.returncode in (0, 120)
 
 

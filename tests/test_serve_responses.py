@@ -1,13 +1,14 @@
 """`/v1/responses`: stateless answers, their events, and what is refused."""
 
+from typing import Any
+
 import pytest
 
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
-from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import responses
 from quickbeam.serve.tools import Call
-from serving import ask, events, good
+from serving import Texts, ask, events, good
 
 PATH = "/v1/responses"
 INPUT = "the cat sat on the mat and the cat"
@@ -85,23 +86,16 @@ def test_logprobs(runner, llm, stream):
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
 
 
-class Texts(TokenTexts):
-    def __init__(self):
-        self._known = {0: b"Let", 1: "é".encode(), 2: b"<call>", 3: b"f()", 4: b"bye", 5: b"<end>"}
-
-
 @pytest.mark.parametrize("once", [False, True])
 def test_logprobs_of_a_call_are_in_no_text(once):
     call = Call("c", "f", "{}")
     parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
     if once:  # the first four as one, and the others
         parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
-    items = responses.Items(Texts())
-    told = [
-        event
-        for pieces, tokens in parts
-        for event in items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
-    ]
+    items = responses.Items(Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>"))
+    told = list[dict[str, Any]]()
+    for pieces, tokens in parts:
+        told += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
     told += items.end(cut=False)
     kinds = [one["type"] for one in items.output]
     assert kinds == ["message", "function_call", "message"]

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[1]
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-
 STREAM = BODY | {"stream": True}
 
 
@@ -56,10 +55,8 @@ async def listening(llm, load=None, kind=Runner, **settings):
     """With a client. The model may be used again afterwards."""
     runner = kind(ServeSettings(served_name="tiny", **settings))
     server, listener = Server(runner), listen("127.0.0.1", 0)
-    address = url(listener)
-    serving = asyncio.create_task(
-        serve(server, listener, lambda: (load() if load else llm, "fp_tiny"))
-    )
+    address, loaded = url(listener), lambda: (load() if load else llm, "fp_tiny")
+    serving = asyncio.create_task(serve(server, listener, loaded))
     await until(lambda: server.started and (load is not None or not runner.unhealthy_reason))
     one = Listening(runner, server, address, serving)
     try:
@@ -79,9 +76,8 @@ async def lines(response):
 
 def text_of(chunks):
     assert chunks[-1] == "[DONE]"
-    return "".join(
-        choice["text"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]
-    )
+    choices = [one for chunk in chunks[:-1] for one in json.loads(chunk)["choices"]]
+    return "".join(one["text"] for one in choices)
 
 
 def refused(runner):
@@ -93,9 +89,8 @@ def refused(runner):
 async def test_it_listens_while_it_loads(llm):
     go = threading.Event()
     async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
-        health, models, metrics, page = [
-            await client.get(path) for path in ("/health", "/v1/models", "/metrics", "/")
-        ]
+        paths = ("/health", "/v1/models", "/metrics", "/")
+        health, models, metrics, page = [await client.get(path) for path in paths]
         asked = await client.post("/v1/completions", json=BODY)
         assert [one.status_code for one in (health, asked, models)] == [503] * 3
         assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) > 0
@@ -280,9 +275,8 @@ async def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeyp
 
     async with served(llm) as (runner, client):
         monkeypatch.setattr(llm, "stream", late)
-        asked = asyncio.create_task(
-            client.post("/v1/completions", json=BODY | {"model": runner.name})
-        )
+        body = BODY | {"model": runner.name}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
         await asyncio.to_thread(waits.wait)
         await runner.close()
         go.set()
@@ -299,8 +293,6 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
         if len(stream.completion.token_ids) == 3:
             inside.set()
             go.wait()
-
-    stream = None
 
     async with AsyncLLM(llm=llm) as face:
         with braked(llm.engine) as brake:

@@ -1,6 +1,7 @@
 """Tool calls: read from answers however they are cut into pieces, told in each API's form, forced
 by a grammar, and refused where unknown."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ TEMPLATES = {
     ),
 }
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
+BAD = "<tool_call>?</tool_call>"
 F, G = ("f", {"x": 3}), ("g", {})
 UNREAD = {  # what is no call: it stays text
     "no call": (HERMES, "1 < 2 and <tool> is <tool_"),
@@ -70,16 +72,8 @@ SAID = {  # what models say, and what it means: texts, and calls with their argu
     ),
     "no spaces": (HERMES, '<tool_call>{"name":"g","arguments":{}}</tool_call>', [G]),
     "not closed": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"x": 3}}', [F]),
-    "a bad one between": (
-        HERMES,
-        f"{HERMES_CALL}<tool_call>?</tool_call>{HERMES_CALL}",
-        [F, "<tool_call>?</tool_call>", F],
-    ),
-    "types are the model's": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {"x": "3"}}</tool_call>',
-        [("f", {"x": "3"})],
-    ),
+    "a bad one between": (HERMES, f"{HERMES_CALL}{BAD}{HERMES_CALL}", [F, BAD, F]),
+    "types are the model's": (HERMES, HERMES_CALL.replace("3", '"3"'), [("f", {"x": "3"})]),
     "llama3": (LLAMA3, '{"name": "f", "parameters": {"x": 3}}', [F]),
     "tagged": (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"x": 3}}', [F]),
     "mistral": (
@@ -94,11 +88,9 @@ SAID = {  # what models say, and what it means: texts, and calls with their argu
 def read(form, text, size, several=True):
     """What a reader makes of a text that comes in pieces."""
     reader = CallReader(form, TOOLS, several)
-    pieces = [
-        piece for i in range(0, len(text), size) for piece in reader.feed(text[i : i + size])
-    ] + reader.finish()
+    parts = [text[i : i + size] for i in range(0, len(text), size)]
     found = []
-    for piece in pieces:
+    for piece in itertools.chain(*map(reader.feed, parts), reader.finish()):
         if isinstance(piece, Call):
             found.append((piece.name, json.loads(piece.arguments)))
         elif found and isinstance(found[-1], str):
@@ -147,11 +139,8 @@ def test_formats_are_known_by_the_chat_template(name):
 def test_templates_that_do_not_say_how_are_refused():
     with pytest.raises(ValueError, match="does not take tools"):
         tool_format(SimpleNamespace(get_chat_template=lambda **_: "{{ messages }}"))
-    for template in (
-        "{{ tools }}",
-        "{{ tools }}<tool_call><function=",
-        "{{ tools }}[TOOL_CALLS]name[ARGS]",
-    ):
+    for said in ("", "<tool_call><function=", "[TOOL_CALLS]name[ARGS]"):
+        template = "{{ tools }}" + said
         with pytest.raises(ValueError, match="does not know how"):
             tool_format(SimpleNamespace(get_chat_template=lambda t=template, **_: t))
 
@@ -291,9 +280,8 @@ def matches(lark, tokenizer, text):
     """Whether a grammar allows a text, and as a whole."""
     import llguidance.hf
 
-    matcher = llguidance.LLMatcher(
-        llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer)), lark
-    )
+    known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer))
+    matcher = llguidance.LLMatcher(known, lark)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -128,10 +128,7 @@ def test_the_clusters_are_those_that_the_nodes_want_most(n, clusters, data):
     row = st.lists(st.floats(-6, 6, width=32), min_size=clusters, max_size=clusters)
     logits = torch.tensor(data.draw(st.lists(row, min_size=n, max_size=n)))
     count = data.draw(st.integers(1, clusters))
-    worth = [
-        sum(math.exp(z[c]) / sum(map(math.exp, z)) for z in logits.tolist())
-        for c in range(clusters)
-    ]
+    worth = logits.double().softmax(-1).sum(0).tolist()
     most = sum(sorted(worth, reverse=True)[:count])
     found = choose(logits, count)
     assert found == sorted(set(found)) and len(found) == count
@@ -153,23 +150,11 @@ def test_bad_scores_come_last():
     assert choose(logits, 2) == [1, 3]
 
 
-def test_a_node_that_is_certain_leaves_room_to_one_that_is_not():
-    logits = torch.full((2, 8), -9.0)
-    logits[0, 6] = 9.0  # the first node wants one cluster
-    logits[1, :4] = 1.0  # the second any of four
-    assert choose(logits, 5) == [0, 1, 2, 3, 6]
-
-
 def test_making_a_shortlist_leaves_chance_alone():
     layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
     before = torch.get_rng_state()
     Shortlist(torch.zeros(30, 4), layout, router=router, chosen=2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_without_a_router_nothing_is_routed():
-    for kind in ("frequency", "context"):
-        assert route(make(kind), *nodes(2)).tolist() == []
 
 
 # Scoring

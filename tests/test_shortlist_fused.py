@@ -61,12 +61,8 @@ def test_the_kernel_gives_what_the_reference_does(n, d, vocab, frequent, size, c
     scores = made(h, chosen)
     assert scores.logits.shape == (n, (-(-frequent // size) + most) * size)
     assert scores.tokens.device == scores.logits.device == h.device
-    torch.testing.assert_close(
-        spread(scores, vocab),
-        expected(weight.cpu(), h.cpu(), layout, clusters),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    right = expected(weight.cpu(), h.cpu(), layout, clusters)
+    torch.testing.assert_close(spread(scores, vocab), right, rtol=1e-4, atol=1e-4)
     assert not scores.tokens[scores.logits[0] == -torch.inf].any()
 
     padded = made(h, torch.nn.functional.pad(chosen, (0, most - len(clusters)), value=-1))
@@ -97,9 +93,8 @@ def test_a_strided_input_and_no_rows_are_fine():
     weight, layout = torch.randn(60, 8, device=DEVICE), Layout(torch.randperm(60), 10, 20, 60)
     made = FusedHead(weight, layout, layout.clusters)
     wide, chosen = torch.randn(4, 16, device=DEVICE), torch.tensor([2], device=DEVICE)
-    torch.testing.assert_close(
-        made(wide[::2, ::2], chosen).logits, made(wide[::2, ::2].contiguous(), chosen).logits
-    )
+    strided, plain = (made(h, chosen).logits for h in (wide[::2, ::2], wide[::2, ::2].contiguous()))
+    torch.testing.assert_close(strided, plain)
     assert made(wide[:0, :8], chosen).logits.shape == (0, 80)
 
 
@@ -116,10 +111,8 @@ def test_half_precision_is_summed_in_single(dtype):
         return
     scores = FusedHead(weight, layout, layout.clusters)(h, torch.tensor([1], device=DEVICE))
     assert scores.logits.dtype is dtype
-    exact = expected(weight.cpu(), h.cpu(), layout, [1])
-    torch.testing.assert_close(
-        spread(scores, 60), exact.to(dtype).float(), rtol=torch.finfo(dtype).eps, atol=1e-3
-    )
+    exact, eps = expected(weight.cpu(), h.cpu(), layout, [1]), torch.finfo(dtype).eps
+    torch.testing.assert_close(spread(scores, 60), exact.to(dtype).float(), rtol=eps, atol=1e-3)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
@@ -135,9 +128,8 @@ def test_a_captured_call_follows_the_clusters_it_is_given():
         scores = made(h, chosen)
     chosen.copy_(torch.tensor([1, 4, -1]))
     graph.replay()
-    torch.testing.assert_close(
-        spread(scores, 290), expected(weight.cpu(), h.cpu(), layout, [1, 4]), rtol=1e-4, atol=1e-4
-    )
+    right = expected(weight.cpu(), h.cpu(), layout, [1, 4])
+    torch.testing.assert_close(spread(scores, 290), right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
@@ -150,14 +142,10 @@ def test_the_kernel_compiles_for_cuda_without_one(dtype, tmp_path, monkeypatch):
     from quickbeam.drafters.shortlist.fused import block_logits
 
     tile = {"N": 16, "S": 64, "D": 64}
-    signature = (
-        dict.fromkeys(block_logits.arg_names, "i32")
-        | {"chosen": "*i64"}
-        | dict.fromkeys(tile, "constexpr")
-    )
+    signature = dict.fromkeys(block_logits.arg_names, "i32") | {"chosen": "*i64"}
+    signature |= dict.fromkeys(tile, "constexpr")
     signature |= dict.fromkeys(("h", "weight", "out"), f"*{dtype}")
     source = ASTSource(block_logits, signature, tile)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": True}
-    )
+    gpu, options = GPUTarget("cuda", 80, 32), {"enable_fp_fusion": True}
+    made = triton.compile(source, target=gpu, options=options)
     assert "mma" in made.asm["ptx"] or dtype == "fp32"

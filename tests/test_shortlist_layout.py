@@ -42,10 +42,8 @@ def cluster_of(layout, cluster):
 def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab, data, size):
     order = shuffled(vocab)[: data.draw(st.integers(0, vocab))]
     layout = Layout(order, data.draw(st.integers(0, len(order))), size, vocab)
-    parts = [
-        layout.scored(torch.empty(0, dtype=torch.int64)),
-        *(cluster_of(layout, cluster) for cluster in range(layout.clusters)),
-    ]
+    parts = [cluster_of(layout, cluster) for cluster in range(layout.clusters)]
+    parts.insert(0, layout.scored(torch.empty(0, dtype=torch.int64)))
     assert torch.equal(torch.cat(parts), order)
     assert all(len(part) == size for part in parts[1:-1])
     assert all(1 <= len(part) <= size for part in parts[1:])
@@ -98,10 +96,8 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     before = artefact if routed else Artefact(artefact.layout, artefact.ranking)
     before.save(folder)
     assert Artefact.there(folder)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "shortlist.json",
-        "shortlist.safetensors",
-    ]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["shortlist.json", "shortlist.safetensors"]
     state = torch.get_rng_state()
     after = Artefact.load(folder)
     assert torch.equal(torch.get_rng_state(), state)
@@ -141,10 +137,7 @@ def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
         ({"size": 8}, "4 clusters .* a router of 5"),
         ({"router": {"width": 8}}, "holds no whole shortlist"),
         ({"router": 3}, "holds no whole shortlist"),
-        (
-            {"router": {"hidden_size": 6, "embed_size": 4, "width": 9, "clusters": 5}},
-            "size mismatch",
-        ),
+        ({"router": dict(hidden_size=6, embed_size=4, width=9, clusters=5)}, "size mismatch"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(artefact, tmp_path, change, says):
@@ -172,10 +165,8 @@ def test_tensors_that_do_not_fit_are_refused(artefact, tmp_path):
         ("order", None, "holds no whole shortlist.*order"),
         ("router.down.weight", None, "down.weight"),
     ]:
-        changed = {key: value for key, value in whole.items() if key != name} | (
-            {} if tensor is None else {name: tensor}
-        )
-        save_file(changed, path)
+        changed = whole | {name: tensor}
+        save_file({key: value for key, value in changed.items() if value is not None}, path)
         with pytest.raises(InvalidInput, match=says):
             Artefact.load(tmp_path)
 
@@ -201,9 +192,8 @@ def test_a_small_shortlist_cuts_the_frequent_block_and_keeps_the_clusters():
     assert chosen == 1
     assert (small.frequent, small.size, small.clusters) == (4, 5, layout.clusters)
     assert torch.equal(small.order[:4], layout.order[:4])
-    assert all(
-        torch.equal(cluster_of(small, i), cluster_of(layout, i)) for i in range(layout.clusters)
-    )
+    for i in range(layout.clusters):
+        assert torch.equal(cluster_of(small, i), cluster_of(layout, i))
     assert small.cluster_of[layout.order[4:12]].eq(ABSENT).all()
     assert layout.within(5)[0].frequent == 0
     with pytest.raises(InvalidInput, match="at least 5, a cluster's"):

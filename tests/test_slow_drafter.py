@@ -37,9 +37,8 @@ def questions():
     target, prompts = make_model(tiny("llama", seed=3)), list[list[int]]()
     for _ in range(ANSWERS):
         prompts.append([rng.randrange(VOCAB) for _ in range(PROMPT)])
-    return [
-        (prompt, answer(target, NoDraft(), params, prompt).output.token_ids) for prompt in prompts
-    ]
+    said = [answer(target, NoDraft(), params, prompt).output.token_ids for prompt in prompts]
+    return list(zip(prompts, said, strict=True))
 
 
 class Clock:
@@ -101,14 +100,7 @@ class SlowDrafter(KnownDrafter):
         return super().answer(requests)
 
 
-def simulated(
-    monkeypatch,
-    call,
-    right,
-    mode,
-    busy=False,
-    costs=EXACT,
-):
+def simulated(monkeypatch, call, right, mode, busy=False, costs=EXACT):
     """The seconds of each answer, its prompt counted, and the drafter. `mode`: the only one, None
     for all. `busy`: every tenth pass and call takes four times as long, more so at first. `costs`:
     seconds of passes that were measured before."""
@@ -143,9 +135,8 @@ def simulated(
 @pytest.mark.parametrize(("call", "right"), [(0.05, 0.9), (0.3, 0.6), (0.8, 0.4)])
 def test_what_pays_goes_on(monkeypatch, call, right):
     """Nearly as fast as the best of its modes alone, though it does not know which that is."""
-    alone = {
-        mode: sum(simulated(monkeypatch, call, right, mode)[0]) for mode in (ASKED, UNASKED, PLAIN)
-    }
+    modes = (ASKED, UNASKED, PLAIN)
+    alone = {mode: sum(simulated(monkeypatch, call, right, mode)[0]) for mode in modes}
     ours = sum(simulated(monkeypatch, call, right, None)[0])
     assert ours < 1.1 * min(alone.values()), alone
 

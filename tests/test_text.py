@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import example, given
@@ -30,18 +30,11 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 def byte_level(merge_all=False):
     """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a
     character."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=not merge_all
-    )
+    tokenizer, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = level(add_prefix_space=False, use_regex=not merge_all)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        SENTENCES,
-        trainers.BpeTrainer(
-            vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-        ),
-    )
+    given = dict(initial_alphabet=level.alphabet(), special_tokens=SPECIAL, show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES, trainers.BpeTrainer(vocab_size=600, **given))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL)
 
 
@@ -51,52 +44,30 @@ def sentencepiece():
     lacks (emoji, here)."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    latin = [sentence for sentence in SENTENCES if sentence.isascii()]
-    trained.train_from_iterator(
-        latin,
-        trainers.BpeTrainer(
-            vocab_size=150, special_tokens=["<unk>", *SPECIAL], show_progress=False
-        ),
-    )
+    latin, special = filter(str.isascii, SENTENCES), ["<unk>", *SPECIAL]
+    given = dict(vocab_size=150, special_tokens=special, show_progress=False)
+    trained.train_from_iterator(latin, trainers.BpeTrainer(**given))
     model = json.loads(trained.to_str())["model"]
-    vocab = {
-        token: i
-        for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].__getitem__), *BYTES])
-    }
+    known = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    vocab = {token: i for i, token in enumerate([*known, *BYTES])}
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", additional_special_tokens=SPECIAL
     )
 
 
-TOKENIZERS = {
-    "byte-level": byte_level,
-    "merged bytes": lambda: byte_level(True),
-    "sentencepiece": sentencepiece,
-}
+MERGED = partial(byte_level, True)
+TOKENIZERS = {"byte-level": byte_level, "merged bytes": MERGED, "sentencepiece": sentencepiece}
 WORDS = ["the", " dog", " ", "  ", "\n", "天气", "🎉", "🎊🚀", "é", "ß", ".", ",", "привет"]
 WORDS.append("👩‍👩‍👧‍👦")
 kinds = st.sampled_from(list(TOKENIZERS))
-texts = st.lists(
-    st.one_of(
-        st.sampled_from(WORDS),
-        st.text(alphabet="ab c你好🎉é\n", max_size=4),
-        st.sampled_from(SENTENCES),
-    ),
-    max_size=8,
-).map("".join)
+parts = st.sampled_from(WORDS + SENTENCES) | st.text(alphabet="ab c你好🎉é\n", max_size=4)
+texts = st.lists(parts, max_size=8).map("".join)
 
 
 def encode(tokenizer, text):
@@ -110,15 +81,11 @@ def decode(tokenizer, ids):
     A byte-fallback decoder alone would turn the complete characters before it, if they are bytes
     too, into U+FFFD as well.
     """
+    say = partial(tokenizer.decode, skip_special_tokens=True)
     whole = len(ids)
-    while whole and str(tokenizer.decode(list(ids[:whole]), skip_special_tokens=True)).endswith(
-        "\ufffd"
-    ):
+    while whole and say(ids[:whole]).endswith("\ufffd"):
         whole -= 1
-    return "".join(
-        str(tokenizer.decode(list(part), skip_special_tokens=True))
-        for part in (ids[:whole], ids[whole:])
-    )
+    return say(ids[:whole]) + say(ids[whole:])
 
 
 # --- Detokenizer ----------------------------------------------------------------------------------
@@ -131,9 +98,8 @@ def test_pieces_make_up_the_decoded_text(kind, parts):
     tokenizer = TOKENIZERS[kind]()
     ids = []
     for text, special in parts:
-        ids += encode(tokenizer, text) + (
-            [] if special is None else [tokenizer.convert_tokens_to_ids(special)]
-        )
+        ids += encode(tokenizer, text)
+        ids += [] if special is None else [tokenizer.convert_tokens_to_ids(special)]
     detokenizer, shown = Detokenizer(tokenizer), ""
     for i, token in enumerate(ids):
         shown += detokenizer.append(token)
@@ -156,27 +122,19 @@ class Counting:
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
-def special(tokenizer, count):
-    """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer
-    has no token for."""
-    left_out = [*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 5]
-    return [left_out[i % 3] for i in range(count)]
-
-
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("before", ["", "the dog", " ", "🎉", "the 🎉 dog "])
 def test_tokens_that_show_nothing_do_not_pile_up(kind, before):
-    tokenizer = Counting(TOKENIZERS[kind]())
-    ids = [
-        *encode(tokenizer.tokenizer, before),
-        *special(tokenizer.tokenizer, 5000),
-        *encode(tokenizer.tokenizer, " and 🎉 on."),
-    ]
-    detokenizer = Detokenizer(tokenizer)
+    tokenizer = TOKENIZERS[kind]()
+    # special ones, and an id that the tokenizer has no token for
+    left_out = [*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 5]
+    ids = [*encode(tokenizer, before), *left_out * 1667, *encode(tokenizer, " and 🎉 on.")]
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)
     shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
-    assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
-    assert max(tokenizer.sizes) <= 40
-    assert sum(tokenizer.sizes) <= 80 * len(ids)  # five million and more where the window grows
+    assert shown == tokenizer.decode(ids, skip_special_tokens=True)
+    assert max(counting.sizes) <= 40
+    assert sum(counting.sizes) <= 80 * len(ids)  # five million and more where the window grows
 
 
 class Stripping:
@@ -229,14 +187,9 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
     text = decode(tokenizer, ids)
     spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 8))
     near = spans.map(lambda span: text[span[0] : sum(span)] or "x")  # found in the text, mostly
-    stop = data.draw(
-        st.lists(
-            st.one_of(near, near.map(lambda s: s + "!"), st.text("ab", min_size=1, max_size=2)),
-            max_size=3,
-        )
-    )
-    ends = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
-    eos = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
+    some = near | near.map(lambda s: s + "!") | st.text("ab", min_size=1, max_size=2)
+    stop = data.draw(st.lists(some, max_size=3))
+    ends, eos = (data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2)) for _ in range(2))
     max_tokens = data.draw(st.integers(1, len(ids) + 3))
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -256,13 +209,9 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
         assert expected[1].startswith(shown)  # what was shown is never taken back
         if finished:
             break
-        held = [
-            n
-            for s in stop
-            for n in range(len(s))
-            if output.text.endswith(s[:n]) and not params.include_stop_str_in_output
-        ]
-        assert len(output.text) - len(shown) == max(held, default=0)  # nor held back without need
+        begun = [n for s in stop for n in range(len(s)) if output.text.endswith(s[:n])]
+        held = 0 if params.include_stop_str_in_output else max(begun, default=0)
+        assert len(output.text) - len(shown) == held  # nor held back without need
     if output.finish_reason is None:
         output.close("interrupted")
         shown += output.take()

@@ -1,7 +1,6 @@
 """What `generate --trace` records and `inspect` draws."""
 
 import json
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -66,9 +65,8 @@ def trace():
     recorder = Trace()
     recorder(StepRecord(some_tree(), [0, 1, 3], 7, [0, 4, 7], 0.001, 0.002, 0.004))
     recorder(StepRecord(TokenTree(7), [0], 2, [2], 0.0, 0.002, 0.003))
-    completion = Completion(
-        EVIL, [1, 0, 4, 7, 2], "stop", Statistics(5, 2, 0.007, 0.1), EVIL, "dyspec"
-    )
+    counts = Statistics(5, 2, 0.007, 0.1)
+    completion = Completion(EVIL, [1, 0, 4, 7, 2], "stop", counts, EVIL, "dyspec")
     return recorder.to_json(completion, Letters())
 
 
@@ -109,21 +107,13 @@ def test_the_page_shows_everything_and_loads_nothing(trace):
     tags = {tag for tag, _ in drawn.elements}
     assert not tags & {"script", "link", "img", "iframe", "object"}
     assert "http" not in html and "url(" not in html and "@import" not in html
-    assert not any(
-        name in attrs for _, attrs in drawn.elements for name in ("src", "href", "onclick")
-    )
+    assert not any({"src", "href", "onclick"} & {*attrs} for _, attrs in drawn.elements)
     assert EVIL.strip() in drawn.text, "texts are shown as they are"
     assert drawn.of_class("accepted") == 3 + 1 and drawn.of_class("next") == 2
     assert drawn.of_class("node") == 6 + 1 + 2
     assert sum(tag == "details" for tag, _ in drawn.elements) == 2
-    for words in (
-        "step 1: 5 drafted, 2 accepted, 3 emitted",
-        "step 2: 0 drafted",
-        "MAT",
-        "dyspec",
-        "drafting 1.0 ms, verifying 2.0 ms",
-    ):
-        assert words in drawn.text
+    words = ("step 1: 5 drafted, 2 accepted, 3 emitted", "step 2: 0 drafted", "MAT", "dyspec")
+    assert all(one in drawn.text for one in (*words, "drafting 1.0 ms, verifying 2.0 ms"))
     titles = {attrs.get("title") for _, attrs in drawn.elements}
     assert "token 4, depth 2, ngram, value 0.125" in titles
 
@@ -131,37 +121,29 @@ def test_the_page_shows_everything_and_loads_nothing(trace):
 # The commands
 
 
-@pytest.fixture
-def run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
-    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.mark.parametrize(("prompt", "code"), [("hello", 0), ("interrupt", 130)])
 @pytest.mark.parametrize("options", [[], ["--json"], ["--raw"]])
-def test_generate_records_and_inspect_draws(run, tmp_path, prompt, code, options):
+def test_generate_records_and_inspect_draws(faked, tmp_path, prompt, code, options):
     recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
-    assert run("generate", prompt, "--trace", recorded, *options).exit_code == code
+    assert faked("generate", prompt, "--trace", recorded, *options).exit_code == code
     steps = read_trace(recorded)["steps"]
     assert len(steps) == 2 and steps[0]["nodes"][2]["text"] == "<3>"
-    result = run("inspect", recorded, "--html", drawn)
+    result = faked("inspect", recorded, "--html", drawn)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "steps: 2" in result.stdout and "2 (100%)" in result.stdout and "0 (0%)" in result.stdout
     assert Page(drawn.read_text(encoding="utf-8")).of_class("node") == 2 * (3 + 1)
-    assert run("inspect", recorded).stdout == result.stdout
+    assert faked("inspect", recorded).stdout == result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.html", "t.json"]
 
 
-def test_places_that_cannot_be_written_are_named_before_any_work(run, tmp_path, trace):
-    fake_llm.CALLS.clear()
+def test_places_that_cannot_be_written_are_named_before_any_work(faked, tmp_path, trace):
     recorded = written(tmp_path / "t.json", trace)
     for line, words in (
         (("generate", "hello", "--trace", tmp_path / "no" / "t.json"), "does not exist"),
         (("inspect", recorded, "--html", tmp_path), "is a folder"),
         (("inspect", tmp_path / "missing.json"), "missing.json"),
     ):
-        result = run(*line)
+        result = faked(*line)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1
         assert words in result.stderr and fake_llm.CALLS == []
 

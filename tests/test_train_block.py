@@ -19,21 +19,15 @@ from quickbeam.drafters.shortlist.shortlist import Artefact
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
-from quickbeam.train.block import (
-    Blocks,
-    draft,
-    logits,
-    loss_of,
-    new_network,
-    place_blocks,
-)
+from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
-from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
+from quickbeam.train.shards import Conversation, Shards, collate, split
 from quickbeam.train.stages import TextStage
 from quickbeam.train.target import FrozenTarget
 from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
+from test_train_shortlist import written
 
 VOCAB, D, SIZE = 40, 16, 4
 SIZES = {"block_size": SIZE, "mask_token": 39, "markov_rank": 4, "confidence": True}
@@ -44,15 +38,9 @@ SMALL = Recipe(batch=128, lr=5e-3, warmup=2, loss_vocab=VOCAB, spacing=2)
 def model():
     """A target whose next token is told by the last one."""
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=D,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.4,
-    )
+    sizes = dict(vocab_size=VOCAB, hidden_size=D, intermediate_size=24, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4)
+    config = LlamaConfig(**sizes, **heads)
     made = LlamaForCausalLM(config).eval()
     for layer in made.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -64,51 +52,34 @@ def own_text(target, count, seed=0):
     """Greedy text of the target, behind three random tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB - 1, (count, 3), generator=generator)
-    ids = target.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_length=29,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    greedy = dict(max_length=29, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = target.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
     lengths = torch.randint(10, 30, (count,), generator=generator).tolist()
-    return [
-        Conversation(row[:n].int(), torch.arange(n) >= 3, 0.0)
-        for row, n in zip(ids, lengths, strict=True)
-    ]
-
-
-def written(folder, count):
-    writer = ShardWriter(folder)
-    for conversation in own_text(model(), count):
-        writer.add(conversation)
-    writer.flush()
-    return folder
+    cut = [row[:n].int() for row, n in zip(ids, lengths, strict=True)]
+    return [Conversation(row, torch.arange(len(row)) >= 3, 0.0) for row in cut]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("own") / "text", 60)
+    folder = tmp_path_factory.mktemp("own") / "text"
+    written(folder, own_text(model(), 60))
+    return folder
 
 
 def target():
     return FrozenTarget(model(), (*CONFIG.taps, 3))
 
 
-def untrained(of):
-    return new_network(CONFIG, of, 0)
-
-
 def trainer(text, folder, tokens=4000, recipe=SMALL, every=0.0):
     of = target()
-    return Trainer(untrained(of), of, text, recipe, tokens, folder, every, report_every=0.0)
+    network = new_network(CONFIG, of, 0)
+    return Trainer(network, of, text, recipe, tokens, folder, every, report_every=0.0)
 
 
 def lively(of):
     """A network whose weights are large enough for all of its inputs to show."""
     torch.manual_seed(0)
-    made = untrained(of)
+    made = new_network(CONFIG, of, 0)
     for parameter in made.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     return made.requires_grad_(False)
@@ -201,20 +172,18 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
         plain = plain + weight * (-0.1 * p[i] @ log[i] + 0.9 * distance[i] - sure)
         weights += weight
     torch.testing.assert_close(loss, plain / weights)
-    names = [name for name, _ in made.named_parameters()]
-    gradients = [
-        torch.autograd.grad(value, list(made.parameters()), retain_graph=True)
-        for value in (loss, plain / weights)
-    ]
-    for name, own, expected in zip(names, *gradients, strict=True):
-        torch.testing.assert_close(own, expected, atol=1e-6, rtol=1e-3, msg=name)
+    inputs = list(made.parameters())
+    gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
+    right = torch.autograd.grad(plain / weights, inputs)
+    torch.testing.assert_close(gradients, right, atol=1e-6, rtol=1e-3)
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
 def test_a_toy_target_is_learnt(tmp_path):
-    text = written(tmp_path / "text", 400)
+    text = tmp_path / "text"
+    written(text, own_text(model(), 400))
     recipe = replace(SMALL, batch=512, lr=2e-2, spacing=1)
     run = trainer(text, tmp_path / "out", 20_000, recipe, every=1e9)
     run.report_every = 1e9
@@ -377,7 +346,5 @@ def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
     stage = TextStage(plan)
     stage.run(lambda tokens, rate: pytest.fail("none is left"))
     asked = [stage._encode([{"role": "user", "content": f"say {i}"}]) for i in range(60)]
-    begun = [
-        tuple(one.tokens[: int(one.answer.int().argmax())].tolist()) for one in Shards(plan.text)
-    ]
-    assert sorted(begun) == sorted(map(tuple, asked))
+    begun = [one.tokens[: int(one.answer.int().argmax())].tolist() for one in Shards(plan.text)]
+    assert sorted(begun) == sorted(asked)

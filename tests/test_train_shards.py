@@ -50,18 +50,13 @@ def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
         Shards(tmp_path)
     write(tmp_path, *range(7))
     write(tmp_path, 7, 8)  # adds to the first
-    found, files = Shards(tmp_path), sorted(tmp_path.glob("*"))
+    found, files = Shards(tmp_path), sorted(path.name for path in tmp_path.iterdir())
     made = [conversation(seed) for seed in range(9)]
-    assert len(files) > 3 and [file.name for file in files[:2]] == [
-        "text-00000.safetensors",
-        "text-00001.safetensors",
-    ]
+    assert len(files) > 3 and files[:2] == [f"text-0000{i}.safetensors" for i in (0, 1)]
     assert same(found, list(range(9))) and len(found) == 9
     assert found.tokens == sum(len(c.tokens) for c in made)
-    assert torch.equal(
-        found.counts(VOCAB),
-        torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB),
-    )
+    every = torch.cat([c.tokens for c in made]).long()
+    assert torch.equal(found.counts(VOCAB), torch.bincount(every, minlength=VOCAB))
 
 
 @pytest.mark.parametrize("damage", ["cut", "other tensors"])
@@ -73,9 +68,8 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage
         broken.write_bytes(broken.read_bytes()[:-9])
     else:
         save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
-    with pytest.raises(
-        InvalidInput, match=r"text-00001\.safetensors is not a shard of text .*: delete it"
-    ):
+    words = r"text-00001\.safetensors is not a shard of text .*: delete it"
+    with pytest.raises(InvalidInput, match=words):
         Shards(tmp_path)
     broken.unlink()
     write(tmp_path, 3)
@@ -102,24 +96,12 @@ def test_prompts_have_three_forms(tmp_path):
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
     records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
-    path.write_text(
-        "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8"
-    )
-    assert read_prompts(path) == [
-        [{"role": "user", "content": "a"}],
-        [{"role": "user", "content": "b"}],
-        messages,
-    ]
-    for line in (
-        "{",
-        "[]",
-        "5",
-        '"messages"',
-        '{"turns": []}',
-        '{"messages": [{"role": "user"}]}',
-        '{"messages": ["a"]}',
-        '{"text": "a"}',
-    ):
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    first, second = ([{"role": "user", "content": one}] for one in "ab")
+    assert read_prompts(path) == [first, second, messages]
+    bad = ["{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}']
+    for line in (*bad, '{"messages": ["a"]}', '{"text": "a"}'):
         path.write_text(f'{{"prompt": "a"}}\n{line}\n')
         with pytest.raises(InvalidInput, match=r"line 2: .*want"):
             read_prompts(path)

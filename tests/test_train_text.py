@@ -31,9 +31,8 @@ class Chat:
 
     def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        how = dict(dtype=torch.float32, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
         for layer in self.model.model.layers:
             # what came before matters
             torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5)
@@ -50,15 +49,10 @@ class Chat:
         model = copy.deepcopy(self.model)
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
         template = self.template if prompts is None else None
-        settings = Recipe(
-            LENGTH,
-            QUESTION,
-            openers=("Why", "Tell me"),
-            **{"repetition": LENGTH, "quote": 0.0, **recipe},
-        )
-        return Writer(
-            make_model(model), 4, self.encode, template, self.template.stops, settings, prompts
-        )
+        given = {"repetition": LENGTH, "quote": 0.0, **recipe}
+        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **given)
+        asked = self.encode, template, self.template.stops, settings, prompts
+        return Writer(make_model(model), 4, *asked)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +86,8 @@ def turns(chat, ids):
     while at < len(ids):
         assert ids[at : at + len(forced)] == forced[: len(ids) - at]
         at = min(at + len(forced), len(ids))
-        at += (
-            0
-            if answering
-            else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
-        )
+        if not answering:
+            at += max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
         last = min(LENGTH if answering else at + QUESTION, len(ids))
         end = next((i + 1 for i in range(at, last) if ids[i] in t.stops), last)
         yield at, end, answering
@@ -117,37 +108,12 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
     assert {1, 2} <= set(answers)
 
 
-def spans(marks):
-    """Where runs of True begin and end."""
-    edges = [i for i, (a, b) in enumerate(itertools.pairwise([False, *marks, False])) if a != b]
-    return zip(edges[::2], edges[1::2], strict=True)
-
-
-def pieces(ids, between):
-    """Split at every `between`."""
-    for i in range(len(ids)):
-        if ids[i : i + len(between)] == between:
-            return [ids[:i], *pieces(ids[i + len(between) :], between)]
-    return [ids]
-
-
 def test_pieces_make_up_what_the_template_says(chat):
-    t = chat.template
-    turns = [
-        {"role": role, "content": text}
-        for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "x"))
-    ]
+    t, said = chat.template, ("hi", "yo", "so", "x")
+    turns = [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(said)]
     whole = chat.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
-    made = [
-        *t.begin,
-        *chat.encode("hi"),
-        *t.reply,
-        *chat.encode("yo"),
-        *t.again,
-        *chat.encode("so"),
-        *t.reply,
-        *chat.encode("x"),
-    ]
+    parts = zip((t.begin, t.reply, t.again, t.reply), map(chat.encode, said), strict=True)
+    made = [token for before, words in parts for token in (*before, *words)]
     assert whole[: len(made)] == made and chat.tokenizer.decode(whole[len(made) :]) == "\n"
     assert t.stops == {chat.end, t.reply[0]}
 
@@ -157,19 +123,14 @@ def test_pieces_make_up_what_the_template_says(chat):
     [
         (None, "no chat template"),
         ("{{ messages | length }} turns", "changes what users say"),
-        (
-            "{% for m in messages %}{{ m.content | upper | reverse }};{% endfor %}",
-            "changes what users say",
-        ),
-        ("{% for m in messages %}{{ m.content }};{% endfor %}", "says nothing before"),
-        (
-            "-{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %};{% endif %}{% "
-            "endfor %}",
-            "says nothing before",
-        ),
+        ("@{{ m.content | upper | reverse }};@", "changes what users say"),
+        ("@{{ m.content }};@", "says nothing before"),
+        ("-@{{ m.content }}{% if m.role == 'assistant' %};{% endif %}@", "says nothing before"),
     ],
 )
 def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source, words):
+    if source is not None:  # between two @: said of each message
+        source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
     monkeypatch.setattr(chat.tokenizer, "chat_template", source)
     with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
         Template.of(chat.tokenizer, {7})
@@ -209,26 +170,12 @@ def test_every_prompt_is_answered_once(chat):
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
     model = copy.deepcopy(chat.model)
     model.config.max_position_embeddings = 40
-    prompts = [chat.encode("say"), chat.encode("aa")]
-    writer = Writer(
-        make_model(model),
-        2,
-        chat.encode,
-        None,
-        frozenset(),
-        Recipe(LENGTH, repetition=LENGTH),
-        prompts,
-    )
+    recipe, prompts = Recipe(LENGTH, repetition=LENGTH), [chat.encode("say"), chat.encode("aa")]
+    writer = Writer(make_model(model), 2, chat.encode, None, frozenset(), recipe, prompts)
     assert [len(c.tokens) for c in writer] == [40, 40]
+    model, given = make_model(copy.deepcopy(chat.model)), (chat.template, chat.template.stops)
     with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
-        Writer(
-            make_model(copy.deepcopy(chat.model)),
-            2,
-            chat.encode,
-            chat.template,
-            chat.template.stops,
-            Recipe(8),
-        )
+        Writer(model, 2, chat.encode, *given, Recipe(8))
 
 
 # --- how text begins, by language ---

@@ -21,13 +21,6 @@ def trees(draw, token=5):
     return tree
 
 
-def chain(*tokens):
-    tree = TokenTree(tokens[0])
-    for node, token in enumerate(tokens[1:]):
-        tree.add(node, token, "test")
-    return tree
-
-
 def ancestors(tree, node):
     """`node` and what is above it, upwards."""
     return [node] if tree.parent[node] < 0 else [node, *ancestors(tree, tree.parent[node])]
@@ -35,53 +28,19 @@ def ancestors(tree, node):
 
 @examples(100, derandomize=True)
 @given(trees())
-def test_visible_marks_ancestors_and_self(tree):
-    expected = torch.tensor(
-        [
-            [column in ancestors(tree, row) for column in range(len(tree))]
-            for row in range(len(tree))
-        ]
-    )
-    assert torch.equal(tree.visible(), expected)
-
-
-def test_visible_of_a_chain_is_causal():
-    tree = TokenTree(0)
-    for node in range(6):
-        tree.add(node, node, "test")
-    visible = tree.visible()
-    assert visible.dtype is torch.bool and torch.equal(visible, torch.ones(7, 7).tril().bool())
-
-
-@examples(100, derandomize=True)
-@given(trees())
-def test_path_and_depth(tree):
-    for node in range(len(tree)):
-        path = tree.path(node)
-        assert path == ancestors(tree, node)[::-1]
-        assert path[0] == 0
-        assert tree.depth[node] == len(path) - 1
-        assert tree.tokens(node) == [tree.token[above] for above in path[1:]]
-
-
-@examples(100, derandomize=True)
-@given(trees())
-def test_children_are_unique_found_and_in_order_of_proposal(tree):
-    for node in range(len(tree)):
+def test_a_tree_is_what_was_added(tree):
+    above, before = [ancestors(tree, n) for n in range(len(tree))], (tree.token[:], tree.parent[:])
+    visible = [[column in line for column in range(len(tree))] for line in above]
+    assert torch.equal(tree.visible(), torch.tensor(visible))
+    for node, line in enumerate(above):
+        assert tree.path(node) == line[::-1] and tree.depth[node] == len(line) - 1
+        assert tree.tokens(node) == [tree.token[one] for one in line[-2::-1]]
         below = [child for child in range(len(tree)) if tree.parent[child] == node]
-        assert list(tree.children[node].values()) == below
-        assert len({tree.token[child] for child in below}) == len(below)
-        assert [tree.child(node, tree.token[child]) for child in below] == below
-        assert tree.child(node, 99) is None
-
-
-@examples(100, derandomize=True)
-@given(trees())
-def test_duplicate_siblings_are_refused_and_change_nothing(tree):
-    before = (list(tree.token), list(tree.parent))
-    for node in range(1, len(tree)):
-        with pytest.raises(ValueError, match="already has a child"):
-            tree.add(tree.parent[node], tree.token[node], "other")
+        assert list(tree.children[node].values()) == below and tree.child(node, 99) is None
+        for child in below:
+            assert tree.child(node, tree.token[child]) == child
+            with pytest.raises(ValueError, match="already has a child"):
+                tree.add(node, tree.token[child], "other")
     assert (tree.token, tree.parent) == before
 
 

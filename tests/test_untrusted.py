@@ -6,25 +6,16 @@ import math
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import fake_llm
 from checkpoints import DRAFT, LLAMA, eagle3, read, write
 from quickbeam.cli import common
-from quickbeam.cli.app import app
 from quickbeam.cli.common import harmless, strict_json
 from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.engine.result import Logprob
 from quickbeam.errors import InvalidInput
 
 EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
-
-
-@pytest.fixture
-def run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
-    fake_llm.CALLS.clear()
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 OUTSIDE = ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", "..\\elsewhere"]
@@ -48,19 +39,11 @@ def test_json_is_strict():
     assert json.loads(strict_json(record)) == {"a": [None, [None, 1.5]], "b": {"3": None}, **plain}
 
 
-def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch):
-    monkeypatch.setattr(
-        fake_llm,
-        "Logprob",
-        lambda token, logprob, top: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5}),
-    )
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    record = json.loads(
-        run("generate", "hi", "--json", "--logprobs", "1").stdout, parse_constant=refuse
-    )
+def test_log_probabilities_of_banned_tokens_are_null(faked, monkeypatch):
+    banned = lambda token, *_: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5})  # noqa: E731
+    monkeypatch.setattr(fake_llm, "Logprob", banned)
+    shown = faked("generate", "hi", "--json", "--logprobs", "1").stdout
+    record = json.loads(shown, parse_constant=pytest.fail)
     assert record["logprobs"][0]["logprob"] is None
     assert record["logprobs"][0]["top"] == {"5": None, "6": -0.5}
 
@@ -79,13 +62,13 @@ def test_a_terminal_is_shown_what_a_pipe_is_given(monkeypatch, terminal, expecte
     assert out.getvalue() == expected
 
 
-def test_a_trace_does_not_command_the_terminal(run, tmp_path):
+def test_a_trace_does_not_command_the_terminal(faked, tmp_path):
     path = tmp_path / "trace.json"
-    assert run("generate", "hi", "--trace", path).exit_code == 0
+    assert faked("generate", "hi", "--trace", path).exit_code == 0
     trace = json.loads(path.read_text())
     trace["answer"]["model"] = "m\x1b[2Jm"
     trace["steps"][0]["nodes"][1]["source"] = "s\x9b2Js"
     path.write_text(json.dumps(trace))
-    shown = run("inspect", path).stdout
+    shown = faked("inspect", path).stdout
     assert "m\\x1b[2Jm" in shown and "s\\x9b2Js" in shown
     assert not set(shown) & {"\x1b", "\x9b"}

@@ -1,7 +1,7 @@
 """Run: pytest tests/test_verify.py"""
 
 import random
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -35,6 +35,19 @@ def tokens(tree, verdict):
     return [*path_tokens(tree, verdict.path[-1]), verdict.token]
 
 
+def siblings(*children):
+    """Tokens below a root, each with the distribution that it was drawn from; None: certain."""
+    tree = TokenTree(0)
+    for token, probs in children:
+        tree.add(0, token, "toy", probs=None if probs is None else torch.as_tensor(probs))
+    return tree
+
+
+def verified(tree, p, seed=0):
+    """The verdict where the target's distribution is `p` everywhere."""
+    return verify_residual(tree, lambda node: torch.as_tensor(p), generator(seed))
+
+
 # --- sampling: the distribution of the output -----------------------------------------------------
 
 
@@ -43,14 +56,6 @@ def test_sampled_output_has_the_targets_probs(seed):
     model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
     counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / SEEDS
-
-
-def test_reference_has_the_targets_probs():
-    model = ToyModel(seed=0)
-    counts = sample_sequences(
-        model, partial(random_tree, model), reference_verify, count=10_000, seed=2
-    )
-    assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -73,27 +78,18 @@ def test_dropping_a_drawn_token_for_its_own_value_is_found_out():
 
 def test_distributions_that_depend_on_the_path_are_kept():
     model = ToyModel(vocab=5, seed=3, zeros=0.0)
-    params = SamplingParams(
-        temperature=0.8,
-        top_k=4,
-        repetition_penalty=1.5,
-        frequency_penalty=0.7,
-        presence_penalty=0.4,
-    )
+    penalties = dict(repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4)
+    params = SamplingParams(temperature=0.8, top_k=4, **penalties)
 
-    def probs(context):
+    @cache
+    def cached(*context):
         return Sampler(params, [0], model.vocab).probs(model.target(context).log(), context[1:])
 
-    cached = {}
+    def probs(context):
+        return cached(*context)
 
-    def cached_probs(context):
-        if tuple(context) not in cached:
-            cached[tuple(context)] = probs(context)
-        return cached[tuple(context)]
-
-    counts = sample_sequences(
-        model, partial(random_tree, model), count=3000, seed=5, probs=cached_probs
-    )
+    grow = partial(random_tree, model)
+    counts = sample_sequences(model, grow, count=3000, seed=5, probs=probs)
     assert chi_square(counts, exact_probs(probs, model.vocab)) > 1e-3
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6  # the penalties matter
 
@@ -132,98 +128,64 @@ def test_only_accepted_nodes_are_asked():
 
 
 def test_a_drafter_with_the_targets_probs_is_always_accepted():
-    p = torch.tensor([0.2, 0.5, 0.3])
+    p = [0.2, 0.5, 0.3]
     for seed in range(100):
-        tree = TokenTree(0)
-        tree.add(0, seed % 3, "drawn", probs=p.clone())
-        assert verify_residual(tree, lambda node: p, generator(seed)).path == [0, 1]
+        assert verified(siblings((seed % 3, p)), p, seed).path == [0, 1]
 
 
 def test_impossible_tokens_are_never_accepted():
-    p = torch.tensor([0.0, 0.0, 1.0, 0.0])
-    tree = TokenTree(0)
-    tree.add(0, 0, "drawn", probs=torch.tensor([0.7, 0.1, 0.0, 0.2]))
-    tree.add(0, 1, "certain")
-    tree.add(0, 3, "drawn", probs=torch.tensor([0.7, 0.1, 0.0, 0.2]))
+    q = [0.7, 0.1, 0.0, 0.2]
+    tree = siblings((0, q), (1, None), (3, q))
     for seed in range(50):
-        assert verify_residual(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
+        assert verified(tree, [0.0, 0.0, 1.0, 0.0], seed) == Verdict([0], 2)
 
 
-def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(monkeypatch):
-    p = torch.tensor([0.0, 1.0])
+@pytest.mark.parametrize("probs", [None, [0.5, 0.5]])
+def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(probs, monkeypatch):
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 0.0)
-    for probs in (None, torch.tensor([0.5, 0.5])):
-        tree = TokenTree(0)
-        tree.add(0, 0, "impossible", probs=probs)
-        assert verify_residual(tree, lambda node: p, generator()) == Verdict([0], 1)
+    assert verified(siblings((0, probs)), [0.0, 1.0]) == Verdict([0], 1)
 
 
-def test_a_token_its_own_probs_rules_out_counts_as_certain():
-    p = torch.tensor([0.5, 0.3, 0.2])
-    certain = TokenTree(0)
-    certain.add(0, 1, "certain")
-    certain.add(0, 2, "drawn", probs=p)
-    for probs in (torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3), torch.full((3,), float("nan"))):
-        drawn = TokenTree(0)
-        drawn.add(0, 1, "drawn", probs=probs)
-        drawn.add(0, 2, "drawn", probs=p)
-        for seed in range(50):
-            assert verify_residual(drawn, lambda node: p, generator(seed)) == verify_residual(
-                certain, lambda node: p, generator(seed)
-            )
+@pytest.mark.parametrize("probs", [[1.0, 0.0, 0.0], [0.0] * 3, [float("nan")] * 3])
+def test_a_token_its_own_probs_rules_out_counts_as_certain(probs):
+    p = [0.5, 0.3, 0.2]
+    certain, drawn = (siblings((1, one), (2, p)) for one in (None, probs))
+    for seed in range(50):
+        assert verified(drawn, p, seed) == verified(certain, p, seed)
 
 
 def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch):
-    p = torch.tensor([0.25, 0.75])
-    tree = TokenTree(0)
-    tree.add(0, 1, "drawn", probs=p.clone())
-    tree.add(0, 0, "drawn", probs=p.clone())
+    p = [0.25, 0.75]
     # beyond [0, 1): rejects although R = Q
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)
-    emitted = {verify_residual(tree, lambda node: p, generator(seed)).token for seed in range(40)}
-    assert emitted == {0, 1}
+    tree = siblings((1, p), (0, p))
+    assert {verified(tree, p, seed).token for seed in range(40)} == {0, 1}
 
 
 @pytest.mark.parametrize(
     ("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))]
 )
 def test_tiny_residuals_keep_their_proportions(chance, verdict, monkeypatch):
-    p = torch.tensor([1.0, 1e-9, 3e-9])  # once token 0 is rejected, token 1 has a quarter
-    tree = TokenTree(0)
-    tree.add(0, 0, "certain")
-    tree.add(0, 1, "certain")
-    tree.add(0, 2, "drawn", probs=torch.tensor([0.0, 0.0, 1.0]))
+    # once token 0 is rejected, token 1 has a quarter
+    p, last = torch.tensor([1.0, 1e-9, 3e-9]), torch.tensor([0.0, 0.0, 1.0])
     chances = iter([1 - 1e-10, chance, 0.5])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
-    assert (
-        verify_residual(
-            tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()
-        )
-        == verdict
-    )
+    tree = siblings((0, None), (1, None), (2, last))
+    assert verify_residual(tree, lambda node: last if node else p, generator()) == verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_draft_distributions_of_any_precision(dtype):
     # exact in every precision
-    p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])
-    same, other = TokenTree(0), TokenTree(0)
-    for tree, probs in ((same, q), (other, q.to(dtype))):
-        tree.add(0, 0, "drawn", probs=probs)
-        tree.add(0, 1, "drawn", probs=probs)
+    p, q = [0.25, 0.25, 0.5], torch.tensor([0.5, 0.25, 0.25])
+    same, other = (siblings((0, one), (1, one)) for one in (q, q.to(dtype)))
     for seed in range(50):
-        assert verify_residual(same, lambda node: p, generator(seed)) == verify_residual(
-            other, lambda node: p, generator(seed)
-        )
+        assert verified(same, p, seed) == verified(other, p, seed)
 
 
 def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token():
-    p = torch.tensor([0.0, 0.0, 0.5, 0.5])
-    tree = TokenTree(0)
-    tree.add(0, 0, "certain")
-    tree.add(0, 1, "drawn", probs=torch.tensor([0.5, 0.5, 0.0, 0.0]))
-    used, plain = generator(7), generator(7)
-    verify_residual(tree, lambda node: p, used)
+    p, used, plain = torch.tensor([0.0, 0.0, 0.5, 0.5]), generator(7), generator(7)
+    verify_residual(siblings((0, None), (1, [0.5, 0.5, 0.0, 0.0])), lambda node: p, used)
     torch.rand(3, dtype=torch.float64, generator=plain)
     assert torch.rand((), generator=used) == torch.rand((), generator=plain)
 
@@ -270,7 +232,4 @@ def test_greedy_follows_plain_decoding(seed, vocab, hit):
         plain.append(best(plain))
     assert tokens(tree, verdict) == plain[1:]  # nothing but what plain decoding says
     assert tree.child(verdict.path[-1], verdict.token) is None  # and all of it that the tree holds
-    assert all(
-        tree.parent[child] == node
-        for node, child in zip(verdict.path, verdict.path[1:], strict=False)
-    )
+    assert verdict.path == tree.path(verdict.path[-1])

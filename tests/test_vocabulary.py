@@ -1,10 +1,10 @@
 """A feature drafter that scores a part of the vocabulary: its distributions are the whole ones
-renormalised,
-and answers stay the model's."""
+renormalised, and answers stay the model's."""
+
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 from answers import answer, request
@@ -18,7 +18,7 @@ from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
-from quickbeam.drafters.vocabulary import is_listed, make_shortlist, rows_of
+from quickbeam.drafters.vocabulary import is_listed, make_shortlist
 from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
@@ -34,12 +34,9 @@ SHORT = tuple(word for word in VOCABS if word != "full")
 def artefact(vocab, size, frequent=6, cluster=5, router=True):
     """A random one for a drafter whose states are `size` wide."""
     torch.manual_seed(2)
-    layout = Layout(torch.randperm(vocab), frequent, cluster, vocab)
-    return Artefact(
-        layout,
-        torch.randperm(vocab),
-        Router(RouterConfig(size, size, 8, layout.clusters)) if router else None,
-    )
+    layout, ranking = Layout(torch.randperm(vocab), frequent, cluster, vocab), torch.randperm(vocab)
+    config = RouterConfig(size, size, 8, layout.clusters)
+    return Artefact(layout, ranking, Router(config) if router else None)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +68,12 @@ def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
         assert whole.tokens is None
         assert part.tokens is not None
         assert len(part.tokens.unique()) <= len(part.tokens)
-        scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(
-            0, part.tokens[(part.values > 0).any(0)], True
-        )
+        scored = torch.zeros(VOCAB, dtype=torch.bool)
+        scored[part.tokens[(part.values > 0).any(0)]] = True
         assert 3 <= int(scored.sum()) < VOCAB
         probs = whole.dense() * scored
-        torch.testing.assert_close(
-            part.dense(), probs / probs.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3
-        )
+        right = probs / probs.sum(-1, keepdim=True)
+        torch.testing.assert_close(part.dense(), right, atol=1e-5, rtol=1e-3)
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
 
 
@@ -93,11 +88,8 @@ def test_what_was_scored_is_counted(pairs):
 
 
 def test_the_context_may_stand_beside_every_vocabulary(pairs):
-    assert {plain_vocab(word + "+context") for word in SHORT if "+" not in word} == {
-        "frequency+context",
-        "context",
-        "router",
-    }
+    with_context = {plain_vocab(word + "+context") for word in SHORT if "+" not in word}
+    assert with_context == {"frequency+context", "context", "router"}
     assert plain_vocab("full+context") == "full" and plain_vocab("half+context") == "half+context"
     pair, prompt = pairs["attention"], [3, 9, 4]
     shortlist = make_shortlist(pair.drafter, pair.target, "frequency+context", 12)
@@ -106,13 +98,6 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs):
     ranked = shortlist.layout.order.tolist()
     scores = state.score(shortlist.weight[:1], shortlist.none)
     assert {*scores.tokens[scores.logits[0] > -torch.inf].tolist()} == {*ranked, *prompt}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_head_are_its_weights(pairs, dtype):
-    linear = nn.Linear(32, VOCAB, bias=False, dtype=dtype)
-    target = pairs["attention"].target
-    assert torch.equal(rows_of(linear, target), linear.weight)
 
 
 def test_what_cannot_be_is_refused(pairs, tmp_path):
@@ -170,11 +155,8 @@ def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
     with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
         LLM(method="dyspec", vocab="half")
-    for options in (
-        ["--vocab", "half"],
-        ["--shortlist", "99"],
-        ["--vocab", "full", "--shortlist", "99"],
-    ):
+    size = ["--shortlist", "99"]
+    for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
         result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
         assert result.exit_code == 2 and options[-1] in result.output
 
@@ -195,11 +177,8 @@ def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
     for temperature in (0.6, 1.0):
         given = dict(max_tokens=12, temperature=temperature, ignore_eos=True)
         asked = [SamplingParams(**given, seed=seed) for seed in range(8)]
-        method = DRAFTED[name](pair.drafter)
-        ones = [
-            engine.add(request(pair.target, method, one, [3, 9, 4], budget=5, shortlist=use))
-            for one in asked
-        ]
+        add = partial(request, pair.target, DRAFTED[name](pair.drafter), budget=5, shortlist=use)
+        ones = [engine.add(add(params=one, prompt=[3, 9, 4])) for one in asked]
         while engine.busy:
             engine.step()
         for params, one in zip(asked, ones, strict=True):

@@ -29,10 +29,8 @@ REPORT = (
 
 
 def make_wheel(folder, **environment):
-    done = captured(
-        [*PIP, "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)],
-        env={**os.environ, **environment},
-    )
+    command = [*PIP, "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)]
+    done = captured(command, env={**os.environ, **environment})
     if any(words in done.stderr for words in OFFLINE):
         pytest.skip("no package index to get the build backend from")
     assert done.returncode == 0, done.stderr
@@ -45,19 +43,8 @@ def install(wheel, folder):
     the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run(
-        [
-            *PIP,
-            "--python",
-            str(python),
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            str(wheel),
-        ],
-        check=True,
-    )
+    given = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*PIP, "--python", str(python), *given], check=True)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
     return python
@@ -69,26 +56,18 @@ def install(wheel, folder):
 def test_a_wheel_brings_kernels_for_machines_without_a_compiler(tmp_path):
     wheel = make_wheel(tmp_path)
     assert wheel.name.endswith(f"-py3-none-{sys.platform}_{os.uname().machine}.whl")
-    names = {
-        name.removeprefix("quickbeam/models/native/") for name in zipfile.ZipFile(wheel).namelist()
-    }
-    assert {f"lib/{build.file_name(name)}" for name in build.platform_sets()} <= names
-    assert {path.name for path in build.sources()} <= names
+    names, inside = zipfile.ZipFile(wheel).namelist(), "quickbeam/models/native/"
+    made = [f"lib/{build.file_name(name)}" for name in build.platform_sets()]
+    assert {inside + one for one in (*made, *(path.name for path in build.sources()))} <= {*names}
 
     python = install(wheel, tmp_path / "fresh")
-    environment = {
-        **os.environ,
-        "CXX": "/nonexistent",
-        "QUICKBEAM_CACHE": str(tmp_path / "cache"),
-        "QUICKBEAM_KERNELS": "native",
-    }
-    done = captured([str(python), "-c", REPORT], env=environment)
+    asked = {"CXX": "/nonexistent", "QUICKBEAM_KERNELS": "native"}
+    asked["QUICKBEAM_CACHE"] = str(tmp_path / "cache")
+    done = captured([str(python), "-c", REPORT], env={**os.environ, **asked})
     assert done.returncode == 0, done.stderr
     module, library, name = done.stdout.split()
-    assert (
-        Path(module).is_relative_to(tmp_path / "fresh")
-        and Path(library).parent == Path(module).parent / "lib"
-    )
+    assert Path(module).is_relative_to(tmp_path / "fresh")
+    assert Path(library).parent == Path(module).parent / "lib"
     assert name in build.machine_sets() and not (tmp_path / "cache").exists()
 
 
@@ -110,26 +89,20 @@ def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
     wheel = make_wheel(tmp_path, CXX="/nonexistent")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "quickbeam/models/native/program.cpp" in names and not [
-        name for name in names if name.endswith(".so")
-    ]
+    assert "quickbeam/models/native/program.cpp" in names
+    assert not any(name.endswith(".so") for name in names)
 
 
 @pytest.mark.long
 def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
     wheel, python = make_wheel(tmp_path), tmp_path / "fresh" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
-    done = captured(
-        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)]
-    )
+    done = captured([str(python), *PIP[1:], "install", "--quiet", str(wheel)])
     if any(words in done.stderr for words in OFFLINE):
         pytest.skip("no package index to install from")
     assert done.returncode == 0, done.stderr
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
-    }
+    others = ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
+    environment = {name: value for name, value in os.environ.items() if name not in others}
 
     def run(*arguments):
         command = [str(python.with_name("quickbeam")), *arguments]
@@ -145,7 +118,6 @@ def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
         assert checks["kernels"]["text"].startswith("native")
     shown = run("demo", "--max-tokens", "24", "--svg", "demo.svg")
     assert shown.count("the same tokens") == 2 and (tmp_path / "demo.svg").is_file()
-    where = captured(
-        [str(python), "-c", "import quickbeam; print(quickbeam.__file__)"], cwd=tmp_path
-    )
+    told = "import quickbeam; print(quickbeam.__file__)"
+    where = captured([str(python), "-c", told], cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(tmp_path / "fresh")
