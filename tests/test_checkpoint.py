@@ -197,7 +197,6 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),
         ({"model_type": "rwkv"}, "no family"),
         ({"num_hidden_layers": 2}, r"layers\.2"),
-        ({"odd_scaling": 2.0}, "odd_scaling"),
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
