@@ -92,17 +92,16 @@ def stand_in(method: str, drafter: bool) -> str:
 
 
 def make_method(name: str, drafter: Drafter | None = None) -> Method:
-    """Return a new method of this name over new sources; `drafter` is the source "drafter".
+    """Return a new method of this name over new sources.
 
-    Raises `InvalidInput` for an unknown name, and if a drafter is needed and not given.
+    `drafter`: the source "drafter", which `stand_in` sees to where it is needed. Raises
+    `InvalidInput` for an unknown name.
     """
     from quickbeam.drafters.last_logits import LastLogits
     from quickbeam.drafters.ngram import Answers, Ngram
     from quickbeam.drafters.recycling import TokenRecycling
 
     chosen = preset(name)
-    if DRAFTER in chosen.sources and drafter is None:
-        raise InvalidInput(f"method {name!r} drafts with a model: name one with --drafter")
     sources = {
         DRAFTER: drafter,
         NGRAM: Ngram(),
