@@ -13,7 +13,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3Model
 from answers import answer
 from cases import spread
 from drafters import DRAFTED
-from features import Pair, Text, attended, causal, grown, held, normed, rotated, rounds
+from features import Pair, Text, attended, causal, grown, held, normed, rotated, rounds, words
 from kernels import best_set, load
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -65,11 +65,8 @@ class Toy(Pair):
         def norm(name, x):
             return normed(weight[f"{name}.weight"], x, c.eps)
 
-        states = self.model(
-            torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False
-        ).hidden_states
         anchor, size = len(ids) - 1, c.block_size
-        taps = torch.cat([states[tap][0] for tap in c.taps], -1)
+        taps = torch.cat(self.taps(ids[:-1], c.taps), -1)
         context = norm("hidden_norm", taps @ weight["fc.weight"].T)
         x = self.model.get_input_embeddings()(torch.tensor([ids[-1], *[MASK] * (size - 1)]))
         rows = torch.arange(anchor + size)
@@ -105,10 +102,6 @@ def among(probs, kept):
     """The distributions of the tokens that are kept, which sum to 1 or are 0."""
     probs = probs * kept
     return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
-
-
-def words(rng, count):
-    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Drafters that draft for several sequences at once: each gets the distributions that it gets
-alone,
-whatever it takes over or leaves out."""
+alone, whatever it takes over or leaves out."""
 
 import random
 from functools import partial
@@ -10,8 +9,8 @@ import torch
 
 from answers import answer, request
 from drafters import DRAFTED
-from features import Pair, Text, context_of, grown, rounds
-from kernels import SETS, load
+from features import Pair, Text, context_of, grown, rounds, words
+from kernels import SETS
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
@@ -26,7 +25,7 @@ WAYS = [*SETS[:1], "eager"]
 
 
 @pytest.fixture
-def take(monkeypatch):
+def take(monkeypatch, native):
     """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to
     test them in."""
 
@@ -34,9 +33,7 @@ def take(monkeypatch):
         if way == "eager":
             monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
             return torch.float32
-        load(way)
-        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-        monkeypatch.setenv("QUICKBEAM_ISA", way)
+        native(way)
         return torch.bfloat16
 
     return choose
@@ -48,10 +45,6 @@ def same(way, a, b):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     else:
         assert torch.equal(a, b)
-
-
-def words(rng, count):
-    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 def shortlists(pair, window=40):
@@ -72,18 +65,11 @@ def run_staggered(drafter, wishes, together):
     calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]
     found: list[list[torch.Tensor]] = [[] for _ in wishes]
     for turn in range(max(map(len, calls))):
-        asked = [
-            (i, DraftRequest(*wishes[i], nodes))
-            for i, mine in enumerate(calls)
-            if turn < len(mine) and (nodes := mine[turn])
-        ]
-        requests = [request for _, request in asked]
-        distributions = (
-            drafter.answer(requests)
-            if together
-            else [probs for request in requests for probs in drafter.answer([request])]
-        )
-        for (i, _), probs in zip(asked, distributions, strict=True):
+        asked = [i for i, mine in enumerate(calls) if turn < len(mine) and mine[turn]]
+        requests = [DraftRequest(*wishes[i], calls[i][turn]) for i in asked]
+        rounds_of = [requests] if together else [[one] for one in requests]
+        distributions = [probs for some in rounds_of for probs in drafter.answer(some)]
+        for i, probs in zip(asked, distributions, strict=True):
             found[i].append(probs.dense())
     return found
 
@@ -97,36 +83,23 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
     # prompts are read over several passes, some of them side by side
     monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", 50)
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
-    kinds = [
-        (3, None, 1.0),
-        (70, None, 0.5),
-        (20, routed, 1.0),
-        (9, routed, 0.0),
-        (30, frequent, 1.0),
-        (130, routed, 2.0),
-        (1, None, 0.0),
-    ]
+    kinds = [(3, 1.0, None), (70, 0.5, None), (20, 1.0, routed), (9, 0.0, routed)]
+    kinds += [(30, 1.0, frequent), (130, 2.0, routed), (1, 0.0, None)]
     said = []
     for together in (True, False):
         rng, texts = random.Random(4), list[Text]()
-        for length, shortlist, temperature in kinds:
-            texts.append(
-                pair.begin(words(rng, length), rng.randrange(VOCAB), temperature, shortlist)
-            )
+        for length, *options in kinds:
+            texts.append(pair.begin(words(rng, length), rng.randrange(VOCAB), *options))
         said.append([])
         for _ in range(2):
             trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
-            said[-1] += run_staggered(
-                pair.drafter,
-                [(text.context, tree) for text, tree in zip(texts, trees, strict=True)],
-                together,
-            )
+            contexts = [text.context for text in texts]
+            wishes = list(zip(contexts, trees, strict=True))
+            said[-1] += run_staggered(pair.drafter, wishes, together)
             for text, tree in zip(texts, trees, strict=True):
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         used = [text.state.used for text in texts]
-        said[-1].append(
-            [torch.tensor([[one.calls, one.tokens]]) for one in used if one is not None]
-        )
+        said[-1].append([torch.tensor([[one.calls, one.tokens]]) for one in used if one])
         for text in texts:
             text.release()
     for ours, alone in zip(*said, strict=True):
@@ -276,12 +249,8 @@ def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way, 
                 drafter.answer([DraftRequest(context, TokenTree(context.ids[-1]), [0])])
             context.extend(words(rng, 1))
         tree = grown(rng, context.ids[-1], 9)
-        said.append(
-            [
-                drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
-                for nodes in rounds(tree)
-            ]
-        )
+        asked_for = (DraftRequest(context, tree, nodes) for nodes in rounds(tree))
+        said.append([drafter.answer([one])[0].dense() for one in asked_for])
     for first, second in ((0, 1), (2, 3)):
         for a, b in zip(said[first], said[second], strict=True):
             same(way, a, b)
