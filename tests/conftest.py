@@ -82,6 +82,14 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def plain_environment(monkeypatch, tmp_path):
+    """Nothing asked for, an empty cache."""
+    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def threads():
     """One thread, unless a test sets another number: work this small is slower on several, far
     slower on a busy machine."""

@@ -6,7 +6,7 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from answers import request
+from answers import request, run_all
 from models import tiny
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.cli.app import app
@@ -98,8 +98,7 @@ def test_answers_stay_the_same_and_take_fewer_steps(temperature):
             asked = request(model, policy, params, prompt, budget=16)
             asked.tenant = who
             one = engine.add(asked)
-            while engine.busy:
-                engine.step()
+            run_all(engine)
             assert one.error is None
             answers.append(one.output.token_ids)
             steps.append(one.statistics.steps)

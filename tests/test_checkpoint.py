@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from typer.testing import CliRunner
 
 from answers import answer
 from checkpoints import configure, rewrite
+from quickbeam import LLM
+from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.angles import Angles, frequencies, hold
@@ -392,3 +396,30 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
     weights = Path(toy_folder) / "model.safetensors"
     (toy / "model.safetensors").write_bytes(weights.read_bytes())
     subprocess.run([sys.executable, "-c", ALONE, str(toy)], check=True)
+
+
+# --- fields that can't be ---
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("gemma3", {"num_hidden_layers": "3"}, "can't be read"),
+        ("gemma3", {"num_key_value_heads": 3}, "4 heads of queries, 3 of keys"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "can't be read"),
+        ("gemma3", {"hidden_size": [32]}, "can't be read"),
+        ("glm4_moe", {"n_group": 3}, "3 of 8 experts chosen in 2 of 3 groups"),
+        ("gpt2", {"n_positions": 1024}, "wpe.weight has shape"),
+        ("bamba", {"mamba_d_conv": 3}, "conv1d.weight.* has shape"),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "has shape"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(name, changes, told, tmp_path):
+    made(name).save_pretrained(tmp_path)
+    configure(tmp_path, **changes)
+    with pytest.raises(InvalidInput, match=told):
+        LLM(str(tmp_path))
+    shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
+    assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))

@@ -15,27 +15,13 @@ from quickbeam.models.native import build, choice, library
 from quickbeam.models.native.choice import KernelRequest
 from scripts import captured
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch, tmp_path):
-    """No wishes, and a cache with nothing in it."""
-    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
 def machine(monkeypatch, *sets):
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
     monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
-
-
-def compiled(name):
-    path = build.cached(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return path
 
 
 def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(
@@ -91,11 +77,8 @@ def test_version_answers_without_what_the_commands_import():
     )
     done = captured([sys.executable, "-c", code])
     first, second = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, first) == (
-        0,
-        "",
-        __version__,
-    ) and second == f"kernels: {choice.describe_kernels()}"
+    assert (done.returncode, done.stderr, first) == (0, "", __version__)
+    assert second == f"kernels: {choice.describe_kernels()}"
 
 
 def test_other_formats_and_devices_use_pytorchs_kernels():

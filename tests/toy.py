@@ -1,6 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact
-distribution.
+the exact distribution.
 
 Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...),
 exact_probs(model))` must not be tiny.
@@ -183,11 +182,9 @@ def reference_verify(tree, probs, generator, mistake=""):
                 proposal = normalised(
                     [0.0 if t in tried else weight for t, weight in enumerate(proposal)]
                 )
-            chance = (
-                proposal[token]
-                if mistake == "accept with Q"
-                else min(1.0, residual[token] / proposal[token])
-            )
+            chance = min(1.0, residual[token] / proposal[token])
+            if mistake == "accept with Q":
+                chance = proposal[token]
             if uniform(generator) < chance:
                 path.append(child)
                 break
