@@ -29,10 +29,10 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native
 }
 
 
-def head_of(config, model, seed=0):
+def head_of(config, model):
     """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay
     the model's."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     network = EagleHead(config, *modules).requires_grad_(False)
     # without norms outputs grow, and rounding with them
@@ -202,9 +202,9 @@ class Text:
             chunk += 1
         return chunk
 
-    def follow(self, ids, chunks, tokens, shortlist=None):
+    def follow(self, ids, chunks, tokens):
         """Another text, `ids`, that takes its first chunks over from this one."""
-        other, kept = Text(self.pair, ids, self.context.temperature, shortlist), chunks * tokens
+        other, kept = Text(self.pair, ids, self.context.temperature, None), chunks * tokens
         if chunks:
             both = self.target.store, self.state
             shared = [[of.share(chunk, tokens) for chunk in range(chunks)] for of in both]
