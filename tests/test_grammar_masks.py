@@ -6,15 +6,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import regex
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from cases import few
 from drafters import DRAFTED, KnownDrafter, grown
-from grammars import LETTERS, allowed, compiler, masks
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.commit import accept
+from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods.auto import Auto
@@ -28,10 +31,46 @@ from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
+LETTERS = "abcdefghijkl"
 V = 6  # five letters and the end
 # what may come depends on what came; after a fork a letter is forced
 FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"
 WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
+
+
+def letters(count):
+    """Token i is the i-th letter; `<end>` comes after them."""
+    vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+@cache
+def compiler(count, vocab):
+    """For logits of width `vocab`; token `count` is the end."""
+    return Compiler(letters(count), vocab, [count])
+
+
+def masks(pattern, count, text=(), vocab=None):
+    """Of an answer that has said `text`."""
+    found = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
+    found.extend(text)
+    return found
+
+
+@cache
+def allowed(pattern, text, count):
+    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the
+    end."""
+    language = regex.compile(pattern)
+    found = {
+        i
+        for i, letter in enumerate(LETTERS[:count])
+        if language.fullmatch(text + letter, partial=True)
+    }
+    return frozenset(found | ({count} if language.fullmatch(text) else set()))
 
 
 def ids(text):
