@@ -27,11 +27,8 @@ ids = st.lists(st.integers(0, 3), max_size=8)
 def banned_after(output, min_tokens, ends, bad):
     """The plain reading: `output` is all tokens from the answer's first one on."""
     early = set(ends) if len(output) < min_tokens else set()
-    return early | {
-        token
-        for token in range(V)
-        if any([*output, token][-len(word) :] == list(word) for word in bad)
-    }
+    longer = ([*output, token] for token in range(V))
+    return early | {one[-1] for one in longer if any(one[-len(w) :] == list(w) for w in bad)}
 
 
 def sampler_of(params, ends, bad):
@@ -66,9 +63,8 @@ def test_a_node_bans_what_the_whole_output_bans(bad, ends, min_tokens, steps, pa
     before, expected = logits.clone(), free.process(logits, path).clone()
     got = sampler.process(logits, path)
     assert torch.equal(logits, before)  # the caller's logits stay
-    for token in banned_after(
-        [*(token for step in steps for token in step), *path], min_tokens, ends, bad
-    ):
+    said = [token for step in (*steps, path) for token in step]
+    for token in banned_after(said, min_tokens, ends, bad):
         expected[token] = -math.inf
     assert torch.equal(got, expected)
 

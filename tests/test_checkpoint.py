@@ -157,11 +157,8 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
-PUBLISHED_FILE = Path(__file__).with_name("published_configs.jsonl")
-PUBLISHED = {
-    line["name"]: line["config"]
-    for line in map(json.loads, PUBLISHED_FILE.read_text().splitlines())
-}
+LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+PUBLISHED = {line["name"]: line["config"] for line in map(json.loads, LINES)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -224,23 +221,16 @@ ROPES: list[dict[str, Any]] = [
 def test_angles_are_those_of_transformers(rope):
     more = {"rope_theta": 50000.0, "original_max_position_embeddings": 1024}
     more |= {"factor": None, "long_factor": [2.0] * 16}
-    config = LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=4,
-        max_position_embeddings=8192,
-        rope_parameters=more | rope,
-    )
+    sizes = dict(hidden_size=128, num_attention_heads=4, max_position_embeddings=8192)
+    config = LlamaConfig(**sizes, rope_parameters=more | rope)
     theirs = LlamaRotaryEmbedding(config)
     hold(config)
     speeds, factor = frequencies(config.rope_parameters, 32)
     assert torch.equal(speeds, theirs.inv_freq) and factor == theirs.attention_scaling
     positions = torch.arange(300)
-    for ours, right in zip(
-        Angles(config.rope_parameters, 32).at(positions),
-        theirs(torch.empty(1), positions[None]),
-        strict=True,
-    ):
-        assert torch.equal(ours, right[0, :, :16])
+    ours, right = Angles(config.rope_parameters, 32), theirs(torch.empty(1), positions[None])
+    for one, other in zip(ours.at(positions), right, strict=True):
+        assert torch.equal(one, other[0, :, :16])
 
 
 def test_angles_that_lack_a_parameter_say_so():
@@ -371,10 +361,8 @@ def test_other_tokenizers_are_read_by_transformers(toy):
         except (ValueError, OSError, TypeError):
             continue
         assert not isinstance(found, Tokenizer)
-    added = {
-        "300": {"content": "<new>", "special": False},
-        "301": {"content": "<other>", "lstrip": True},
-    }
+    added = {"300": {"content": "<new>", "special": False}}
+    added |= {"301": {"content": "<other>", "lstrip": True}}
     for change in ({"added_tokens_decoder": added}, {"extra_special_tokens": ["<more>"]}):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         same_tokenizers(toy)

@@ -1,7 +1,6 @@
 """Which kernels a process uses, where they are kept, and what is said of them."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -71,11 +70,8 @@ def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
 
 
 def test_version_answers_without_what_the_commands_import():
-    code = (
-        "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; "
-        "main(); sys.exit('torch' in sys.modules)"
-    )
-    done = captured([sys.executable, "-c", code])
+    code = "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']\n"
+    done = captured([sys.executable, "-c", f"{code}main(); sys.exit('torch' in sys.modules)"])
     first, second = done.stdout.splitlines()
     assert (done.returncode, done.stderr, first) == (0, "", __version__)
     assert second == f"kernels: {choice.describe_kernels()}"
@@ -117,11 +113,9 @@ def test_building_says_what_is_where(tmp_path):
 
 
 def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
-    code = (
-        "import sys; from quickbeam.models.native import choice; sys.exit(bool({'torch', "
-        "'platformdirs', 'numpy'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys; from quickbeam.models.native import choice; names = set(sys.modules)\n"
+    code += "sys.exit(bool({'torch', 'platformdirs', 'numpy'} & names))"
+    assert captured([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize(
