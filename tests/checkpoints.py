@@ -14,27 +14,12 @@ from quickbeam.drafters.eagle_model import MODEL_TYPE
 from quickbeam.drafters.folder import TargetParts, write_folder
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
-LLAMA: dict[str, Any] = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=D,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=1,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    vocab_size=VOCAB,
-    max_position_embeddings=2048,
-    rope_theta=5000.0,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+LLAMA: dict[str, Any] = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D)
+LLAMA |= dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB)
+LLAMA |= dict(num_hidden_layers=1, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=5000.0)
+LLAMA |= dict(max_position_embeddings=2048)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64)
 SPECULATORS: dict[str, Any] = dict(
     speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True
 )

@@ -131,17 +131,10 @@ def test_distributions_are_those_of_the_equations(toys, kind):
 def test_a_causal_block_without_a_context_is_qwen3s(toys):
     """Against transformers' own decoder."""
     c, network = toys["causal"].config, toys["causal"].network
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=D,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.depth,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        rms_norm_eps=c.eps,
-        rope_theta=10000.0,
-    )
+    sizes = dict(hidden_size=D, intermediate_size=c.intermediate_size, head_dim=c.head_dim)
+    heads = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads)
+    sizes |= dict(num_hidden_layers=c.depth, rms_norm_eps=c.eps, rope_theta=10000.0)
+    config = Qwen3Config(vocab_size=VOCAB, **sizes, **heads)
     theirs = Qwen3Model(config).eval()
     own = ("fc.", "hidden_norm.", "markov_head.")
     state = {k: v for k, v in network.state_dict().items() if not k.startswith(own)}

@@ -234,25 +234,6 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way, take):
-    drafter, said = LMDrafter(tiny("llama", take(way)), VOCAB), []
-    # beyond and within what a tree makes up for
-    for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):
-        rng = random.Random(8)
-        context = context_of(words(rng, 20)).begin([drafter])
-        for i in range(steps):
-            if asked or not i:
-                drafter.answer([DraftRequest(context, TokenTree(context.ids[-1]), [0])])
-            context.extend(words(rng, 1))
-        tree = grown(rng, context.ids[-1], 9)
-        asked_for = (DraftRequest(context, tree, nodes) for nodes in rounds(tree))
-        said.append([drafter.answer([one])[0].dense() for one in asked_for])
-    for first, second in ((0, 1), (2, 3)):
-        for a, b in zip(said[first], said[second], strict=True):
-            same(way, a, b)
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "input", "ours"])
 def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
     """Texts part right behind the chunks or later; nothing of the first text changes; what is kept
