@@ -78,14 +78,12 @@ def grow(policy, context, budget, max_depth, call=float("-inf")):
     no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
-    growth, distributions = policy.grow(context, budget, max_depth), None
-    while True:
-        try:
-            request = growth.send(distributions)
-        except StopIteration as end:
-            return end.value
-        assert drafter is not None and request.context is context
-        distributions = drafter.answer([request])[0] if request.gain > call else None
+
+    def answer(requests):
+        assert drafter is not None and requests[0].context is context
+        return drafter.answer(requests) if requests[0].gain > call else [None]
+
+    return grown(policy.grow(context, budget, max_depth), answer)
 
 
 def tree_of(policy, context, budget, max_depth, call=float("-inf")):

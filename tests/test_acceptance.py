@@ -28,10 +28,9 @@ def test_what_is_accepted_is_learned_where_it_was_seen(rate):
         model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
         model.observe(elsewhere(REPEATED, 5), accepted)
         model.observe(as_printed(0, 0.5), accepted)
-    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == pytest.approx(
-        rate, abs=0.06
-    )
-    assert model.rate(elsewhere(REPEATED, 4)) == pytest.approx(rate, abs=0.06)
+    near = pytest.approx(rate, abs=0.06)
+    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == near
+    assert model.rate(elsewhere(REPEATED, 4)) == near
     others = drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), as_printed(0, 0.5)
     for other in (*others, elsewhere(REPEATED, 3)):
         assert model.rate(other) == other.usual
@@ -56,11 +55,8 @@ def test_of_draws_what_had_its_turn_is_learned():
     told, generator = observed(policy), torch.Generator().manual_seed(0)
     for _ in range(40):
         tree, learn = grow(policy, context_of([0], 1.0, generator), 9, 5)
-        path, _ = verify_residual(
-            tree,
-            lambda node: model.target([0, *path_tokens(tree, node)]),  # noqa: B023
-            generator,
-        )
+        probs = lambda node: model.target([0, *path_tokens(tree, node)])  # noqa: B023, E731
+        path, _ = verify_residual(tree, probs, generator)
         told.clear()
         learn(tree, path)
         expected = []

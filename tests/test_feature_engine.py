@@ -1,21 +1,18 @@
 """A feature drafter in the engine: greedy answers are plain decoding's, conversations go on."""
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from answers import answer
 from cases import THOROUGH
-from checkpoints import save
+from docs import save_drafter
 from drafters import DRAFTED
-from features import WIDE, Pair, held
+from features import Pair, held
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
-from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
 from quickbeam.methods.base import NoDraft
@@ -124,16 +121,9 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
 # Through `LLM`
 
 
-@pytest.fixture(scope="module")
-def head_folder(tmp_path_factory):
-    torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("head")
-    save(EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)), folder, torch.float32)
-    return folder
-
-
-def test_a_saved_head_is_a_drafter(toy_folder, head_folder):
-    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(head_folder))
+def test_a_saved_head_is_a_drafter(toy_folder, tmp_path):
+    save_drafter(tmp_path, 257, 32, 2)
+    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(tmp_path))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     drafted = llm.generate("abc abc", params)
     assert isinstance(llm.prepare("dyspec"), EagleDrafter)
