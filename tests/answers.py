@@ -42,6 +42,11 @@ def answer(model, policy, params, prompt, *, engine=None, **options):
     return sequence
 
 
+def run_all(engine):
+    while engine.busy:
+        engine.step()
+
+
 def same_as_plain(model, drafter, prompts):
     """Answers of `auto` over a drafter are plain decoding's, alone and all at a time, at two
     temperatures, with a measured budget and with one that leaves the drafter its room."""
@@ -53,8 +58,7 @@ def same_as_plain(model, drafter, prompts):
         assert alone.output.token_ids == plain[0]
         engine = Engine(model)
         running = [engine.add(request(model, auto, params, p, budget=budget)) for p in prompts]
-        while engine.busy:
-            engine.step()
+        run_all(engine)
         assert [one.output.token_ids for one in running] == plain
         assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
         engine.close()
@@ -95,12 +99,10 @@ def drafts_change_nothing(model, policies, params, right, alone=None):
         for prompt, said in right if alone is None else alone:
             last = answer(model, policy, params, prompt, engine=engine, budget=8)
             assert last.output.token_ids == said
-    asked = [
-        (engine.add(request(model, policy, params, prompt, budget=8)), said)
-        for policy in policies
-        for prompt, said in right
+    asked = [(policy, *one) for policy in policies for one in right]
+    running = [
+        engine.add(request(model, policy, params, prompt, budget=8)) for policy, prompt, _ in asked
     ]
-    while any(not one.over for one, _ in asked):
-        engine.step()
-    assert all(one.error is None and one.output.token_ids == said for one, said in asked)
+    run_all(engine)
+    assert [one.output.token_ids for one in running] == [said for *_, said in asked]
     return last

@@ -14,16 +14,11 @@ LEAST = 12
 def spread(*values):
     """All combinations. A few in which each value occurs, evenly mixed, are run by `make test`; the
     others are `long`."""
-    most = max(map(len, values)) if all(values) else 0
-    return few(
-        itertools.product(*values),
-        [
-            tuple(
-                some[(i + i // len(some) * place) % len(some)] for place, some in enumerate(values)
-            )
-            for i in range(most)
-        ],
-    )
+    kept = [
+        tuple(some[(i + i // len(some) * at) % len(some)] for at, some in enumerate(values))
+        for i in range(max(map(len, values)) if all(values) else 0)
+    ]
+    return few(itertools.product(*values), kept)
 
 
 def few(every, kept):

@@ -14,61 +14,31 @@ from quickbeam.drafters.eagle_model import MODEL_TYPE
 from quickbeam.drafters.folder import TargetParts, write_folder
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
-LLAMA: dict[str, Any] = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=D,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=1,
-    rms_norm_eps=1e-5,
-    hidden_act="silu",
-    vocab_size=VOCAB,
-    max_position_embeddings=2048,
-    rope_theta=5000.0,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=64,
-)
+LLAMA: dict[str, Any] = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D)
+LLAMA |= dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB)
+LLAMA |= dict(num_hidden_layers=1, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=5000.0)
+LLAMA |= dict(max_position_embeddings=2048)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64)
 SPECULATORS: dict[str, Any] = dict(
     speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True
 )
-LAYER_FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_theta",
-)
+LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+LAYER_FIELDS += ("rms_norm_eps", "rope_theta", "rope_scaling", "head_dim")
 
 
 def layer(prefix, wide, bias=False, d=D):
     """Random tensors of the decoder layer. `wide`: EAGLE-3's."""
-    width = 2 * d if wide else d
+    read = {"q": 32, "k": 16, "v": 16}
     shapes: dict[str, tuple[int, ...]] = {
-        f"self_attn.{part}_proj": (rows, width) for part, rows in (("q", 32), ("k", 16), ("v", 16))
+        **{f"self_attn.{part}_proj": (rows, d * (1 + wide)) for part, rows in read.items()},
+        **{"self_attn.o_proj": (d, 32), "post_attention_layernorm": (d,)},
+        **{"mlp.gate_proj": (48, d), "mlp.up_proj": (48, d), "mlp.down_proj": (d, 48)},
+        **({"input_layernorm": (d,), "hidden_norm": (d,)} if wide else {}),
     }
-    shapes |= {
-        "self_attn.o_proj": (d, 32),
-        "mlp.gate_proj": (48, d),
-        "mlp.up_proj": (48, d),
-        "mlp.down_proj": (d, 48),
-    }
-    shapes |= {"post_attention_layernorm": (d,)}
-    if wide:
-        shapes |= {"input_layernorm": (d,), "hidden_norm": (d,)}
     state = {f"{prefix}.{name}.weight": noise(*shape) for name, shape in shapes.items()}
-    if bias:
-        state |= {
-            f"{prefix}.self_attn.{part}_proj.bias": torch.randn(rows)
-            for part, rows in (("q", 32), ("k", 16), ("v", 16))
-        }
+    for part, rows in read.items() if bias else ():
+        state[f"{prefix}.self_attn.{part}_proj.bias"] = torch.randn(rows)
     return state
 
 

@@ -38,9 +38,8 @@ def toy_folder(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("toy")
-    vocab = {
-        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -50,18 +49,10 @@ def toy_folder(tmp_path_factory):
         "add_generation_prompt %}> {% endif %}"
     )
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=len(vocab),
-        bos_token_id=None,
-        initializer_range=0.5,
-    )
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    special = dict(eos_token_id=len(vocab), bos_token_id=None)
+    config = LlamaConfig(**sizes, **special, max_position_embeddings=512, initializer_range=0.5)
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         # the last token decides: greedy answers end in a cycle, which lookup can guess
@@ -80,6 +71,14 @@ def cache(tmp_path_factory, monkeypatch):
             os.symlink(hub.cache_folder() / file, folder / file)
     monkeypatch.setenv("QUICKBEAM_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def plain_environment(monkeypatch, tmp_path):
+    """Nothing asked for, an empty cache."""
+    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ ProbsOf = Callable[[Sequence[int]], torch.Tensor]
 
 class KnownDrafter(Drafter):
     """DraftProbs by a function of the context, and the contract held: each node once a tree, the
-    root
-    first, parents before children.
+    root first, parents before children.
 
     `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes
     asked for, of all trees.
@@ -79,14 +78,12 @@ def grow(policy, context, budget, max_depth, call=float("-inf")):
     no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
-    growth, distributions = policy.grow(context, budget, max_depth), None
-    while True:
-        try:
-            request = growth.send(distributions)
-        except StopIteration as end:
-            return end.value
-        assert drafter is not None and request.context is context
-        distributions = drafter.answer([request])[0] if request.gain > call else None
+
+    def answer(requests):
+        assert drafter is not None and requests[0].context is context
+        return drafter.answer(requests) if requests[0].gain > call else [None]
+
+    return grown(policy.grow(context, budget, max_depth), answer)
 
 
 def tree_of(policy, context, budget, max_depth, call=float("-inf")):
@@ -103,24 +100,17 @@ def tempered(probs, temperature):
 def toy_distributions(model, temperature=1.0):
     """The target's and the drafter's distributions at a temperature, by the last tokens; made once
     each."""
-    made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def both(context):
-        key = tuple(context[-3:])
-        if key not in made:
-            made[key] = (
-                tempered(model.target(context), temperature),
-                tempered(model.draft(context), temperature),
-            )
-        return made[key]
+    def of(probs):
+        made = cache(lambda last: tempered(probs(last), temperature))
+        return lambda context: made(tuple(context[-3:]))
 
-    return (lambda context: both(context)[0]), (lambda context: both(context)[1])
+    return of(model.target), of(model.draft)
 
 
 def zipf_drafter(vocab=500, seed=0):
     """DraftProbs as small models have them: sometimes nearly certain, sometimes hardly decided.
-    Each path
-    has its own."""
+    Each path has its own."""
     ranks = torch.arange(1, vocab + 1).log()
 
     def probs(context):
@@ -141,17 +131,6 @@ def context_of(ids, temperature, generator=None):
 def paths(tree):
     """The tokens below the root that lead to each node, in the order of the nodes."""
     return tuple(tuple(tree.token[n] for n in tree.path(node)[1:]) for node in range(1, len(tree)))
-
-
-def child_ranks(tree):
-    """Every node as its path, each token with its place among its siblings."""
-    place = [
-        list(tree.children[parent]).index(token) if parent >= 0 else 0
-        for token, parent in zip(tree.token, tree.parent, strict=True)
-    ]
-    return [
-        tuple((tree.token[n], place[n]) for n in tree.path(node)[1:]) for node in range(len(tree))
-    ]
 
 
 def perturbed_plain(q, noise, position, temperature):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
@@ -28,13 +29,12 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native
 }
 
 
-def head_of(config, model, seed=0):
+def head_of(config, model):
     """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay
     the model's."""
-    torch.manual_seed(seed)
-    network = EagleHead(
-        config, model.get_input_embeddings(), model.get_output_embeddings()
-    ).requires_grad_(False)
+    torch.manual_seed(0)
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    network = EagleHead(config, *modules).requires_grad_(False)
     # without norms outputs grow, and rounding with them
     gain = 3 if config.join == "attention" else 1.75
     for parameter in network.parameters():
@@ -48,7 +48,7 @@ def head_of(config, model, seed=0):
 
 def normed(weight, x, eps):
     """An RMS norm, plainly."""
-    return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rotated(x, positions):
@@ -61,11 +61,9 @@ def rotated(x, positions):
 
 def attended(query, key, value, visible=None):
     """`[n, heads * d]` of `[n, heads, d]` over `[m, kv_heads, d]`, which are `visible` `[n, m]`."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+    rows = (x.transpose(0, 1) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(*rows, attn_mask=visible, enable_gqa=True)
+    return out.transpose(0, 1).flatten(1)
 
 
 def causal(query, key, value):
@@ -118,14 +116,18 @@ class Pair:
         return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
 
     @torch.inference_mode()
+    def taps(self, ids, layers):
+        """Hidden states `[n, d]` after each of these layers, of transformers' own pass."""
+        asked = dict(output_hidden_states=True, use_cache=False)
+        states = self.model(torch.tensor([ids]), **asked).hidden_states
+        return [states[layer][0] for layer in layers]
+
+    @torch.inference_mode()
     def expected(self, ids, tree, nodes, temperature):
         """The distributions after `nodes`, each path on its own, from the hidden states of
         transformers."""
-        states = self.model(
-            torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False
-        ).hidden_states
         # of 3 layers: what comes after the last is after the norm
-        parts = [states[min(layer, 3)][0] for layer in self.config.layers]
+        parts = self.taps(ids[:-1], [min(layer, 3) for layer in self.config.layers])
         if self.config.feature_norms:
             norms = self.network.feature_norms
             parts = [normed(n.weight, x, n.eps) for n, x in zip(norms, parts, strict=True)]
@@ -182,11 +184,9 @@ class Text:
         return self.pair.drafter.answer([self.request(tree, nodes)])[0].dense()
 
     def check(self, tree, nodes):
-        distributions = self.distributions(tree, nodes)
-        expected = self.pair.expected(
-            self.context.ids, tree, nodes, self.context.temperature or 1.0
-        )
-        torch.testing.assert_close(distributions, expected, atol=1e-5, rtol=1e-3)
+        found, heat = self.distributions(tree, nodes), self.context.draft_temperature
+        right = self.pair.expected(self.context.ids, tree, nodes, heat)
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
 
     def go_on(self, tree, path, last):
         """As a step ends that accepts a path of a tree and a token of the target's own."""
@@ -202,25 +202,25 @@ class Text:
             chunk += 1
         return chunk
 
-    def follow(self, ids, chunks, tokens, shortlist=None):
+    def follow(self, ids, chunks, tokens):
         """Another text, `ids`, that takes its first chunks over from this one."""
-        other, kept = Text(self.pair, ids, self.context.temperature, shortlist), chunks * tokens
+        other, kept = Text(self.pair, ids, self.context.temperature, None), chunks * tokens
         if chunks:
-            other.target.store.adopt(
-                [self.target.store.share(chunk, tokens) for chunk in range(chunks)], tokens
-            )
+            both = self.target.store, self.state
+            shared = [[of.share(chunk, tokens) for chunk in range(chunks)] for of in both]
+            other.target.store.adopt(shared[0], tokens)
             other.target.ids, other.heard = ids[:kept], self.heard[:kept]
-            other.state.adopt(
-                [self.state.share(chunk, tokens) for chunk in range(chunks)],
-                tokens,
-                [self.heard[kept - 1]],
-            )
+            other.state.adopt(shared[1], tokens, [self.heard[kept - 1]])
         other.read(ids[:-1], kept)
         return other
 
     def release(self):
         self.state.release()
         self.target.store.release()
+
+
+def words(rng, count):
+    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 def grown(rng, root, nodes):

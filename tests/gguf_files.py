@@ -141,11 +141,13 @@ def delta_rule(writer: gguf.GGUFWriter, c) -> None:
         writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
 
 
-def tokenizer(writer: gguf.GGUFWriter) -> None:
-    tokens = [*TOKENS, *(f"<{i}>" for i in range(288 - len(TOKENS)))]
-    kinds = [3] * 3 + [1] * (len(TOKENS) - 3) + [5] * (288 - len(TOKENS))
-    say(writer, tokenizer_model="gpt2", tokenizer_pre="qwen2", token_list=tokens, token_types=kinds)
-    say(writer, token_merges=[], eos_token_id=2, bos_token_id=0, add_bos_token=False)
+def tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    tokens = [*TOKENS, "ĊĊ", "ĊĊĊ"]  # runs of line ends
+    kinds, rest = [3] * 3 + [1] * (len(tokens) - 3), range(288 - len(tokens))
+    tokens, kinds = tokens + [f"<{i}>" for i in rest], kinds + [5] * len(rest)
+    say(writer, tokenizer_model="gpt2", tokenizer_pre=pre, token_list=tokens, token_types=kinds)
+    say(writer, eos_token_id=2, bos_token_id=0, add_bos_token=False)
+    writer.add_token_merges(["Ċ Ċ", "ĊĊ Ċ"])
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
@@ -295,16 +297,25 @@ def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[
     return found
 
 
-def write(path, architecture: str, model: PreTrainedModel, kinds=None, change=as_it_is, behind=()):
+def write(
+    path,
+    architecture: str,
+    model: PreTrainedModel,
+    kinds=None,
+    change=as_it_is,
+    behind=(),
+    pre="qwen2",
+):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
-    `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block."""
+    `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block.
+    `pre`: how text is split into words."""
     architecture = architecture.split()[0]
     writer, c = gguf.GGUFWriter(str(path), architecture), model.config
     metadata(writer, model)
     if behind:
         writer.add_nextn_predict_layers(1)
         writer.add_block_count(c.num_hidden_layers + 1)
-    tokenizer(writer)
+    tokenizer(writer, pre)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
     state = apart(model.state_dict(), ARCHITECTURES[architecture].woven)

@@ -11,17 +11,11 @@ import torch.nn.functional as F
 from quickbeam.models import stack as of_stack
 from quickbeam.models.stack import Attention, Experts, FeedForward, Linear, Matrices, Norm, Routing
 from quickbeam.models.stack_tensors import norm_weight, query_factors, rows_of
+from reference import ACTIVATIONS
 
 # cosines and sines `[n, half]` of positions `[n]`
 Angles = Callable[[of_stack.Rotary, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Held = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu_squared": lambda x: F.relu(x).square(),
-}
 
 
 def cap(x: torch.Tensor, softcap: float | None) -> torch.Tensor:

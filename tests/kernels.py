@@ -92,16 +92,9 @@ def write(kernels, shape, keys, values, rows):
     query, small = torch.zeros(n, heads * dim), torch.zeros(1)
     rest_of = program.given("rest", rest[0].numel(), True)
     small_of = program.given("small", 0, True)
-    program.add(
-        library.LATENT,
-        program.given("query", heads * dim, True),
-        program.given("sorted", 0),
-        key=rest_of.index,
-        key_stride=rest_of.width,
-        value=small_of.index,
-        heads=heads,
-        **place(shape, 0),
-    )
+    both = program.given("query", heads * dim, True), program.given("sorted", 0)
+    of_key = dict(key=rest_of.index, key_stride=rest_of.width, value=small_of.index)
+    program.add(library.LATENT, *both, **of_key, heads=heads, **place(shape, 0))
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
@@ -128,15 +121,8 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     n, heads, _ = query.shape
     shape = stores[0][1].shapes[0]
     program = Program(kernels)
-    program.attend(
-        program.given("query", 0),
-        program.given("out", heads * shape.value_dim),
-        heads,
-        shape,
-        0,
-        scaling,
-        **variations,
-    )
+    both = program.given("query", 0), program.given("out", heads * shape.value_dim)
+    program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
     rows = Rows([0] * n, [0] * n, [0] * n, prefix, paths, spans)

@@ -10,18 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, HeliumConfig
 from quickbeam.tree import TokenTree
 
 VOCAB = 97
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
+SIZES |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 def table(name, made=AutoConfig.for_model):

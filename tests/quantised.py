@@ -1,15 +1,10 @@
 """Products with weights of 8 or 4 bits in plain PyTorch: what the native kernels compute, bit for
 bit (`native/quantised.h`, `native/quantise.h`).
 
-Each row of inputs is quantised by itself, in groups of 32. A group becomes whole numbers from -127
-to 127 and one scale. `int8` weights are whole numbers in the same range, with one scale per output.
-`int4` weights are whole numbers from 0 to 15, with one scale and one lowest value per output and
-group.
-
-The sum within a group is a whole number below 2^24, which float32 holds exactly, so the order of
-its additions does not matter. The sums of the groups are scaled and added in float32, one after the
-other, by `fused` operations. So the bits of a row's result depend on nothing but the row and the
-weights.
+Rows of inputs are quantised in groups of 32: whole numbers from -127 to 127 and one scale. Weights
+of `int8` have one scale per output, those of `int4` (0 to 15) a scale and a lowest value per output
+and group. The sum within a group is exact in float32; those of the groups are scaled and added one
+after the other, by `fused` operations.
 """
 
 from typing import NamedTuple
@@ -30,12 +25,8 @@ TOP = torch.tensor(127.0)
 
 
 class Quantised(NamedTuple):
-    """A quantised weight `[outputs, inputs]`.
-
-    `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]` float32 for `int8`,
-    `[outputs, groups]` float16 for `int4`. `lows`: for `int4` what is added to the scaled values,
-    `[outputs, groups]` float16; for `int8` None.
-    """
+    """A quantised weight: `values` `[outputs, groups, 32]` int8; `scales` `[outputs]` float32 for
+    `int8`; for `int4` `scales` and `lows`, which are added, `[outputs, groups]` float16."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -54,10 +45,7 @@ def in_groups(x):
 
 
 def quantise(weight, name):
-    """Quantise a weight `[outputs, inputs]` to `int8` or `int4`.
-
-    The weight is rounded to bfloat16 first. Raises `InvalidInput` for weights that are not finite.
-    """
+    """Quantise a weight `[outputs, inputs]`, rounded to bfloat16 first, to `int8` or `int4`."""
     if not bool(weight.isfinite().all()):
         raise InvalidInput(NOT_FINITE)
     groups = in_groups(weight.to(torch.bfloat16))
@@ -68,19 +56,13 @@ def quantise(weight, name):
 
 
 def _int4(groups):
-    """Quantise groups `[outputs, groups, 32]` to whole numbers from 0 to 15.
-
-    It tries each number of steps in `LEVELS`, fits scale and lowest value by least squares, and
-    keeps the fit with the smallest squared error. Weights that lie on 16 levels or fewer already,
-    as those of many 4-bit checkpoints, stay on them.
-    """
+    """Quantise groups `[outputs, groups, 32]` by the number of steps in `LEVELS` whose scale and
+    lowest value, fitted by least squares, leave the smallest squared error."""
     low, high = groups.aminmax(dim=2)
     groups, span = groups - low[..., None], high - low
     above = _in_turn(groups)
     best = torch.full_like(low, torch.inf)
-    by = torch.zeros_like(low)
-    slope = torch.zeros_like(low)
-    base = torch.zeros_like(low)
+    by, slope, base = (torch.zeros_like(low) for _ in range(3))
     for levels in LEVELS:
         tried = torch.where(span < LEAST, 0, torch.tensor(levels) / span)
         values = (groups * tried[..., None]).round().clamp_max(15)
@@ -112,11 +94,8 @@ def _half(x):
 
 
 def quantise_rows(x):
-    """Quantise rows `[n, inputs]`, each group by itself.
-
-    Returns whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A group with a
-    number that is not finite has the scale NaN, so the row's results are all NaN.
-    """
+    """Return the whole numbers `[n, groups, 32]` and scales `[n, groups]` of rows `[n, inputs]`. A
+    group with a number that is not finite has the scale NaN."""
     groups = in_groups(x.to(torch.bfloat16))
     top = groups.abs().amax(2)
     finite = top.isfinite()

@@ -40,55 +40,40 @@ def activate(x, weight, bias=None):
 
 
 def gated(x, gate, up, bias=None):
-    """GATED: silu of one product times another product, `[n, outputs]`.
-
-    `gate`, `up`: `[outputs, inputs]`. `bias`: `[2 * outputs]`, the gate's first.
-    """
+    """GATED: silu of one product times another, `[n, outputs]`; of `bias`, the gate's is first."""
     first, second = (None, None) if bias is None else bias.chunk(2)
     return activate(x, gate, first) * linear(x, up, second)
 
 
 def best(logits):
-    """BEST: the column of each row's largest logit, the first of equal ones.
-
-    `[n, outputs]` to `[n]` int64. It is -1 if a logit is NaN or the largest is infinite.
-    """
+    """BEST: the column `[n]` of each row's largest logit, the first of equal ones; -1 if a logit is
+    NaN or the largest is infinite."""
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
 
 
 def rotate(x, cosine, sine):
-    """Apply rotary angles: the first half of each head turns with the second.
-
-    `x`: `[n, heads, dim]`. `cosine`, `sine`: `[n, dim / 2]`.
-    """
+    """Turn the first half of each head `[n, heads, dim]` with the second, by angles
+    `[n, dim / 2]`."""
     first, second = x.double().chunk(2, -1)
     cosine, sine = cosine.double()[:, None], sine.double()[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
 def heads(x, heads, kv_heads, cosine, sine, norms=None, epsilon=0.0):
-    """HEADS: queries, keys and values, taken apart and turned.
-
-    They stand side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`. Each is returned as
-    `[n, heads or kv_heads, dim]`. Queries and keys are first normed, if there are `norms` (`[dim]`
-    each), then turned by the angles of their row (`[n, dim / 2]`).
-    """
+    """HEADS: queries, keys and values `[n, heads or kv_heads, dim]`, which stand side by side in
+    `x` `[n, (heads + 2 * kv_heads) * dim]`. Queries and keys are normed (`norms`: `[dim]` each),
+    then turned."""
     each = x.double().view(len(x), heads + 2 * kv_heads, -1)
-    query = each[:, :heads]
-    key = each[:, heads : heads + kv_heads]
-    value = each[:, heads + kv_heads :]
+    query, key, value = each.split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
         query, key = norm(query, norms[0], epsilon), norm(key, norms[1], epsilon)
     return rotate(query, cosine, sine), rotate(key, cosine, sine), value
 
 
 def sort_queries(query, kv_heads):
-    """Return queries as HEADS leaves them for ATTEND.
-
-    `[n, heads, dim]` becomes `[kv_heads, n, heads / kv_heads, dim]`.
-    """
+    """Return queries `[n, heads, dim]` as HEADS leaves them for ATTEND, by head of keys."""
     n, heads, dim = query.shape
     return query.reshape(n, kv_heads, heads // kv_heads, dim).transpose(0, 1).contiguous()
 
@@ -99,12 +84,9 @@ def visible(prefix, path):
 
 
 def weights(query, keys, scaling, window=None, softcap=None, sinks=None):
-    """Return the attention weights of one row for the tokens that it sees, `[heads, tokens]`.
-
-    `query`: `[heads, dim]`. `keys`: `[heads, tokens, dim]`. `window`: only that many of the last
-    tokens count. `softcap`: scores are bent to stay between -softcap and softcap. `sinks`:
-    `[heads]`, a score that takes its share of the softmax without a token.
-    """
+    """Return the attention weights `[heads, tokens]` of one row, `query` `[heads, dim]`, for the
+    `keys` `[heads, tokens, dim]` that it sees. `window`: of the last tokens, so many. `softcap`:
+    scores stay between -softcap and softcap. `sinks`: `[heads]`, scores without tokens."""
     scores = torch.einsum("hd,htd->ht", query.double(), keys.double()) * scaling
     if softcap:
         scores = (scores / softcap).tanh() * softcap
@@ -116,10 +98,8 @@ def weights(query, keys, scaling, window=None, softcap=None, sinks=None):
 
 
 def attend(query, keys, values, seen, scaling, window=None, softcap=None, sinks=None):
-    """ATTEND over one sequence, `[n, heads, value_dim]`.
-
-    `query`: `[n, heads, key_dim]`. `keys`, `values`: by order, `[kv_heads, tokens, dim]`.
-    """
+    """ATTEND over one sequence, `[n, heads, value_dim]`: `query` `[n, heads, key_dim]` over `keys`
+    and `values` `[kv_heads, tokens, dim]`, by order."""
     group = query.shape[1] // len(keys)
     rows = []
     for row, orders in zip(query, seen, strict=True):

@@ -183,13 +183,6 @@ def test_answers_are_plain_decodings_alone_and_six_at_a_time(target, head, pairs
 
 
 @native_alone
-@pytest.mark.parametrize("name", list(DRAFTED))
-def test_every_method_that_a_drafter_decides_grows_trees_over_it(name, pairs):
-    pair = pairs("shared", "ordered")
-    method_as_plain(pair.target, DRAFTED[name](pair.drafter), [3, 1, 4])
-
-
-@native_alone
 def test_the_engine_has_it_draft_from_the_right_hidden_state(tmp_path):
     pair = opened(tmp_path, head="all")
     for prompt in PROMPTS[:3]:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
+from quickbeam.automaton import Automaton
 from quickbeam.bans import bad_word_ids
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
@@ -27,11 +28,8 @@ ids = st.lists(st.integers(0, 3), max_size=8)
 def banned_after(output, min_tokens, ends, bad):
     """The plain reading: `output` is all tokens from the answer's first one on."""
     early = set(ends) if len(output) < min_tokens else set()
-    return early | {
-        token
-        for token in range(V)
-        if any([*output, token][-len(word) :] == list(word) for word in bad)
-    }
+    longer = ([*output, token] for token in range(V))
+    return early | {one[-1] for one in longer if any(one[-len(w) :] == list(w) for w in bad)}
 
 
 def sampler_of(params, ends, bad):
@@ -66,9 +64,8 @@ def test_a_node_bans_what_the_whole_output_bans(bad, ends, min_tokens, steps, pa
     before, expected = logits.clone(), free.process(logits, path).clone()
     got = sampler.process(logits, path)
     assert torch.equal(logits, before)  # the caller's logits stay
-    for token in banned_after(
-        [*(token for step in steps for token in step), *path], min_tokens, ends, bad
-    ):
+    said = [token for step in (*steps, path) for token in step]
+    for token in banned_after(said, min_tokens, ends, bad):
         expected[token] = -math.inf
     assert torch.equal(got, expected)
 
@@ -150,3 +147,21 @@ def test_a_word_of_too_many_tokens_is_named():
         bad_word_ids(tokenizer, ["a" * 256])  # and a space before it
     with pytest.raises(InvalidInput, match="bad_words: 'x' has no tokens"):
         bad_word_ids(SimpleNamespace(encode=lambda text, add_special_tokens: []), ["x"])
+
+
+# --- words in texts ---
+
+
+WORDS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=6)
+
+
+@given(words=WORDS, text=st.text("ab", max_size=20))
+def test_every_word_is_found_where_it_ends(words, text):
+    automaton, state = Automaton(words), 0
+    for end in range(1, len(text) + 1):
+        state, seen = automaton.read(state, text[end - 1]), text[:end]
+        found = automaton.ends(state)
+        assert sorted(found) == [i for i, word in enumerate(words) if seen.endswith(word)]
+        assert [len(words[i]) for i in found] == sorted(len(words[i]) for i in found)[::-1]
+        begun = [n for word in words for n in range(len(word)) if seen.endswith(word[:n])]
+        assert automaton.begun(state) == max(begun, default=0)

@@ -53,9 +53,8 @@ def test_each_request_is_answered(source, tmp_path):
 
 
 def test_short_lines_and_seeds():
-    first, short, chat = (
-        parse(i, json.dumps(line).encode()) for i, line in enumerate(LINES[:3], 1)
-    )
+    lines_of = (json.dumps(line).encode() for line in LINES[:3])
+    first, short, chat = (parse(i, line) for i, line in enumerate(lines_of, 1))
     assert (first.url, first.body["seed"], first.custom_id) == (CHAT, 7, "a")
     assert (short.url, short.body["max_tokens"], short.custom_id) == (COMPLETIONS, 5, "line-2")
     assert (chat.url, chat.custom_id, chat.body.keys()) == (CHAT, "c", {"messages", "seed"})

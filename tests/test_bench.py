@@ -1,25 +1,95 @@
-"""The benchmark's methods, harness and figures. Runners with set timings stand in for models."""
+"""The benchmark's methods, harness, figures, tables and command. Runners with set answers and
+timings stand in for models."""
 
 import json
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from fake_runner import FakeRunner, measured, questions_of, started, two_methods
-from quickbeam.bench import report
+from quickbeam.bench import peers, report
 from quickbeam.bench.methods import (
+    PEERS,
     MethodItem,
     Question,
     load_questions,
     load_runners,
     parse_methods,
 )
+from quickbeam.bench.peers import Peer
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
-from quickbeam.errors import InvalidInput
+from quickbeam.cli import bench as command
+from quickbeam.cli import common
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8)
+CALLS: list[tuple[str, str]] = []  # of all runners: their names, and what they were asked
+
+
+class FakeRunner:
+    """Answers every prompt alike, and writes down what it was asked.
+
+    Ids are the characters of the last message. `figures`: further fields of the statistics.
+    """
+
+    device = "cpu"
+
+    def __init__(
+        self, name, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), **figures
+    ):
+        self.name, self.fails = name, {}
+        self.item = MethodItem(name, name if name in (*PEERS, "ar") else "pld")
+        told = dict(zip(("draft_seconds", "verify_seconds"), split, strict=True)) | figures
+        statistics = Statistics(len(tokens), steps, seconds, **told)
+        self.reply = Completion(f"said by {name}", list(tokens), "length", statistics)
+        self.prompts: list[list[int]] = []
+        self.seeds: list[int | None] = []
+
+    def encode(self, messages):
+        return [ord(character) for character in messages[-1]["content"]]
+
+    def answer(self, ids, params):
+        text = "".join(map(chr, ids))
+        CALLS.append((self.name, text))
+        self.prompts.append(list(ids))
+        self.seeds.append(params.seed)
+        if text in self.fails:
+            raise self.fails[text]
+        return self.reply
+
+    def last_logits(self, ids):
+        self.prompts.append(list(ids))
+        logits = torch.zeros(10)
+        logits[3], logits[7] = 2.0, 2.0 + len(ids) / 8
+        return logits
+
+
+def questions_of(*categories):
+    return [Question(i, category, (f"q{i}",)) for i, category in enumerate(categories)]
+
+
+def started(runners, params=PARAMS):
+    return begin([runner.item for runner in runners.values()], params)
+
+
+def measured(runners, questions, params=PARAMS):
+    results = started(runners, params)
+    list(run(questions, runners, results))
+    return results
+
+
+def two_methods():
+    """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the
+    time."""
+    fast = FakeRunner("fast", steps=2, seconds=0.5, split=(0.1, 0.3))
+    return {"ar": FakeRunner("ar"), "fast": fast}
+
 
 # Methods
 
@@ -76,12 +146,12 @@ def test_bad_methods_are_refused(text, says):
 
 
 def test_methods_take_turns_at_going_first():
-    calls: list = []
-    runners = {name: FakeRunner(name, calls) for name in ("ar", "b", "c")}
+    CALLS.clear()
+    runners = {name: FakeRunner(name) for name in ("ar", "b", "c")}
     measured(runners, questions_of("x", "y", "x", "y"))
-    order = [name for name, _ in calls]
+    order = [name for name, _ in CALLS]
     assert order == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b", "ar", "b", "c"]
-    assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
+    assert [text for _, text in CALLS] == [f"q{i}" for i in range(4) for _ in range(3)]
 
 
 def test_only_first_turns_are_asked_and_all_methods_see_the_same_ids():
@@ -99,23 +169,13 @@ def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
     assert results.differences == [] and summaries(results)["fast"]["identical"] == 3
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.6, 5), (1.0, 5)])
-def test_an_answer_that_ought_to_be_the_references_and_is_not_is_counted(temperature, seed):
-    runners = two_methods()
-    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 2, 3, 4, 6))
-    params = SamplingParams(max_tokens=8, temperature=temperature, seed=seed)
-    results = measured(runners, questions_of("x", "y"), params)
-    assert [one["identical"] for one in summaries(results).values()] == [2, 2, 0]
-    assert [(one["method"], one["position"]) for one in results.differences] == [("other", 4)] * 2
-    assert "other: 2 of 2 outputs differ" in "\n".join(report.footer(results))
-
-
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
 
 
 @pytest.mark.parametrize(
     ("params", "identical", "said"),
     [
+        (SamplingParams(max_tokens=8), [1, 0, 0], ""),
         (SAMPLED, [1, 0, None], "hf: not compared"),
         (replace(SAMPLED, coupling="residual"), [None] * 3, "no outputs are compared"),
         (replace(SAMPLED, seed=None), [None] * 3, "without --seed"),
@@ -123,11 +183,8 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
     ],
 )
 def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, identical, said):
-    calls: list = []
-    runners = {
-        name: FakeRunner(name, calls, tokens)
-        for name, tokens in (("ar", (1, 2)), ("fast", (1, 3)), ("hf", (7,)))
-    }
+    answers = {"ar": (1, 2), "fast": (1, 3), "hf": (7,)}
+    runners = {name: FakeRunner(name, tokens) for name, tokens in answers.items()}
     results = measured(runners, questions_of("x"), params)
     assert [one["identical"] for one in summaries(results).values()] == identical
     assert len(results.differences) == identical.count(0)
@@ -166,8 +223,8 @@ def test_refused_prompt_is_left_out_for_all_methods(caplog):
 
 def test_differences_carry_the_gap_after_what_both_agree_on():
     runners = two_methods()
-    runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
-    runners["short"] = FakeRunner("short", runners["ar"].calls, tokens=(1, 2))
+    runners["late"] = FakeRunner("late", tokens=(1, 2, 9, 4))
+    runners["short"] = FakeRunner("short", tokens=(1, 2))
     results = measured(runners, questions_of("x"))
     where = {"question_id": 0, "position": 2, "reference_token": 3, "gap": 4 / 8}
     late, short = results.differences
@@ -182,16 +239,14 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
 
 
 def test_statistics_are_ratios_of_sums():
-    calls: list = []
-    results = started({name: FakeRunner(name, calls) for name in ("ar", "fast")})
-    for i, (category, tokens, seconds, steps, fast_seconds) in enumerate(
-        (("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))
-    ):
+    results = started({name: FakeRunner(name) for name in ("ar", "fast")})
+    asked = [("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0)]
+    for i, (category, tokens, seconds, steps, fast_seconds) in enumerate(asked):
         ids, known = [1] * (tokens + 1), {"prefill_seconds": 0.25}
-        ar = FakeRunner("ar", calls, ids, tokens, seconds, (0.0, 1.0), **known)
+        ar = FakeRunner("ar", ids, tokens, seconds, (0.0, 1.0), **known)
         known |= {"drafter_calls": 3 * steps, "drafter_seconds": 0.25, "nodes": 4 * steps}
         known |= {"experts": 7.5 * steps}
-        fast = FakeRunner("fast", calls, ids, steps, fast_seconds, (0.5, 1.0), **known)
+        fast = FakeRunner("fast", ids, steps, fast_seconds, (0.5, 1.0), **known)
         list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, results))
     whole = summaries(results)
     assert whole["ar"]["speedup"] == whole["ar"]["mean_accepted_tokens"] == 1
@@ -214,18 +269,16 @@ def test_statistics_are_ratios_of_sums():
 
 
 def test_speedup_is_per_token_where_outputs_differ():
-    calls: list = []
-    ar = FakeRunner("ar", calls, tokens=range(11), seconds=10.0)  # 1 s a token
-    other = FakeRunner("other", calls, tokens=range(6), seconds=2.5)  # 0.5 s a token
+    ar = FakeRunner("ar", tokens=range(11), seconds=10.0)  # 1 s a token
+    other = FakeRunner("other", tokens=range(6), seconds=2.5)  # 0.5 s a token
     results = measured({"ar": ar, "other": other}, questions_of("x"))
     assert summaries(results)["other"]["speedup"] == 2.0
     assert "experts" not in tables(results)[1]
 
 
 def test_nothing_decoded_gives_no_figures_instead_of_failing():
-    calls: list = []
-    ended = FakeRunner("ended", calls, tokens=(1,), steps=0, seconds=0.0, split=(0.0, 0.0))
-    peer = FakeRunner("hf", calls, split=(0.0, 0.0))
+    ended = FakeRunner("ended", tokens=(1,), steps=0, seconds=0.0, split=(0.0, 0.0))
+    peer = FakeRunner("hf", split=(0.0, 0.0))
     whole = summaries(measured({"ended": ended, "hf": peer}, questions_of("x")))
     names = ("tokens_per_second", "speedup", "mean_accepted_tokens", "draft_ms")
     assert [whole["ended"][name] for name in names] == [None] * 4
@@ -279,3 +332,182 @@ def test_unreadable_question_files_are_refused(tmp_path):
     ):
         with pytest.raises(InvalidInput, match=says):
             load_questions(tmp_path / name)
+
+
+# Tables, record and command
+
+
+def shown(results):
+    return "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
+
+
+def test_tables_show_figures_and_the_reference():
+    runners = two_methods()
+    runners["hf"] = FakeRunner("hf", seconds=8.0, split=(0.0, 0.0))
+    lines = shown(measured(runners, questions_of("maths", "[/odd|]")))
+    row = next(line for line in lines if "maths" in line)
+    assert row.split()[1:10:2] == ["maths", "ar", "1.00", "2.00", "2.50"] and "1 of 1" in row
+    overall = next(line for line in lines if "overall" in line and "fast" in line)
+    assert all(figure in overall for figure in ("2.00", "8.00", "4.00 ", "2 of 2"))
+    step = [line for line in lines if "fast" in line][-1]
+    assert "50.00" in step and "150.0" in step
+    assert [line for line in lines if "hf" in line][-1].count(" - ") == 6, "phases of a peer"
+    assert any("[/odd/]" in line for line in lines), "a cell stays in its place"
+    assert all(line.count("|") == lines[0].count("|") for line in lines[: lines.index("")])
+    assert any("speed-up over ar" in line for line in lines)
+
+
+def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch):
+    path = tmp_path / "out.json"
+    common.save("--json", path, {"a": float("nan")})
+    with pytest.raises(TypeError, match="JSON"):
+        common.save("--json", path, {"a": object()})
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(QuickbeamError, match=r"--json .*No space left"):
+        common.save("--json", path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": None}
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """Run `bench` on three questions with the given runners in place of loaded models."""
+    lines = [
+        json.dumps({"question_id": i, "category": "ab"[i % 2], "turns": [f"q{i}", "more"]})
+        for i in range(3)
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+
+    def call(runners, *options):
+        loads = []
+        monkeypatch.setattr(
+            command, "load_runners", lambda *_: (loads.append(1), (runners, "toy", None))[1]
+        )
+        items = [runner.item for runner in runners.values()]
+        if "--methods" not in options:
+            monkeypatch.setattr(command, "parse_methods", lambda *_: items)
+        given = ["--questions", str(tmp_path / "q.jsonl"), *map(str, options)]
+        result = CliRunner().invoke(command.commands, given)
+        monkeypatch.undo()
+        result.loads = len(loads)
+        return result
+
+    return call
+
+
+def test_command_prints_tables_and_writes_everything(invoke, tmp_path):
+    out = tmp_path / "out.json"
+    result = invoke(two_methods(), "--json", out, "--limit", 2)
+    assert result.exit_code == 0, result.output
+    assert "overall" in result.stdout and "4.00" in result.stdout
+    content = json.loads(out.read_text())
+    assert content["model"] == "toy" and content["questions"] == 2
+    assert content["methods"]["ar"]["prompts"] == 2
+    known = {"python", "torch", "transformers", "quickbeam", "cpu", "cores", "threads", "device"}
+    known |= {"dtype", "commit", "date", "command", "kernels"}
+    assert known <= set(content["environment"]) and content["environment"]["device"] == "cpu"
+
+
+def test_ctrl_c_keeps_and_shows_what_was_done(invoke, tmp_path):
+    runners = two_methods()
+    runners["fast"].fails = {"q2": KeyboardInterrupt()}
+    result = invoke(runners, "--json", tmp_path / "out.json")
+    assert result.exit_code == 130 and "prompts: 2;" in result.stdout
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["questions"] == 2 and content["complete"] is False
+
+
+def test_all_prompts_refused_is_bad_input(invoke):
+    runners = two_methods()
+    runners["ar"].fails = {f"q{i}": InvalidInput("too long") for i in range(3)}
+    result = invoke(runners)
+    assert isinstance(result.exception, InvalidInput) and "too long" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--methods nope", "unknown method 'nope'"),
+        ("--questions /none.jsonl", "/none.jsonl"),
+        ("--json /none/out.json", "--json /none/out.json"),
+        ("--temperature -1", "temperature=-1.0"),
+        ("--budget x", "--budget 'x'"),
+        ("--max-tokens 1", "--max-tokens"),
+        ("--methods ar,hf --presence-penalty 1", "--presence-penalty: hf takes no such option"),
+    ],
+)
+def test_bad_input_is_refused_before_loading(invoke, options, words):
+    result = invoke(two_methods(), *options.split())
+    assert isinstance(result.exception, InvalidInput) and result.loads == 0
+    assert words in str(result.exception)
+
+
+# transformers' own ways to decode, on a random model
+
+
+@pytest.fixture(scope="module")
+def toy(toy_folder):
+    found = peers.load(toy_folder, "float32", "cpu")
+    # a checkpoint's own taste, which must not change the probs compared
+    found[0].generation_config.repetition_penalty = 1.7
+    return found
+
+
+def greedy(model, ids, count, stops):
+    tokens: list[int] = []
+    with torch.inference_mode():
+        while len(tokens) < count and not (tokens and tokens[-1] in stops):
+            tokens.append(int(model(torch.tensor([ids + tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+MESSAGES = [{"role": "user", "content": "one two three one two three one two"}]
+
+
+def test_hf_is_plain_greedy_decoding_and_counts_its_passes(toy):
+    peer = Peer(toy)
+    ids = peer.encode(MESSAGES)
+    assert peer.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
+    answer = peer.answer(ids, SamplingParams(max_tokens=24))
+    assert answer.token_ids == greedy(peer.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
+    told = answer.statistics
+    assert told.new_tokens - 1 == told.steps == len(answer.token_ids) - 1
+    assert told.seconds > 0 and told.prefill_seconds > 0 and told.verify_seconds == 0
+    assert answer.text == peer.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    kept = peer.model.generation_config.repetition_penalty
+    assert kept == 1.7, "the shared model is left as it was"
+    best = peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()
+    assert int(best) == answer.token_ids[5]
+
+
+def test_hf_pld_gives_the_same_tokens_in_fewer_passes(toy):
+    params = SamplingParams(max_tokens=48)
+    plain, lookup = Peer(toy), Peer(toy, lookup=True)
+    ids = plain.encode(MESSAGES)
+    expected = plain.answer(ids, params)
+    answer = lookup.answer(ids, params)
+    assert answer.token_ids == expected.token_ids
+    steps = answer.statistics.steps
+    assert steps < expected.statistics.steps / 2
+    assert steps < answer.statistics.new_tokens - 1 <= len(answer.token_ids) - 1, (
+        "what the pass over the prompt emitted is not counted"
+    )
+
+
+def test_bench_raw_gives_text_as_it_is(toy_folder, tmp_path):
+    items = parse_methods("ar,hf")
+    messages = [{"role": "user", "content": "abc abc"}]
+    for raw in (False, True):
+        given = {"model": toy_folder, "dtype": "float32", "device": "cpu"}
+        runners, *_ = load_runners(items, given, raw=raw)
+        plain = runners["hf"].tokenizer("abc abc")["input_ids"]
+        for runner in runners.values():
+            assert (runner.encode(messages) == list(plain)) == raw
+    out = tmp_path / "out.json"
+    given = ["--model", toy_folder, "--methods", "ar,hf", "--limit", "1", "--max-tokens", "4"]
+    done = CliRunner().invoke(command.commands, [*given, "--raw", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["settings"]["raw"] is True

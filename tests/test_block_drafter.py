@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
+from cases import spread
 from drafters import DRAFTED
-from features import attended, causal, context_of, grown, held, normed, rotated, rounds
+from features import Pair, Text, attended, causal, grown, held, normed, rotated, rounds, words
 from kernels import best_set, load
 from models import VOCAB, tiny
 from quickbeam import LLM
-from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
 from quickbeam.drafters.folder import TargetParts
@@ -28,7 +28,6 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
 
 D, MASK = 32, 7
@@ -43,13 +42,13 @@ KINDS = {
 }
 
 
-class Toy:
+class Toy(Pair):
     """A tiny target, and a block drafter with random weights. `more`: of `BlockDrafter`."""
 
-    def __init__(self, config, seed=0, dtype=torch.float32, **more):
+    def __init__(self, config, dtype=torch.float32, **more):
         self.model = tiny("llama", seed=3).to(dtype).float()
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.network = BlockNetwork(config, self.target.embedding, self.target.head)
         for parameter in self.network.parameters():
             parameter.data.mul_(2) if parameter.dim() > 1 else parameter.data.add_(
@@ -58,24 +57,17 @@ class Toy:
         more = {"candidates": VOCAB, "within": math.inf, **more}
         self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
 
-    def hidden(self, ids):
-        """The taps of transformers' own pass, `[n, taps * d]`."""
-        with torch.no_grad():
-            states = self.model(
-                torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False
-            ).hidden_states
-        return torch.cat([states[tap][0] for tap in self.config.taps], -1)
-
     @torch.no_grad()
-    def expected(self, ids, tree, nodes):
-        """The equations as they are written down."""
+    def expected(self, ids, tree, nodes, temperature=1.0):
+        """The equations as they are written down, over the taps of transformers' own pass."""
         c, weight = self.config, {k: v.float() for k, v in self.network.state_dict().items()}
 
         def norm(name, x):
             return normed(weight[f"{name}.weight"], x, c.eps)
 
         anchor, size = len(ids) - 1, c.block_size
-        context = norm("hidden_norm", self.hidden(ids[:-1]) @ weight["fc.weight"].T)
+        taps = torch.cat(self.taps(ids[:-1], c.taps), -1)
+        context = norm("hidden_norm", taps @ weight["fc.weight"].T)
         x = self.model.get_input_embeddings()(torch.tensor([ids[-1], *[MASK] * (size - 1)]))
         rows = torch.arange(anchor + size)
         for i in range(c.depth):
@@ -102,12 +94,14 @@ class Toy:
                 if c.markov_rank:
                     e = weight["markov_head.markov_w1.weight"][tree.token[node]]
                     z = z + weight["markov_head.markov_w2.weight"] @ e
-                probs[row] = z.softmax(-1)
+                probs[row] = (z / temperature).softmax(-1)
         return probs
 
-    def tempered(self, ids, tree, nodes, heat):
-        probs = (self.expected(ids, tree, nodes) ** (1 / heat)).nan_to_num(0)
-        return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
+
+def among(probs, kept):
+    """The distributions of the tokens that are kept, which sum to 1 or are 0."""
+    probs = probs * kept
+    return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 @pytest.fixture(autouse=True)
@@ -124,66 +118,43 @@ def toys():
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_those_of_the_equations(toys, kind):
     """Over steps of a text: nodes of any depth, with one pass a tree."""
-    toy, rng = toys[kind], random.Random(kind)
-    ids = [rng.randrange(VOCAB) for _ in range(9)]
-    target, context = Target(toy.target), context_of(ids)
-    state = context.states["drafter"] = toy.drafter.begin(ids)
-    target.prefill(ids[:-1], 0)
+    rng = random.Random(kind)
+    text = toys[kind].begin(words(rng, 8), rng.randrange(VOCAB))
     for _ in range(4):
-        state.append_hidden(target.take_hidden())
-        tree = grown(rng, context.ids[-1], 12)
+        tree = grown(rng, text.context.ids[-1], 12)
         for nodes in rounds(tree):
-            probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
-            expected = toy.expected(context.ids, tree, nodes)
-            torch.testing.assert_close(probs, expected, atol=1e-5, rtol=1e-3)
-        assert state.cache.length == len(context.ids) - 1
-        path = tree.path(len(tree) - 1)
-        target.verify(tree)
-        target.commit(tree, path)
-        context.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
+            text.check(tree, nodes)
+        assert text.state.cache.length == len(text.context.ids) - 1
+        text.go_on(tree, tree.path(len(tree) - 1), rng.randrange(VOCAB))
 
 
 def test_a_causal_block_without_a_context_is_qwen3s(toys):
     """Against transformers' own decoder."""
-    toy = toys["causal"]
-    c = toy.config
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=D,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.depth,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim,
-        rms_norm_eps=c.eps,
-        rope_theta=10000.0,
-    )
+    c, network = toys["causal"].config, toys["causal"].network
+    sizes = dict(hidden_size=D, intermediate_size=c.intermediate_size, head_dim=c.head_dim)
+    heads = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads)
+    sizes |= dict(num_hidden_layers=c.depth, rms_norm_eps=c.eps, rope_theta=10000.0)
+    config = Qwen3Config(vocab_size=VOCAB, **sizes, **heads)
     theirs = Qwen3Model(config).eval()
     own = ("fc.", "hidden_norm.", "markov_head.")
-    state = {k: v for k, v in toy.network.state_dict().items() if not k.startswith(own)}
-    embedding = toy.model.get_input_embeddings().weight
+    state = {k: v for k, v in network.state_dict().items() if not k.startswith(own)}
+    embedding = toys["causal"].model.get_input_embeddings().weight
     theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
-
-    def attend(i, *rows):
-        return causal(*rows)
-
     with torch.no_grad():
         expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
-        torch.testing.assert_close(
-            toy.network([11], [0], attend)[0], expected, atol=1e-5, rtol=1e-4
-        )
+        found = network([11], [0], lambda i, *rows: causal(*rows))[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(("kind", "name"), spread(list(KINDS), list(DRAFTED)))
 def test_answers_are_plain_decodings(toys, kind, name):
     toy, rng = toys[kind], random.Random(f"{name} {kind}")
     for temperature, budget in ((0.0, 2), (0.0, 9), (0.8, 9)):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        prompt = words(rng, rng.randint(1, 12))
         params = SamplingParams(
             max_tokens=25, temperature=temperature, seed=rng.randrange(99), ignore_eos=True
         )
-        with held(toy.drafter, toy.tempered):
+        with held(toy.drafter, toy.expected):
             drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=budget)
         plain = answer(toy.target, NoDraft(), params, prompt)
         assert drafted.output.token_ids == plain.output.token_ids
@@ -194,70 +165,59 @@ def test_answers_are_plain_decodings(toys, kind, name):
 def test_one_call_serves_many_sequences(toys, kind):
     """Roots of some, with nodes below those of others."""
     toy, rng = toys[kind], random.Random(kind)
-    trees, contexts = [], []
-    for length in (3, 9, 17):
-        ids = [rng.randrange(VOCAB) for _ in range(length)]
-        contexts.append(context_of(ids, rng.choice([0.0, 0.7])))
-        contexts[-1].states["drafter"] = toy.drafter.begin(ids)
-        contexts[-1].states["drafter"].append_hidden(toy.hidden(ids[:-1]))
-        trees.append(grown(rng, ids[-1], 9))
-    toy.drafter.answer([DraftRequest(contexts[0], trees[0], [0])])
-    asked = [list(range(1, 9)), list(range(9)), [0]]
-    calls = [DraftRequest(*one) for one in zip(contexts, trees, asked, strict=True)]
-    with held(toy.drafter, toy.tempered):
-        toy.drafter.answer(calls)
+    texts = [
+        toy.begin(words(rng, length), rng.randrange(VOCAB), rng.choice([0.0, 0.7]))
+        for length in (2, 8, 16)
+    ]
+    trees = [grown(rng, text.context.ids[-1], 9) for text in texts]
+    texts[0].check(trees[0], [0])
+    asked = zip(texts, trees, (range(1, 9), range(9), [0]), strict=True)
+    with held(toy.drafter, toy.expected):
+        toy.drafter.answer([text.request(tree, nodes) for text, tree, nodes in asked])
 
 
 def test_what_another_sequence_read_is_taken_over(toys):
     toy, rng = toys["dspark"], random.Random(1)
-    ids = [rng.randrange(VOCAB) for _ in range(41)]
-    hidden = toy.hidden(ids[:-1])
-    first = toy.drafter.begin(ids)
+    ids = words(rng, 41)
+    text = toy.begin(ids[:-1], ids[-1])
+    hidden, tree = torch.cat(text.heard), grown(rng, ids[-1], 8)
+    first, second = toy.drafter.begin(ids), toy.drafter.begin(ids)
     first.append_hidden(hidden[:30])
     toy.drafter.read([first])
     assert first.cache.length == 30 and first.waiting == 0 and first.share(2, 16) is None
     first.append_hidden(hidden[30:36])
     assert first.unread_hidden(5, 6).equal(hidden[30:36]) and first.unread_hidden(6, 6) is None
-    second = toy.drafter.begin(ids)
     second.adopt([first.share(0, 16)], 16, [hidden[15:16], hidden[16:32]])
     assert second.cache.length == 16 and second.waiting == 16
     second.append_hidden(hidden[32:])
-    tree = grown(rng, ids[-1], 8)
-    context = context_of(ids)
-    context.states["drafter"] = second
-    nodes = list(range(8))
-    found = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
-    torch.testing.assert_close(found, toy.expected(ids, tree, nodes), atol=1e-5, rtol=1e-3)
+    text.context.states["drafter"] = second
+    text.check(tree, list(range(8)))
     used = toy.drafter.pool.used
     for state in (first, second):
         state.release()
     assert toy.drafter.pool.used < used or used == 0
+    text.context.states["drafter"] = toy.drafter.begin(ids)
     with pytest.raises(ValueError, match="hidden states of 0 tokens for 40"):
-        context.states["drafter"] = toy.drafter.begin(ids)
-        toy.drafter.answer([DraftRequest(context, tree, [0])])
+        text.distributions(tree, [0])
 
 
-def test_scores_of_few_candidates_are_the_equations_among_them(toys):
+def test_scores_of_few_candidates_are_the_equations_among_them():
     """And the confidence is the head's, of the row and the token before."""
     toy, rng, few = Toy(KINDS["confident"], candidates=5), random.Random(2), 0
-    ids = [rng.randrange(VOCAB) for _ in range(9)]
-    tree, context = grown(rng, ids[-1], 9), context_of(ids)
-    context.states["drafter"] = toy.drafter.begin(ids)
-    context.states["drafter"].append_hidden(toy.hidden(ids[:-1]))
+    ids = words(rng, 9)
+    text, tree = toy.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 9)
     for nodes in rounds(tree):
-        probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0]
-        expected, kept = toy.expected(ids, tree, nodes), probs.dense() > 0
+        probs = toy.drafter.answer([text.request(tree, nodes)])[0]
+        kept = probs.dense() > 0
         few = max(few, int(kept.sum(-1).max()))
-        expected = expected * kept / (expected * kept).sum(-1, keepdim=True).clamp(min=1e-9)
+        expected = among(toy.expected(ids, tree, nodes), kept)
         torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
         assert len(probs.confidence) == len(nodes)
         assert all(0 < sure < 1 for sure in probs.confidence)
     assert 5 <= few <= 15
     # and among tokens that are nearly as likely
     near = Toy(KINDS["dflash"], within=1.0)
-    context.states["drafter"] = near.drafter.begin(ids)
-    context.states["drafter"].append_hidden(near.hidden(ids[:-1]))
-    probs = near.drafter.answer([DraftRequest(context, tree, [0])])[0].dense()[0]
+    probs = near.begin(ids[:-1], ids[-1]).distributions(tree, [0])[0]
     expected = near.expected(ids, tree, [0])[0]
     assert bool((probs[expected > expected.max() / math.e + 1e-6] > 0).all())
     assert 0 < int((probs > 0).sum()) < VOCAB
@@ -267,24 +227,19 @@ def test_scores_of_few_candidates_are_the_equations_among_them(toys):
 def test_a_shortlist_is_scored_once_a_tree(dtype):
     """Frequent tokens and the context: the whole distributions on what is scored, one product."""
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
-    ids = [rng.randrange(VOCAB) for _ in range(20)]
-    hidden, tree = toy.hidden(ids[:-1]).to(dtype), grown(rng, ids[-1], 9)
-    layout = Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
+    ids = words(rng, 20)
+    tree, layout = grown(rng, ids[-1], 9), Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
     weight = toy.model.get_output_embeddings().weight.detach().to(dtype)
     both, held = list[torch.Tensor](), torch.tensor([t < 30 or t in ids for t in range(VOCAB)])
     for shortlist in (None, Shortlist(weight, layout, window=50)):
-        context = context_of(ids)
-        state = context.states["drafter"] = toy.drafter.begin(ids, shortlist)
-        state.append_hidden(hidden)
-        requests = [DraftRequest(context, tree, nodes) for nodes in rounds(tree)]
-        both.append(torch.cat([toy.drafter.answer([one])[0].dense() for one in requests]))
-        assert state.used.calls == 1
+        text = toy.begin(ids[:-1], ids[-1], shortlist=shortlist)
+        both.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
+        assert text.state.used.calls == 1
     whole, part = both
     offered = part.sum(0) > 0  # and the last logits' favourites, which are all equal here
     assert bool(offered[held].all()) and 30 < int(offered.sum()) < VOCAB
-    whole = whole * offered / (whole * offered).sum(-1, keepdim=True).clamp(min=1e-9)
-    torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-2)
-    assert state.used.tokens == int(offered.sum())
+    torch.testing.assert_close(part, among(whole, offered), atol=1e-4, rtol=1e-2)
+    assert text.state.used.tokens == int(offered.sum())
 
 
 def test_a_router_is_refused(toys):
@@ -299,23 +254,22 @@ def distance(toy):
     """Mean total variation between its distributions and the equations."""
     rng, far = random.Random(5), []
     for length in (1, 7, 30, 70):
-        ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
-        tree, context = grown(rng, ids[-1], 8), context_of(ids)
-        state = context.states["drafter"] = toy.drafter.begin(ids)
-        hidden = toy.hidden(ids[:-1]).to(toy.target.dtype)
-        state.append_hidden(hidden[: length // 2])
-        toy.drafter.read([state])
-        state.append_hidden(hidden[length // 2 :])
+        ids = words(rng, length + 1)
+        tree, text = grown(rng, ids[-1], 8), Text(toy, ids, 1.0, None)
+        if length > 1:
+            text.read(ids[: length // 2])
+            toy.drafter.read([text.state])
+        text.read(ids[:-1], length // 2)
         for nodes in rounds(tree):
-            probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
-            far += ((probs - toy.expected(ids, tree, nodes)).abs().sum(-1) / 2).tolist()
-        state.release()
+            off = text.distributions(tree, nodes) - toy.expected(ids, tree, nodes)
+            far += (off.abs().sum(-1) / 2).tolist()
+        text.release()
     return sum(far) / len(far)
 
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind, monkeypatch):
+def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind):
     load(isa)
     config, half = KINDS[kind], torch.bfloat16
     plain = Toy(config, dtype=half, native=False)
@@ -334,23 +288,19 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
 def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa, kind):
     load(isa)
     rng, answers = random.Random(kind), list[list[int]]()
-    prompt = [rng.randrange(VOCAB) for _ in range(9)]
+    prompt = words(rng, 9)
     params = SamplingParams(max_tokens=25, temperature=0.7, seed=1, ignore_eos=True)
-    for native in (True, False):
+    for native in (False, True):
         toy = Toy(KINDS[kind], dtype=torch.bfloat16, native=native)
         for method in (DRAFTED["dyspec"](toy.drafter), NoDraft()):
             answers.append(answer(toy.target, method, params, prompt, budget=9).output.token_ids)
     assert answers[0] == answers[1] == answers[2] == answers[3]
-    toy = Toy(KINDS[kind], dtype=torch.bfloat16)
     calls, alone = [], []
     for length in (3, 9, 70):
-        ids = [rng.randrange(VOCAB) for _ in range(length)]
-        tree, hidden = grown(rng, ids[-1], 9), toy.hidden(ids[:-1]).bfloat16()
+        ids = words(rng, length)
+        tree = grown(rng, ids[-1], 9)
         for of in (calls, alone):
-            context = context_of(ids)
-            context.states["drafter"] = toy.drafter.begin(ids)
-            context.states["drafter"].append_hidden(hidden)
-            of.append(DraftRequest(context, tree, range(9)))
+            of.append(toy.begin(ids[:-1], ids[-1]).request(tree, range(9)))
     together = toy.drafter.answer(calls)
     for one, probs in zip(alone, together, strict=True):
         assert torch.equal(toy.drafter.answer([one])[0].dense(), probs.dense())

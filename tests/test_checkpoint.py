@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from typer.testing import CliRunner
 
 from answers import answer
 from checkpoints import configure, rewrite
+from quickbeam import LLM
+from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.angles import Angles, frequencies, hold
@@ -153,11 +157,8 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
         assert answer(model, policy, params, ids, budget=8).output.token_ids == said
 
 
-PUBLISHED_FILE = Path(__file__).with_name("published_configs.jsonl")
-PUBLISHED = {
-    line["name"]: line["config"]
-    for line in map(json.loads, PUBLISHED_FILE.read_text().splitlines())
-}
+LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+PUBLISHED = {line["name"]: line["config"] for line in map(json.loads, LINES)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -197,7 +198,6 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),
         ({"model_type": "rwkv"}, "no family"),
         ({"num_hidden_layers": 2}, r"layers\.2"),
-        ({"odd_scaling": 2.0}, "odd_scaling"),
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
@@ -221,23 +221,16 @@ ROPES: list[dict[str, Any]] = [
 def test_angles_are_those_of_transformers(rope):
     more = {"rope_theta": 50000.0, "original_max_position_embeddings": 1024}
     more |= {"factor": None, "long_factor": [2.0] * 16}
-    config = LlamaConfig(
-        hidden_size=128,
-        num_attention_heads=4,
-        max_position_embeddings=8192,
-        rope_parameters=more | rope,
-    )
+    sizes = dict(hidden_size=128, num_attention_heads=4, max_position_embeddings=8192)
+    config = LlamaConfig(**sizes, rope_parameters=more | rope)
     theirs = LlamaRotaryEmbedding(config)
     hold(config)
     speeds, factor = frequencies(config.rope_parameters, 32)
     assert torch.equal(speeds, theirs.inv_freq) and factor == theirs.attention_scaling
     positions = torch.arange(300)
-    for ours, right in zip(
-        Angles(config.rope_parameters, 32).at(positions),
-        theirs(torch.empty(1), positions[None]),
-        strict=True,
-    ):
-        assert torch.equal(ours, right[0, :, :16])
+    ours, right = Angles(config.rope_parameters, 32), theirs(torch.empty(1), positions[None])
+    for one, other in zip(ours.at(positions), right, strict=True):
+        assert torch.equal(one, other[0, :, :16])
 
 
 def test_angles_that_lack_a_parameter_say_so():
@@ -368,10 +361,8 @@ def test_other_tokenizers_are_read_by_transformers(toy):
         except (ValueError, OSError, TypeError):
             continue
         assert not isinstance(found, Tokenizer)
-    added = {
-        "300": {"content": "<new>", "special": False},
-        "301": {"content": "<other>", "lstrip": True},
-    }
+    added = {"300": {"content": "<new>", "special": False}}
+    added |= {"301": {"content": "<other>", "lstrip": True}}
     for change in ({"added_tokens_decoder": added}, {"extra_special_tokens": ["<more>"]}):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         same_tokenizers(toy)
@@ -393,3 +384,30 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
     weights = Path(toy_folder) / "model.safetensors"
     (toy / "model.safetensors").write_bytes(weights.read_bytes())
     subprocess.run([sys.executable, "-c", ALONE, str(toy)], check=True)
+
+
+# --- fields that can't be ---
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("gemma3", {"num_hidden_layers": "3"}, "can't be read"),
+        ("gemma3", {"num_key_value_heads": 3}, "4 heads of queries, 3 of keys"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "can't be read"),
+        ("gemma3", {"hidden_size": [32]}, "can't be read"),
+        ("glm4_moe", {"n_group": 3}, "3 of 8 experts chosen in 2 of 3 groups"),
+        ("gpt2", {"n_positions": 1024}, "wpe.weight has shape"),
+        ("bamba", {"mamba_d_conv": 3}, "conv1d.weight.* has shape"),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "has shape"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(name, changes, told, tmp_path):
+    made(name).save_pretrained(tmp_path)
+    configure(tmp_path, **changes)
+    with pytest.raises(InvalidInput, match=told):
+        LLM(str(tmp_path))
+    shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
+    assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))

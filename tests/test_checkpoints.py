@@ -38,6 +38,8 @@ from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
 
+EAGLE3 = LLAMA | {"draft_vocab_size": DRAFT}
+
 
 @pytest.fixture(autouse=True)
 def _seed():
@@ -49,16 +51,11 @@ class Reference:
     names."""
 
     def __init__(self, config, state, prefix, embed, head):
-        self.state = state
-        self.prefix = prefix
-        self.embed = embed
-        self.head = head
-        self.config = config
+        self.config, self.state, self.prefix = config, state, prefix
+        self.embed, self.head = embed, head
         fields = {**config, **config.get("transformer_layer_config", {})}
-        keys = (*LAYER_FIELDS, "rope_scaling", "head_dim")
-        llama = LlamaConfig(
-            **{k: fields[k] for k in keys if k in fields}, attn_implementation="eager"
-        )
+        known = {k: v for k, v in fields.items() if k in LAYER_FIELDS}
+        llama = LlamaConfig(**known, attn_implementation="eager")
         self.wide = f"{prefix}.hidden_norm.weight" in state
         self.attention = LlamaAttention(llama, 0).eval()
         self.mlp = LlamaMLP(llama)
@@ -67,9 +64,8 @@ class Reference:
             name = f"{prefix}.{'self_attn' if part[0] in 'qkvo' else 'mlp'}.{part}"
             if isinstance(module, nn.Linear):
                 module.weight = nn.Parameter(state[f"{name}.weight"])
-                module.bias = (
-                    nn.Parameter(state[f"{name}.bias"]) if f"{name}.bias" in state else None
-                )
+                bias = state.get(f"{name}.bias")
+                module.bias = None if bias is None else nn.Parameter(bias)
         self.eps = llama.rms_norm_eps
 
     def norm(self, name, x):
@@ -86,9 +82,8 @@ class Reference:
         if not self.wide:
             return x
         if "fc_norm.0.weight" in self.state:
-            x = torch.cat(
-                [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(x.chunk(3, -1))], -1
-            )
+            parts = enumerate(x.chunk(3, -1))
+            x = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in parts], -1)
         if "input_norm.weight" in self.state:
             x = self.norm("input_norm", x)
         return self.fc(x)
@@ -135,123 +130,85 @@ def check(network, reference):
     keys = Keys()
     out = network(network.fuse(hidden), network.embedding(tokens[:N]), torch.arange(N), keys)
     fused = reference.fuse(hidden)
-    expected, logits = reference(fused, tokens[:N])
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(network.head(network.feature(out)), logits, rtol=1e-5, atol=1e-5)
     further = network(out[-1:], network.embedding(tokens[N:]), torch.tensor([N]), keys)
-    expected, logits = reference(torch.cat([fused, expected[-1:]]), tokens)
-    torch.testing.assert_close(further, expected[-1:], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        network.head(network.feature(further)), logits[-1:], rtol=1e-5, atol=1e-5
-    )
+    expected, logits = reference(fused, tokens[:N])
+    after, next_logits = reference(torch.cat([fused, expected[-1:]]), tokens)
+    for found, rows, scores in ((out, expected, logits), (further, after[-1:], next_logits[-1:])):
+        torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
+        head = network.head(network.feature(found))
+        torch.testing.assert_close(head, scores, rtol=1e-5, atol=1e-5)
+
+
+def held(folder, config, state, prefix, how="safetensors"):
+    """The network of a folder, after a check against the equations. Embedding and head that the
+    folder lacks are the target's."""
+    embedding, head = shared()
+    write(folder, config, state, how)
+    assert is_eagle(folder)
+    network = read(folder, embedding, head)
+    assert network.config.own_embedding == ("embed_tokens.weight" in state)
+    assert network.config.own_head == ("lm_head.weight" in state)
+    own = state.get("embed_tokens.weight", embedding.weight)
+    check(network, Reference(config, state, prefix, own, state.get("lm_head.weight", head.weight)))
+    return network
 
 
 @pytest.mark.parametrize("how", ["safetensors", "bin", "sharded"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(tmp_path, how, bias):
-    embedding, head = shared()
-    state = {**eagle1(bias, fc_bias=bias), "embed_tokens.weight": embedding.weight.detach().clone()}
-    config = (
-        LLAMA
-        | {"bias": bias}
-        | (
-            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True}
-            if bias
-            else {}
-        )
-    )
-    folder = write(tmp_path / "drafter", config, state, how)
-    assert is_eagle(folder)
-    network = read(folder, embedding, head)
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True}
+    config = LLAMA | {"bias": bias} | (qwen if bias else {})
+    network = held(tmp_path / "drafter", config, eagle1(bias, fc_bias=bias), "layers.0", how)
     assert network.config.layers == (LAYERS + 1,)
-    assert not network.config.own_embedding
-    assert not network.config.own_head
-    check(network, Reference(config, state, "layers.0", embedding.weight, head.weight))
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3])
 def test_eagle3_reads_three_states_and_maps_its_head(tmp_path, rope):
-    embedding, head = shared()
-    state, config = eagle3(), LLAMA | {"draft_vocab_size": DRAFT, "rope_scaling": rope}
+    state, config = eagle3(), EAGLE3 | {"rope_scaling": rope}
     config |= {"head_dim": None}  # as some are written
-    folder = write(tmp_path / "drafter", config, state, "bin")
-    assert is_eagle(folder)
-    network = read(folder, embedding, head)
+    network = held(tmp_path / "drafter", config, state, "midlayer", "bin")
     assert network.config.layers == (2, 6, 9)
     assert network.tokens.tolist() == state["t2d"].nonzero()[:, 0].tolist()
-    check(network, Reference(config, state, "midlayer", embedding.weight, state["lm_head.weight"]))
 
 
 def test_eagle3_of_the_whole_vocabulary_needs_no_map(tmp_path):
     state = {k: v for k, v in eagle3(rows=VOCAB).items() if k not in ("d2t", "t2d")}
-    config = LLAMA | {"draft_vocab_size": VOCAB}
-    embedding, head = shared()
-    network = read(write(tmp_path / "a", config, state), embedding, head)
+    network = held(tmp_path / "a", LLAMA | {"draft_vocab_size": VOCAB}, state, "midlayer")
     assert network.tokens.tolist() == list(range(VOCAB))
-    check(network, Reference(config, state, "midlayer", embedding.weight, state["lm_head.weight"]))
     del state["lm_head.weight"]  # the target's then
-    network = read(write(tmp_path / "b", LLAMA, state), embedding, head)
-    assert not network.config.own_head
-    check(network, Reference(config, state, "midlayer", embedding.weight, head.weight))
+    held(tmp_path / "b", LLAMA, state, "midlayer")
 
 
 def test_eagle3_of_another_width_has_its_own_embedding(tmp_path):
     state = {**eagle3(d=64), "embed_tokens.weight": torch.randn(VOCAB, 64)}
-    config = LLAMA | {
-        "draft_vocab_size": DRAFT,
-        "hidden_size": 64,
-        "head_dim": 8,
-        "target_hidden_size": D,
-    }
-    network = read(write(tmp_path / "drafter", config, state))
-    assert network.config.own_embedding and network.config.target_size == D
-    check(
-        network,
-        Reference(config, state, "midlayer", state["embed_tokens.weight"], state["lm_head.weight"]),
-    )
+    config = EAGLE3 | {"hidden_size": 64, "head_dim": 8, "target_hidden_size": D}
+    assert held(tmp_path / "drafter", config, state, "midlayer").config.target_size == D
 
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("norms", ["none", "fused", "each"])
 def test_speculators_eagle3(tmp_path, before, norms):
-    embedding, head = shared()
     config = SPECULATORS | {"norm_before_residual": before, "transformer_layer_config": LLAMA}
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}
-    state = eagle3("layers.0") | {
-        "embed_tokens.weight": torch.randn(VOCAB, D),
-        "verifier_norm.weight": noise(D),
-    }
+    state = eagle3("layers.0") | {"embed_tokens.weight": torch.randn(VOCAB, D)}
+    state |= {"verifier_norm.weight": noise(D)}
     if norms == "fused":
-        state = state | {"input_norm.weight": noise(3 * D)}
-        config = config | {"norm_before_fc": True, "norm_output": True}
+        state |= {"input_norm.weight": noise(3 * D)}
+        config |= {"norm_before_fc": True, "norm_output": True}
     if norms == "each":
-        state = state | {f"fc_norm.{i}.weight": noise(D) for i in range(3)}
-        config = config | {"fc_norm": True, "norm_output": True}
-    folder = write(tmp_path / "drafter", config, state)
-    assert is_eagle(folder)
-    network = read(folder, embedding, head)
-    assert network.config.layers == (1, 5, 10) and network.config.own_embedding  # it was trained
-    check(
-        network,
-        Reference(config, state, "layers.0", state["embed_tokens.weight"], state["lm_head.weight"]),
-    )
+        state |= {f"fc_norm.{i}.weight": noise(D) for i in range(3)}
+        config |= {"fc_norm": True, "norm_output": True}
+    assert held(tmp_path / "drafter", config, state, "layers.0").config.layers == (1, 5, 10)
 
 
 @pytest.mark.parametrize("names", [("fc", "layers.0"), ("fusion_fc", "transformer")])
 def test_speculators_eagle(tmp_path, names):
-    embedding, head = shared()
     state = {
         k.replace("fc.", f"{names[0]}.").replace("layers.0", names[1]): v
         for k, v in eagle1(fc_bias=True).items()
     }
-    config = {
-        "speculators_model_type": "eagle",
-        "fusion_bias": True,
-        "layernorms": False,
-        "transformer_layer_config": LLAMA,
-    }
-    network = read(write(tmp_path / "drafter", config, state), embedding, head)
-    check(network, Reference(config, state, names[1], embedding.weight, head.weight))
+    config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False}
+    held(tmp_path / "drafter", config | {"transformer_layer_config": LLAMA}, state, names[1])
 
 
 def test_our_own(tmp_path):
@@ -263,9 +220,7 @@ def test_our_own(tmp_path):
     assert is_eagle(tmp_path / "drafter")
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
-    assert all(
-        torch.equal(value, network.state_dict()[name]) for name, value in again.state_dict().items()
-    )
+    assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
     with pytest.raises(InvalidInput, match="reads hidden states 32 wide, the target's are 64"):
         read(tmp_path / "drafter", size=64)
     with pytest.raises(InvalidInput, match="the model has 1 to 5"):
@@ -274,7 +229,7 @@ def test_our_own(tmp_path):
 
 def test_sglang_names_the_layer_of_a_state(tmp_path):
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "use_aux_hidden_state": True}
-    config = LLAMA | {"draft_vocab_size": DRAFT, "eagle_config": ids}
+    config = EAGLE3 | {"eagle_config": ids}
     assert read(write(tmp_path / "drafter", config, eagle3())).config.layers == (2, 5, 9)
 
 
@@ -287,13 +242,15 @@ def test_a_leading_model_is_dropped_and_the_dtype_is_kept(tmp_path):
 def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
     embedding, head = shared()
     copy = embedding.weight.detach()
-    for i, (stored, own) in enumerate(
-        [(copy.bfloat16(), False), (copy.half(), False), (copy * 1.1, True)]
+    for stored, own in (
+        (copy, False),
+        (copy.bfloat16(), False),
+        (copy.half(), False),
+        (copy * 1.1, True),
     ):
-        folder = write(
-            tmp_path / str(i), LLAMA, {**eagle1(), "embed_tokens.weight": stored.clone()}
-        )
-        assert read(folder, embedding, head).config.own_embedding is own
+        state = {**eagle1(), "embed_tokens.weight": stored.clone()}
+        network = read(write(tmp_path / "drafter", LLAMA, state), embedding, head)
+        assert network.config.own_embedding is own
 
 
 # --- folders that are refused ---
@@ -302,9 +259,8 @@ def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
 @pytest.mark.parametrize("how", ["safetensors", "bin"])
 def test_a_causal_language_model_is_no_drafter(tmp_path, how):
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    folder = write(
-        tmp_path / "llama", LLAMA, {k: v.clone() for k, v in model.state_dict().items()}, how
-    )
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    folder = write(tmp_path / "llama", LLAMA, state, how)
     assert not is_eagle(folder)
     with pytest.raises(InvalidInput, match=r"no known feature drafter.*known: EAGLE and EAGLE-2"):
         read(folder)
@@ -346,7 +302,7 @@ def refuse(folder, config, state, match, **target):
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
-    refuse(tmp_path / "drafter", LLAMA | {"draft_vocab_size": DRAFT} | change, eagle3(), match)
+    refuse(tmp_path / "drafter", EAGLE3 | change, eagle3(), match)
 
 
 @pytest.mark.parametrize(
@@ -378,30 +334,16 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, change, match):
 )
 def test_tensors_that_do_not_fit_are_refused(tmp_path, change, match):
     state = {k: v for k, v in (eagle3() | change).items() if v is not None}
-    refuse(tmp_path / "drafter", LLAMA | {"draft_vocab_size": DRAFT}, state, match)
+    refuse(tmp_path / "drafter", EAGLE3, state, match)
 
 
 def test_another_target_is_refused(tmp_path):
-    refuse(
-        tmp_path / "a", LLAMA, eagle1(), "reads hidden states 32 wide, the target's are 64", size=64
-    )
-    refuse(
-        tmp_path / "b",
-        LLAMA | {"draft_vocab_size": DRAFT},
-        eagle3(),
-        "reads hidden states 32 wide, the target's are 64",
-        size=64,
-    )
-    state = eagle3() | {"embed_tokens.weight": torch.zeros(VOCAB, D)}
-    refuse(
-        tmp_path / "c",
-        LLAMA | {"draft_vocab_size": DRAFT},
-        state,
-        "reads hidden states 32 wide, the target's are 64",
-        size=64,
-    )
-    config = LLAMA | {"vocab_size": 10, "draft_vocab_size": DRAFT}
-    refuse(tmp_path / "d", config, eagle3(), "must be ids from 0 to 11", vocab=12)
+    whole = eagle3() | {"embed_tokens.weight": torch.zeros(VOCAB, D)}
+    for i, (config, state) in enumerate([(LLAMA, eagle1()), (EAGLE3, eagle3()), (EAGLE3, whole)]):
+        match = "reads hidden states 32 wide, the target's are 64"
+        refuse(tmp_path / str(i), config, state, match, size=64)
+    match = "must be ids from 0 to 11"
+    refuse(tmp_path / "few", EAGLE3 | {"vocab_size": 10}, eagle3(), match, vocab=12)
 
 
 def test_a_broken_folder_is_refused(tmp_path):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
@@ -255,7 +254,7 @@ def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_pa
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, None])
 def test_a_real_ctrl_c_and_a_reader_that_leaves(sent):
-    command = [sys.executable, str(Path(fake_llm.__file__)), "generate", "endless"]
+    command = [sys.executable, fake_llm.__file__, "generate", "endless"]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as process:
         begun = process.stdout.read(20)

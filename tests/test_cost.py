@@ -1,15 +1,24 @@
-"""What passes and calls cost, by the time they took."""
+"""What passes and calls cost, by the time they took; which calls are made; and which mode of a step
+goes on."""
+
+import contextlib
+import itertools
+import math
+import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cases import examples
 from models import tiny
 from quickbeam.engine import cost as cost_module
+from quickbeam.engine.budget import Budget, worth_asking
+from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
-
-# --- the cost of a pass ---------------------------------------------------------------------------
 
 
 def test_cost_is_interpolated_and_measured():
@@ -41,19 +50,13 @@ def test_measuring_is_not_bound_by_the_memory_limit(monkeypatch):
 
     monkeypatch.setattr(model, "forward", watched)
     for broken in (False, True):
-        if broken:
-            with pytest.raises(RuntimeError):
-                CostModel.measure(model, 8)
-        else:
+        with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
             CostModel.measure(model, 8)
         assert (limits, pool.limit, pool.used) == ({2}, 2, 2)
         pool.spare = lambda: False
         with pytest.raises(NoRoom):
             pool.new().reserve(1)
     held.release()
-
-
-# --- what a call costs ----------------------------------------------------------------------------
 
 
 def test_the_first_call_of_all_does_not_count():
@@ -97,3 +100,79 @@ def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):
         assert CostModel.kept(model, 16).alone(1) > 0
     CostModel.kept(model, 8)  # other trees
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+# --- which calls are made, and in which mode a step is ---
+
+
+gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)
+
+
+@examples(200, derandomize=True)
+@given(gains, st.floats(0.01, 2), st.floats(0.01, 1), st.floats(0.01, 4))
+def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains, first, more, rate):
+    def seconds(count):
+        return first + more * (count - 1)
+
+    def profit(answered):
+        """Tokens, less what the call's time would have given. The infinite ones are no choice."""
+        if any(math.isinf(gain) and not taken for gain, taken in zip(gains, answered, strict=True)):
+            return float("-inf")
+        taken = [gain for gain, taken in zip(gains, answered, strict=True) if taken]
+        finite = sum(gain for gain in taken if not math.isinf(gain))
+        return finite - rate * (seconds(len(taken)) if taken else 0.0)
+
+    answered = worth_asking(gains, seconds, rate)
+    assert profit(answered) == pytest.approx(
+        max(map(profit, itertools.product([False, True], repeat=len(gains))))
+    )
+
+
+MODES = {PLAIN: 1.0, UNASKED: 1.2, ASKED: 1.3}
+
+
+def compared(comparison, steps, many, modes):
+    """Run steps of `many` sequences, and return their modes. `modes`: tokens and seconds of a step;
+    the tokens vary, and the machine is slow now and then."""
+    chosen, rng = list[str](), random.Random(1)
+    for _ in range(steps):
+        chosen.append(comparison.mode)
+        gain, cost = modes[comparison.mode]
+        tokens = 1 + sum(2.0 * (rng.random() < (gain - 1) / 2) for _ in range(many)) / many
+        slow = 20.0 if rng.random() < 0.01 else rng.uniform(0.9, 1.1)
+        comparison.observe(tokens, cost * slow, many, comparison.mode == ASKED)
+    return chosen
+
+
+@pytest.mark.parametrize("many", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("modes", "fastest"),
+    [
+        ({PLAIN: (1.0, 1.0), ASKED: (1.4, 1.8)}, PLAIN),
+        ({PLAIN: (1.0, 1.0), ASKED: (1.6, 1.3)}, ASKED),
+        ({PLAIN: (1.0, 1.0), UNASKED: (1.4, 1.05), ASKED: (1.9, 1.9)}, UNASKED),
+        ({PLAIN: (1.0, 1.0), UNASKED: (1.2, 1.05), ASKED: (1.9, 1.4)}, ASKED),
+        ({PLAIN: (1.0, 1.0), UNASKED: (1.05, 1.25), ASKED: (1.3, 1.7)}, PLAIN),
+    ],
+)
+def test_the_fastest_mode_goes_on(many, modes, fastest):
+    comparison = Comparison({mode: MODES[mode] for mode in modes})
+    chosen = compared(comparison, 3000, many, modes)
+    assert chosen[1500:].count(fastest) > 0.9 * 1500
+    assert chosen[300:600].count(fastest) > 0.7 * 300  # decided early
+
+
+def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave():
+    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+
+    def of(sequences, setting="a method"):
+        budget.begin(sequences)
+        return budget.comparison(setting, [ASKED, PLAIN], "drafter")
+
+    four = of(4)
+    assert four.mode == ASKED and four is of(4) and budget.asks("a method", 4)
+    compared(four, 2000, 4, {PLAIN: (1.0, 1.0), ASKED: (1.2, 1.9)})
+    assert four.best == PLAIN and not budget.asks("a method", 4)
+    assert of(16).mode == PLAIN  # the more sequences, the less drafting gains
+    assert of(1).mode == ASKED and of(4, "another").mode == ASKED
+    assert of(15) is of(16) is not of(32)

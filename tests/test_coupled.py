@@ -139,11 +139,7 @@ def same_answers(name):
             tree = random_tree(model, context, rng)  # noqa: B023 (called in this round only)
             node = 0
             for token in plain[len(context) - 1 : len(context) + 1 if rng.random() < 0.5 else 0]:  # noqa: B023
-                node = (
-                    found
-                    if (found := tree.child(node, token)) is not None
-                    else tree.add(node, token, "known")
-                )
+                node = tree.child(node, token) or tree.add(node, token, "known")
                 accepted += 1
             return tree
 
@@ -158,11 +154,8 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temp
     for seed in range(12):
         model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
         drafter = KnownDrafter(model.draft)
-        policy = (
-            Auto(drafter, ngram := Ngram(), LastLogits())
-            if name == "auto"
-            else DRAFTED[name](drafter)
-        )
+        auto = Auto(drafter, ngram := Ngram(), LastLogits())
+        policy = auto if name == "auto" else DRAFTED[name](drafter)
 
         def drafted(context):
             nonlocal steps
@@ -196,17 +189,9 @@ def test_children_are_those_of_the_whole_perturbed_distribution():
             assert tokens == best.indices.tolist()
             # what is not looked at counts about
             assert np.allclose(chances, best.values, rtol=0.25)
-        assert [
-            len(row[0])
-            for row in perturbed(
-                DraftProbs(distributions),
-                noise,
-                positions,
-                temperature,
-                8,
-                [0.0, 1.0, 0.0, 2.0, 0.0],
-            )
-        ][1::2] == [0, 0]
+        least = [0.0, 1.0, 0.0, 2.0, 0.0]
+        rows = perturbed(DraftProbs(distributions), noise, positions, temperature, 8, least)
+        assert [len(tokens) for tokens, _ in rows][1::2] == [0, 0]
 
 
 def test_columns_of_a_shortlist_have_the_noise_of_their_tokens():
@@ -226,9 +211,8 @@ def test_chances_of_children_come_true():
     for seed in range(count):
         drafted = torch.from_numpy(1.5 * rng.standard_normal(50)).float()
         target, noise = drafted + torch.from_numpy(rng.gumbel(size=50)).float(), Noise(seed, 0, 50)
-        (((token, *_), (chance, *_)),) = perturbed(
-            DraftProbs(drafted.softmax(-1)[None]), noise, [2], 0.7, 3
-        )
+        probs = DraftProbs(drafted.softmax(-1)[None])
+        (((token, *_), (chance, *_)),) = perturbed(probs, noise, [2], 0.7, 3)
         right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + chance
     assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
 
@@ -245,18 +229,13 @@ def test_a_row_with_one_possible_token_emits_it():
 
 def test_tokens_that_filters_rule_out_are_not_drafted():
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
-    for filters, kept in (
-        ({"top_p": 0.8}, 3),
-        ({"top_k": 2}, 2),
-        ({"min_p": 0.3}, 2),
-        ({"top_p": 0.8, "top_k": 2}, 2),
-    ):
+    asked = [({"top_p": 0.8}, 3), ({"top_k": 2}, 2), ({"min_p": 0.3}, 2)]
+    for filters, kept in (*asked, ({"top_p": 0.8, "top_k": 2}, 2)):
         params = SamplingParams(temperature=1.0, **filters)
         assert ruled_out_below(probs[0].numpy(), params) == probs[0, kept - 1]
         for seed in range(20):
-            ((tokens, _),) = perturbed(
-                DraftProbs(probs), Noise(seed, 0, 64), [1], 1.0, 64, None, params
-            )
+            noise = Noise(seed, 0, 64)
+            ((tokens, _),) = perturbed(DraftProbs(probs), noise, [1], 1.0, 64, None, params)
             # and one more, as the target may see it otherwise
             assert set(tokens) <= set(range(kept + 1))
     cold = SamplingParams(temperature=0.5, top_p=0.8)

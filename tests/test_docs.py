@@ -1,4 +1,5 @@
 """What README.md and docs/ tell the reader to do works: every code block is run, or says why not.
+Links lead somewhere: pages, headings, pictures, files of the repository, names that these define.
 
 `make test` runs them with a tiny random model in place of the default one; the long tests with the
 default model itself.
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 from typer.testing import CliRunner
 
-from docs import PAGES, ROOT, blocks, commands, of_program, read, save_drafter
+from docs import PAGES, ROOT, blocks, commands, hooks, of_program, read, save_drafter
 from quickbeam import LLM, hub
 from quickbeam.cli.app import app
 from quickbeam.methods import METHODS
+from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import serving
@@ -29,23 +32,15 @@ SMALL = {
     "demo": ["--max-tokens", "8"],
     "bench": ["--limit", "1", "--max-tokens", "4"],
 }
-PROGRAMS = {
-    *("quickbeam", "make", "pip", "curl", "docker", "serve", ".ci/run", "echo", "python"),
-    "lm_eval",
-}
-PET = (
-    '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": '
-    '["name"], "additionalProperties": false}'
-)
+PROGRAMS = {"quickbeam", "make", "pip", "curl", "docker", "serve", ".ci/run", "echo", "python"}
+PROGRAMS |= {"lm_eval"}
+NAME = '{"name": {"type": "string", "maxLength": 4}}, "required": ["name"]'
+PET = f'{{"type": "object", "properties": {NAME}, "additionalProperties": false}}'
 FILES = {"pet.json": PET, "list.lark": 'start: "a" ("," "a"){0,3}\n'}  # that commands read
 REAL = pytest.mark.long
 RUN = [command for command in commands() if of_program(command.words) and not command.block.skipped]
 PYTHON = [block for block in blocks() if block.kind == "python" and not block.skipped]
-ASKED = [
-    command
-    for command in commands()
-    if command.words and command.words[0] == "curl" and not command.block.skipped
-]
+ASKED = [one for one in commands() if one.words[:1] == ["curl"] and not one.block.skipped]
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +101,7 @@ def test_commands_and_options_exist(command):
             if word not in getattr(found, "commands", {}):
                 break
             found = found.commands[word]
-        known = {
-            option
-            for parameter in found.params
-            for option in [*parameter.opts, *parameter.secondary_opts]
-        }
+        known = {name for one in found.params for name in (*one.opts, *one.secondary_opts)}
         assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
 
 
@@ -212,17 +203,13 @@ SERVING = read("docs/serving.md")
 
 def test_options_of_the_server_have_the_defaults_told():
     command: Any = typer.main.get_command(app).commands["serve"]
-    defaults = {
-        option: parameter.default for parameter in command.params for option in parameter.opts
-    }
+    defaults = {option: one.default for one in command.params for option in one.opts}
     assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
     told = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
     assert told and {option: str(defaults[option]) for option in told} == told
 
 
 def test_paths_and_metrics_are_those_of_the_server(toy_folder):
-    from quickbeam.serve.app import create_app
-
     with LLM(toy_folder, "ar") as llm:
         runner = Runner(ServeSettings(), llm)
         paths = {route.path for route in create_app(runner).routes}
@@ -237,12 +224,98 @@ def test_troubleshooting_quotes_errors_that_the_code_raises():
     source = "\n".join(map(read, (ROOT / "src").rglob("*.py")))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one
     source = re.sub(r"\{[^{}]*\}", "…", source)
-    quoted = [
-        part
-        for heading in re.findall(r"^### (.+)$", page, re.MULTILINE)
-        for part in re.findall(r"`([^`]+)`", heading)
-    ]
+    headings = "\n".join(re.findall(r"^### .+$", page, re.MULTILINE))
+    quoted = re.findall(r"`([^`]+)`", headings)
     assert len(quoted) > 20
     for message in quoted:
         for part in message.split("…"):
             assert part.strip() in source, message
+
+
+# --- links; `mkdocs build --strict` (`make docs`) checks the built site ---
+
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK, CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE), re.compile(r"`[^`\n]+`")
+LATER = {"docs/images/demo.svg"}  # `quickbeam demo --svg` draws it
+
+
+def text_of(page):
+    """A page without its blocks of code."""
+    return BLOCK.sub("", read(page))
+
+
+def anchors(page):
+    """The names of a page's headings, as GitHub and mkdocs make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return found
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(CODE.sub("", text_of(page))):
+        if re.match(r"\w+:", link):
+            assert link.startswith("https://"), link
+            continue
+        target, _, name = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists() or str(path.relative_to(ROOT)) in LATER, link
+        if name and path.suffix == ".md":
+            assert name in anchors(path), f"{link}: {sorted(anchors(path))}"
+        elif name:
+            assert hooks().line_of(path, name) > 0, link
+
+
+@every_page
+def test_files_that_are_named_are_there(page):
+    for name in re.findall(r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", read(page)):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_navigation():
+    text = re.sub(r"!!python/name:\S+", "''", read("mkdocs.yml"))
+    listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
+    )
+    assert yaml.safe_load(text)["hooks"] == ["docs/hooks.py"]
+
+
+# --- the command line's reference -----------------------------------------------------------------
+
+
+def test_the_reference_has_every_command_and_option():
+    page = hooks().commands()
+
+    def visit(command, name):
+        section = page.split(f"## {name}\n")[1].split("\n## ")[0]
+        for parameter in command.params:
+            if parameter.name != "help":
+                options = [option for option in parameter.opts if option.startswith("-")]
+                assert all(option in section for option in options), (name, options)
+        below = getattr(command, "commands", {}).items()
+        return 1 + sum(visit(each, f"{name} {key}") for key, each in below)
+
+    assert visit(typer.main.get_command(app), "quickbeam") == 12
+    assert "| `--temperature" in page and "`0.0`" in page
+    stub = read("docs/reference/cli.md")
+    assert stub.count(hooks().MARK) == 1 and not re.search(r"^## quickbeam", stub, re.MULTILINE)
+
+
+def test_links_to_code_lead_to_lines():
+    text = (
+        "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) [z](https://a.org/a.py)"
+    )
+    made = hooks().rewritten(text, "methods/dyspec.md")
+    line = re.findall(r"\]\(\.\./source/src/quickbeam/tree\.py\.md#__codelineno-0-(\d+)\)", made)
+    source = read("src/quickbeam/tree.py").splitlines()
+    assert "def add(" in source[int(line[0]) - 1]
+    assert "](../serving.md)" in made and "](https://a.org/a.py)" in made
+    with pytest.raises(ValueError, match="no nothing"):
+        hooks().line_of(ROOT / "src/quickbeam/tree.py", "nothing")

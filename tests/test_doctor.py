@@ -18,6 +18,7 @@ from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
 from quickbeam.models.native import build
 from scripts import captured
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -34,14 +35,6 @@ def findings(text):
         assert "\n" not in finding["text"] + finding["todo"]
     assert record["can_run"] is all(one["status"] != PROBLEM for one in found.values())
     return found
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch, tmp_path):
-    """Nothing asked for, an empty cache."""
-    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
 def linux(monkeypatch, *sets, compiler=True):

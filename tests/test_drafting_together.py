@@ -1,6 +1,5 @@
 """Drafters that draft for several sequences at once: each gets the distributions that it gets
-alone,
-whatever it takes over or leaves out."""
+alone, whatever it takes over or leaves out."""
 
 import random
 from functools import partial
@@ -8,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from answers import answer, request
+from answers import answer, request, run_all
 from drafters import DRAFTED
-from features import Pair, Text, context_of, grown, rounds
-from kernels import SETS, load
+from features import Pair, Text, context_of, grown, rounds, words
+from kernels import SETS
 from models import VOCAB, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
@@ -27,7 +26,7 @@ WAYS = [*SETS[:1], "eager"]
 
 
 @pytest.fixture
-def take(monkeypatch):
+def take(monkeypatch, native):
     """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to
     test them in."""
 
@@ -35,9 +34,7 @@ def take(monkeypatch):
         if way == "eager":
             monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
             return torch.float32
-        load(way)
-        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
-        monkeypatch.setenv("QUICKBEAM_ISA", way)
+        native(way)
         return torch.bfloat16
 
     return choose
@@ -49,10 +46,6 @@ def same(way, a, b):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
     else:
         assert torch.equal(a, b)
-
-
-def words(rng, count):
-    return [rng.randrange(VOCAB) for _ in range(count)]
 
 
 def shortlists(pair, window=40):
@@ -73,18 +66,11 @@ def run_staggered(drafter, wishes, together):
     calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]
     found: list[list[torch.Tensor]] = [[] for _ in wishes]
     for turn in range(max(map(len, calls))):
-        asked = [
-            (i, DraftRequest(*wishes[i], nodes))
-            for i, mine in enumerate(calls)
-            if turn < len(mine) and (nodes := mine[turn])
-        ]
-        requests = [request for _, request in asked]
-        distributions = (
-            drafter.answer(requests)
-            if together
-            else [probs for request in requests for probs in drafter.answer([request])]
-        )
-        for (i, _), probs in zip(asked, distributions, strict=True):
+        asked = [i for i, mine in enumerate(calls) if turn < len(mine) and mine[turn]]
+        requests = [DraftRequest(*wishes[i], calls[i][turn]) for i in asked]
+        rounds_of = [requests] if together else [[one] for one in requests]
+        distributions = [probs for some in rounds_of for probs in drafter.answer(some)]
+        for i, probs in zip(asked, distributions, strict=True):
             found[i].append(probs.dense())
     return found
 
@@ -98,36 +84,23 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
     # prompts are read over several passes, some of them side by side
     monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", 50)
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
-    kinds = [
-        (3, None, 1.0),
-        (70, None, 0.5),
-        (20, routed, 1.0),
-        (9, routed, 0.0),
-        (30, frequent, 1.0),
-        (130, routed, 2.0),
-        (1, None, 0.0),
-    ]
+    kinds = [(3, 1.0, None), (70, 0.5, None), (20, 1.0, routed), (9, 0.0, routed)]
+    kinds += [(30, 1.0, frequent), (130, 2.0, routed), (1, 0.0, None)]
     said = []
     for together in (True, False):
         rng, texts = random.Random(4), list[Text]()
-        for length, shortlist, temperature in kinds:
-            texts.append(
-                pair.begin(words(rng, length), rng.randrange(VOCAB), temperature, shortlist)
-            )
+        for length, *options in kinds:
+            texts.append(pair.begin(words(rng, length), rng.randrange(VOCAB), *options))
         said.append([])
         for _ in range(2):
             trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
-            said[-1] += run_staggered(
-                pair.drafter,
-                [(text.context, tree) for text, tree in zip(texts, trees, strict=True)],
-                together,
-            )
+            contexts = [text.context for text in texts]
+            wishes = list(zip(contexts, trees, strict=True))
+            said[-1] += run_staggered(pair.drafter, wishes, together)
             for text, tree in zip(texts, trees, strict=True):
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         used = [text.state.used for text in texts]
-        said[-1].append(
-            [torch.tensor([[one.calls, one.tokens]]) for one in used if one is not None]
-        )
+        said[-1].append([torch.tensor([[one.calls, one.tokens]]) for one in used if one])
         for text in texts:
             text.release()
     for ours, alone in zip(*said, strict=True):
@@ -182,8 +155,7 @@ def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
     alone = [answer(pair.target, made(), *one, **options).output.token_ids for one in asked]
     engine = Engine(pair.target)
     running = [engine.add(request(pair.target, made(), *one, **options)) for one in asked]
-    while engine.busy:
-        engine.step()
+    run_all(engine)
     assert [one.output.token_ids for one in running] == alone
     assert sum(one.statistics.sources["drafter"].accepted for one in running) > 0
 
@@ -252,40 +224,14 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
             text.go_on(tree, [0], rng.randrange(VOCAB))
             if reading:
                 pair.drafter.read([text.state], 16)
-        assert (
-            text.state.waiting == (1 if asked else 110)
-            if not reading
-            else 1 <= text.state.waiting <= 17
-        )
+        least, most = (1, 17) if reading else (1, 1) if asked else (110, 110)
+        assert least <= text.state.waiting <= most
         tree = grown(rng, text.context.ids[-1], 9)
         said.append([text.distributions(tree, nodes) for nodes in rounds(tree)])
         text.release()
     for asked_each_step, left_out, read_meanwhile in zip(*said, strict=True):
         same(way, left_out, asked_each_step)
         same(way, read_meanwhile, asked_each_step)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way, take):
-    drafter, said = LMDrafter(make_model(tiny("llama", take(way))), VOCAB), []
-    # beyond and within what a tree makes up for
-    for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):
-        rng = random.Random(8)
-        context = context_of(words(rng, 20)).begin([drafter])
-        for i in range(steps):
-            if asked or not i:
-                drafter.answer([DraftRequest(context, TokenTree(context.ids[-1]), [0])])
-            context.extend(words(rng, 1))
-        tree = grown(rng, context.ids[-1], 9)
-        said.append(
-            [
-                drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
-                for nodes in rounds(tree)
-            ]
-        )
-    for first, second in ((0, 1), (2, 3)):
-        for a, b in zip(said[first], said[second], strict=True):
-            same(way, a, b)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -306,11 +252,8 @@ def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
     for chunks, rest in ((1, 30), (2, 3), (2, 2)):
         text = [*ids[: chunks * size], *words(rng, rest)]
         others.append((first.follow(text, chunks, size), text))
-    same(
-        way,
-        first.distributions(tree := grown(rng, ids[-1], 5), [0]),
-        pair.begin(ids[:-1], ids[-1]).distributions(tree, [0]),
-    )
+    tree, anew = grown(rng, ids[-1], 5), pair.begin(ids[:-1], ids[-1])
+    same(way, first.distributions(tree, [0]), anew.distributions(tree, [0]))
     first.release()
     for other, text in others:
         anew, tree = pair.begin(text[:-1], text[-1]), grown(rng, text[-1], 9)

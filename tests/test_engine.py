@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import answer, request
+from answers import answer, request, run_all
 from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -47,11 +47,6 @@ def drafter():
     return LMDrafter(make_model(tiny("llama", seed=7)), VOCAB)
 
 
-def run_all(engine):
-    while engine.busy:
-        engine.step()
-
-
 def prompt_of(seed, length=12):
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -76,15 +71,12 @@ def test_every_answer_is_plain_decodings(model, method, data):
     )
     prompt, eos = prompt_of(data.draw(st.integers(0, 9)), data.draw(st.integers(1, 30))), (3, 60)
     plain = run(model, "ar", params, prompt, eos=eos)
-    drafted = run(
-        model, method, params, prompt, budget=data.draw(st.sampled_from([1, 2, 5, 24, 64])), eos=eos
-    )
-    assert drafted.output.token_ids == plain.output.token_ids
-    assert drafted.output.text == plain.output.text
-    assert drafted.output.finish_reason == plain.output.finish_reason
-    assert (
-        drafted.statistics.new_tokens == plain.statistics.new_tokens == len(plain.output.token_ids)
-    )
+    budget = data.draw(st.sampled_from([1, 2, 5, 24, 64]))
+    drafted = run(model, method, params, prompt, budget=budget, eos=eos)
+    for name in ("token_ids", "text", "finish_reason"):
+        assert getattr(drafted.output, name) == getattr(plain.output, name)
+    counts = [one.statistics.new_tokens for one in (drafted, plain)]
+    assert counts == [len(plain.output.token_ids)] * 2
     assert plain.statistics.mean_accepted_tokens == 1.0 <= drafted.statistics.mean_accepted_tokens
     if params.logprobs is not None:
         assert drafted.logprobs is not None and plain.logprobs is not None
@@ -162,11 +154,8 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
     run_all(engine)
     assert isinstance(bad.error, QuickbeamError) and "NaN" in str(bad.error)
     assert bad.output.token_ids == expected[0][:3] and bad.output.finish_reason == "error"
-    assert (good.error, good.output.token_ids, good.output.finish_reason) == (
-        None,
-        expected[1],
-        "length",
-    )
+    assert good.error is None and good.output.finish_reason == "length"
+    assert good.output.token_ids == expected[1]
 
 
 def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
@@ -196,12 +185,8 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
 
     monkeypatch.setattr(model, "forward", failing)
     run_all(engine)
-    assert [str(one.error) for one in (policy, observer, rows)] == [
-        "in the policy",
-        "in the observer",
-        "in the pass",
-    ]
-    assert [len(one.output.token_ids) for one in (policy, observer, rows)] == [5, 2, 4]
+    for one, where, tokens in ((policy, "policy", 5), (observer, "observer", 2), (rows, "pass", 4)):
+        assert (str(one.error), len(one.output.token_ids)) == (f"in the {where}", tokens)
     assert (good.error, good.output.token_ids) == (None, expected)
 
 

@@ -6,9 +6,9 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -60,13 +60,12 @@ def test_each_prompt_may_have_its_own_parameters(llm, alone):
 
 def test_several_answers_of_one_prompt(llm):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3)
-    three = llm.generate("hello", params, method="ar")
+    three, again = (
+        [one.token_ids for one in llm.generate("hello", params, method="ar")] for _ in range(2)
+    )
     first = llm.generate("hello", replace(params, n=1), method="ar")
-    assert len(three) == 3 and three[0].token_ids == first.token_ids
-    assert len({tuple(one.token_ids) for one in three}) == 3  # seeds of their own
-    assert [one.token_ids for one in llm.generate("hello", params, method="ar")] == [
-        one.token_ids for one in three
-    ]
+    assert len(three) == 3 and three[0] == first.token_ids and again == three
+    assert len(set(map(tuple, three))) == 3  # seeds of their own
     assert len(llm.generate(["hello", "one"], params, method="ar")) == 6
 
 
@@ -96,22 +95,15 @@ def test_streams_may_be_interleaved(llm, alone, monkeypatch):
 
 
 def test_streams_in_threads(llm, alone):
-    found = {}
-
     def work(prompt, method):
         stream = llm.stream(prompt, PARAMS, method=method)
         text = "".join(stream)
         assert text == stream.completion.text
-        found[prompt] = stream.completion.token_ids
+        return stream.completion.token_ids
 
     methods = ("ar", "pld", "logitspec", "ar", "pld")
-    asked = zip(PROMPTS, methods, strict=True)
-    threads = [threading.Thread(target=work, args=one) for one in asked]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == alone
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(work, PROMPTS, methods)) == [alone[prompt] for prompt in PROMPTS]
 
 
 def test_sizes_of_memory():

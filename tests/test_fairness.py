@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from answers import answer, request
+from answers import answer, request, run_all
 from models import tiny
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import FairQueue
@@ -87,8 +87,7 @@ def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_st
     one = add(engine, tenants[1], [9, 8, 7], 8)
     steps = steps_until_started(engine, one)
     assert steps <= most_steps if tenants[0] != tenants[1] else steps > most_steps
-    while engine.busy:
-        engine.step()
+    run_all(engine)
     alone = answer(model, NoDraft(), one.params, [9, 8, 7], budget=1)
     assert one.output.token_ids == alone.output.token_ids
     assert all(len(other.output.token_ids) == 60 for other in others)

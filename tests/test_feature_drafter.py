@@ -1,6 +1,5 @@
 """A feature drafter at work: its distributions are those of its equations run plainly, whatever
-was grown,
-accepted and begun anew."""
+was grown, accepted and begun anew."""
 
 import random
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from features import KINDS, WIDE, Pair, growing, head_of
+from features import KINDS, WIDE, Pair, growing, head_of, words
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
@@ -41,13 +40,8 @@ def pairs():
 )
 def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature):
     """Trees that grow by rounds of some of their nodes."""
-    pair = pairs[kind]
-
-    def tokens(low, high):
-        return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
-
-    ids = tokens(2, 20)
-    text = pair.begin(ids[:-1], ids[-1], temperature)
+    ids = words(rng, rng.randint(2, 20))
+    text = pairs[kind].begin(ids[:-1], ids[-1], temperature)
     for _ in range(5):
         for tree, ready in growing(rng, text.context.ids[-1], alone=True):
             if ready:
@@ -57,53 +51,52 @@ def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature)
         if rng.random() < 0.3:  # another request
             size = rng.choice([2, 4, 6])
             chunks = rng.randint(0, text.shared(size))
-            other = text.follow([*text.context.ids[: chunks * size], *tokens(2, 6)], chunks, size)
+            begun = text.context.ids[: chunks * size]
+            other = text.follow([*begun, *words(rng, rng.randint(2, 6))], chunks, size)
             text.release()
             text = other
 
 
-def test_nothing_is_read_twice(monkeypatch):
-    pair, passes = Pair("attention"), list[int]()
+def counted(monkeypatch, chunk):
+    """A pair that reads so many rows a pass, and the rows of each sequence in its passes."""
+    pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter.passes.run
 
-    def counted(rows, router):
-        passes.append(sum(len(one.tokens) for one in rows))
+    def counting(rows, router):
+        passes.append([len(one.tokens) for one in rows])
         return run(rows, router)
 
-    monkeypatch.setattr(pair.drafter.passes, "run", counted)
-    monkeypatch.setattr(feature, "CHUNK", 5)
+    monkeypatch.setattr(pair.drafter.passes, "run", counting)
+    monkeypatch.setattr(feature, "CHUNK", chunk)
+    return pair, passes
+
+
+def test_nothing_is_read_twice(monkeypatch):
+    pair, passes = counted(monkeypatch, 5)
     prompt = list(range(10, 22))
     text, tree = pair.begin(prompt, 50), TokenTree(50)
     text.check(tree, [0])
     a, b = tree.add(0, 1, "x"), tree.add(0, 2, "x")
     text.check(tree, [a, b])
-    assert passes == [5, 5, 2, 2]
+    assert [sum(rows) for rows in passes] == [5, 5, 2, 2]
     text.go_on(tree, [0, b], 7)
     # the draft's row is not the target's
     assert text.state.share(0, 12) is not None and text.state.share(0, 14) is None
     longer = text.follow([*prompt, 50, 2, 7, 7, 8], 1, 12)
     longer.check(TokenTree(8), [0])
-    assert passes[4:] == [5]  # row 11 anew, then those of 50, 2, 7, 7
+    assert passes[4:] == [[5]]  # row 11 anew, then those of 50, 2, 7, 7
     parted = text.follow([*prompt[:6], 3, 3, 4], 1, 6)
     parted.check(TokenTree(4), [0])
-    assert passes[5:] == [3]  # row 5 holds the embedding of the next token, which is another one
+    assert passes[5:] == [[3]]  # row 5 holds the embedding of the next token, which is another one
     text.check(TokenTree(7), [0])
-    assert passes[6:] == [2]
+    assert passes[6:] == [[2]]
     text.release()
     assert text.shared(2) == 0
 
 
 def test_prompts_are_read_as_they_come(monkeypatch):
     """All but the last row, as distributions start from that one."""
-    pair, passes = Pair("attention"), list[list[int]]()
-    run = pair.drafter.passes.run
-
-    def counted(rows, router):
-        passes.append([len(one.tokens) for one in rows])
-        return run(rows, router)
-
-    monkeypatch.setattr(pair.drafter.passes, "run", counted)
-    monkeypatch.setattr(feature, "CHUNK", 8)
+    pair, passes = counted(monkeypatch, 8)
     texts = [pair.begin(list(range(n)), 50) for n in (3, 12, 1)]
     pair.drafter.read([text.state for text in texts], 3)
     assert passes == [[8], [3]] and [text.state.cache.length for text in texts] == [0, 11, 0]

@@ -25,17 +25,8 @@ on_arm, on_windows = (
     pytest.mark.skipif(bool(reason := machine.reason_against()), reason=reason)
     for machine in (ARM, WINDOWS)
 )
-by_both_compilers = pytest.mark.parametrize(
-    "compiler",
-    [
-        pytest.param("", id="g++"),
-        pytest.param(
-            foreign.ZIG,
-            id="clang++",
-            marks=pytest.mark.skipif(not foreign.zig_is_there(), reason="zig is not there"),
-        ),
-    ],
-)
+no_zig = pytest.mark.skipif(not foreign.zig_is_there(), reason="zig is not there")
+COMPILERS = [pytest.param("", id="g++"), pytest.param(foreign.ZIG, id="clang++", marks=no_zig)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +51,7 @@ def test_the_tests_of_the_kernels_pass_on_arm(isa, folder):
 
 
 @on_windows
-@by_both_compilers
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("isa", build.PLATFORMS["win32", "amd64"])
 def test_the_tests_of_the_kernels_pass_on_windows(isa, compiler, folder, tmp_path):
     if not build.NEEDS[isa] <= build.features():

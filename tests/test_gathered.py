@@ -74,26 +74,19 @@ def test_trees_and_texts_side_by_side(name, device):
     trees = [random_tree(generator, nodes) for nodes in (9, 1, 17)]
     early = trees[2].first(6)
     model.forward(Batch([Draft(caches[2], early)]))
-    parts = [
-        Draft(caches[0], trees[0]),
-        Chain(caches[3], [5, 6, 7]),
-        Draft(caches[1], trees[1]),
-        Draft(caches[2], trees[2], base=6),
-    ]
+    parts = [Draft(caches[i], trees[i], base=6 * (i == 2)) for i in range(3)]
+    parts.insert(1, Chain(caches[3], [5, 6, 7]))
     found = model.forward(Batch(parts))
-    for i, (passed, text, tree) in enumerate(
-        zip((found[0], found[2], found[3]), texts, trees, strict=False)
-    ):
-        expected = path_logits(plain, text, tree)[6 if i == 2 else 0 :]
-        torch.testing.assert_close(passed.logits.cpu(), expected.cpu(), atol=2e-3, rtol=2e-3)
-    whole = plain(
-        input_ids=torch.tensor([[*texts[3], 5, 6, 7]], device=device), use_cache=False
-    ).logits[0, -1:]
-    torch.testing.assert_close(found[1].logits.cpu(), whole.detach().cpu(), atol=2e-3, rtol=2e-3)
+    expected = [path_logits(plain, text, tree) for text, tree in zip(texts, trees, strict=False)]
+    expected[2] = expected[2][6:]
+    ids = torch.tensor([[*texts[3], 5, 6, 7]], device=device)
+    expected.insert(1, plain(input_ids=ids, use_cache=False).logits[0, -1:].detach())
+    for passed, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(passed.logits.cpu(), right.cpu(), atol=2e-3, rtol=2e-3)
 
 
 def test_a_path_is_kept_and_pages_are_used_again_clean():
-    model = gathered("llama")
+    plain, model = tiny("llama", seed=4), gathered("llama")
     generator = torch.Generator().manual_seed(2)
     assert isinstance(model.pool, RowPool)
     for _ in range(3):
@@ -104,11 +97,9 @@ def test_a_path_is_kept_and_pages_are_used_again_clean():
         path = tree.path(len(tree) - 1)
         cache.commit(path)
         (passed,) = model.forward(Batch([Chain(cache, [9])]))
-        ids = [*text, *(tree.token[node] for node in path), 9]
-        expected = tiny("llama", seed=4)(input_ids=torch.tensor([ids]), use_cache=False).logits[
-            0, -1:
-        ]
-        torch.testing.assert_close(passed.logits, expected.detach(), atol=2e-3, rtol=2e-3)
+        ids = torch.tensor([[*text, *(tree.token[node] for node in path), 9]])
+        expected = plain(input_ids=ids, use_cache=False).logits[0, -1:].detach()
+        torch.testing.assert_close(passed.logits, expected, atol=2e-3, rtol=2e-3)
         with torch.inference_mode():
             for tensor in (*model.pool.key, *model.pool.value):
                 tensor[64:] = float("nan")  # what the next user of the pages finds

@@ -6,15 +6,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import regex
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from cases import few
 from drafters import DRAFTED, KnownDrafter, grown
-from grammars import LETTERS, allowed, compiler, masks
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.commit import accept
+from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods.auto import Auto
@@ -28,10 +31,46 @@ from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
+LETTERS = "abcdefghijkl"
 V = 6  # five letters and the end
 # what may come depends on what came; after a fork a letter is forced
 FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"
 WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
+
+
+def letters(count):
+    """Token i is the i-th letter; `<end>` comes after them."""
+    vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+@cache
+def compiler(count, vocab):
+    """For logits of width `vocab`; token `count` is the end."""
+    return Compiler(letters(count), vocab, [count])
+
+
+def masks(pattern, count, text=(), vocab=None):
+    """Of an answer that has said `text`."""
+    found = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
+    found.extend(text)
+    return found
+
+
+@cache
+def allowed(pattern, text, count):
+    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the
+    end."""
+    language = regex.compile(pattern)
+    found = {
+        i
+        for i, letter in enumerate(LETTERS[:count])
+        if language.fullmatch(text + letter, partial=True)
+    }
+    return frozenset(found | ({count} if language.fullmatch(text) else set()))
 
 
 def ids(text):
@@ -55,11 +94,8 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
         for _ in range(chance.randrange(6)):
             place = found.place(path)
             assert place is not None
-            path.append(
-                chance.choice(
-                    [token for token in range(V - 1) if not place.banned[token]] or [V - 1]
-                )
-            )
+            free = [token for token in range(V - 1) if not place.banned[token]]
+            path.append(chance.choice(free or [V - 1]))
             if path[-1] == V - 1:
                 break
         if path[-1:] == [V - 1]:
@@ -118,11 +154,6 @@ def test_after_the_end_nothing_is_asked():
     assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
 
 
-def test_no_shortcut_goes_around_a_mask():
-    # what `accept` asks before it takes one
-    assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits
-
-
 # --- what is sampled ------------------------------------------------------------------------------
 
 
@@ -155,9 +186,7 @@ def probs_of(model, params):
 
 
 def sampler_of(params, context):
-    sampler = Sampler(
-        params, [0], V, grammar=compiler(V - 1, V).begin(Grammar.regex(FORKS), [V - 1])
-    )
+    sampler = Sampler(params, [0], V, grammar=masks(FORKS, V - 1))
     sampler.extend(context[1:])
     return sampler
 
@@ -166,22 +195,16 @@ def coupled_answers(model, params, seeds, length=4):
     """First tokens of answers by the noise of places, in random trees."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
-        noise = Noise(seed, 0, V)
-        chance = random.Random(seed)
-        sampler = sampler_of(params, [0])
-        context = [0]
+        noise, chance = Noise(seed, 0, V), random.Random(seed)
+        sampler, context = sampler_of(params, [0]), [0]
         while len(context) <= length:
             tree = TokenTree(context[-1])
             for _ in range(6):
                 node, token = chance.randrange(len(tree)), chance.randrange(V)
                 if tree.child(node, token) is None:
                     tree.add(node, token, "random")
-            logits = torch.stack(
-                [
-                    model.target([*context, *path_tokens(tree, node)]).log()
-                    for node in range(len(tree))
-                ]
-            )
+            paths = (path_tokens(tree, node) for node in range(len(tree)))
+            logits = torch.stack([model.target([*context, *path]).log() for path in paths])
             passed = Passed(logits, None)
             path, token = accept(sampler, tree, passed, noise, torch.Generator(), len(context))
             new = [*(tree.token[node] for node in path[1:]), token]
@@ -265,13 +288,9 @@ def test_a_drafters_distribution_before_the_mask_is_found_out():
 def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
     """What is grown after a prompt of one token and a text."""
     found = masks(pattern, V - 1, ids(text))
-    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found).begin(
-        policy.sources
-    )
-    return grown(
-        constrained(policy.grow(context, budget, depth), context, budget, depth),
-        policy.sources[0].answer,
-    )
+    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found)
+    growth = policy.grow(context.begin(policy.sources), budget, depth)
+    return grown(constrained(growth, context, budget, depth), policy.sources[0].answer)
 
 
 def known():

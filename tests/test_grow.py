@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import tree_of
+from drafters import paths, tree_of
 from quickbeam.drafters.base import Context
 from quickbeam.methods import DRAFTER, METHODS, make_method
 
@@ -27,14 +27,10 @@ def logits_in_order(order, vocab):
 def contexts(draw):
     """A text and logits that rank the root first, or, as after sampling, anywhere."""
     ids = draw(texts)
-    ranking = draw(st.permutations(range(draw(st.sampled_from([6, 20, 100])))))
-    first = [ids[-1]] if draw(st.booleans()) else []
-    return Context(
-        ids,
-        logits_in_order(
-            [*first, *(token for token in ranking if token not in first)], len(ranking)
-        ),
-    )
+    order = draw(st.permutations(range(draw(st.sampled_from([6, 20, 100])))))
+    if draw(st.booleans()):
+        order = [ids[-1], *(token for token in order if token != ids[-1])]
+    return Context(ids, logits_in_order(order, len(order)))
 
 
 def started(policy, context):
@@ -87,13 +83,8 @@ def drafts(context, max_depth):
             yield [token, *read_on(context.ids, [token], length - 1)][:max_depth]
 
 
-def prefixes(paths):
-    return {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
-
-
-def node_paths(tree):
-    """Every node as the tokens that lead to it, the root's left out."""
-    return [tuple(tree.token[node] for node in tree.path(node)[1:]) for node in range(len(tree))]
+def prefixes(drafted):
+    return {tuple(path[:end]) for path in drafted for end in range(1, len(path) + 1)}
 
 
 def nodes(tree):
@@ -112,7 +103,7 @@ def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
     assert max(tree.depth) <= max_depth
     assert (tree.token[0], tree.parent[0], tree.source[0]) == (context.ids[-1], -1, "root")
     assert all(tree.parent[node] < node for node in range(len(tree)))
-    assert len(set(node_paths(tree))) == len(tree)  # no duplicate siblings, no prefix twice
+    assert len({(), *paths(tree)}) == len(tree)  # no duplicate siblings, no prefix twice
     assert set(tree.source[1:]) <= set(METHODS[method].sources)
     assert tree.probs == [None] * len(tree)
     assert context.ids == before[0]
@@ -127,9 +118,6 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large,
     started(policy, context)
     whole = nodes(tree_of(policy, context, large, max_depth))
     assert nodes(tree_of(policy, context, small, max_depth)) == whole[:small]
-
-
-# --- pieces ---------------------------------------------------------------------------------------
 
 
 # --- chain ----------------------------------------------------------------------------------------
@@ -150,7 +138,7 @@ def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
 @given(contexts(), depths)
 def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context, max_depth):
     tree = grown(context, 1000, max_depth)
-    assert set(node_paths(tree)) == {(), *prefixes(drafts(context, max_depth))}
+    assert set(paths(tree)) == prefixes(drafts(context, max_depth))
 
 
 @examples(200, derandomize=True)
@@ -158,7 +146,7 @@ def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context, max_depth
 def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context, budget, max_depth):
     tree = grown(context, budget, max_depth)
     wanted = prefixes(drafts(context, max_depth))
-    assert set(node_paths(tree)[1:]) <= wanted
+    assert set(paths(tree)) <= wanted
     assert len(tree) == min(budget, 1 + len(wanted))
 
 
@@ -169,7 +157,7 @@ def test_the_chain_goes_first_and_is_whole_with_room_for_all(context, budget):
     chain = read_on(context.ids, [], 20)
     lead = min(3 * match[1], budget - 1) if match else 0
     assert grown(context, budget).token[1 : 1 + lead] == chain[:lead]
-    assert not chain or tuple(chain) in node_paths(grown(context, 1000))
+    assert not chain or tuple(chain) in paths(grown(context, 1000))
 
 
 def test_by_hand():
@@ -206,18 +194,12 @@ def test_sequences_of_one_policy_do_not_share_state():
             started(policy, Context(ids, logits_in_order([ids[-1], 5], 6)))
             for ids in ([1, 2, 1], [3, 4, 3])
         )
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second, first)] == [
-            [1, 2],
-            [3, 4],
-            [1, 2],
-        ]
+
+        def drafted(*contexts, policy=policy):
+            return [tree_of(policy, context, 2, 9).token[1:] for context in contexts]
+
+        assert drafted(first, second, first) == [[2], [4], [2]]
         first.extend([2, 0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
-            [1, 2],
-            [3, 4],
-        ]
+        assert drafted(first, second) == [[2], [4]]
         first.extend([0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
-            [1, 0],
-            [3, 4],
-        ]
+        assert drafted(first, second) == [[0], [4]]

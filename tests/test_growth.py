@@ -19,8 +19,7 @@ from drafters import (
     toy_distributions,
     tree_of,
 )
-from quickbeam.errors import InvalidInput
-from quickbeam.methods import DRAFTER, METHODS, children, make_method
+from quickbeam.methods import children
 from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
@@ -33,8 +32,7 @@ Change = Callable[[TokenTree], TokenTree]
 
 def p_value(policy, model, temperature, count, budget=7, change=None):
     """Of the test that two sampled tokens after [0] have the target's distribution; `change` does
-    something
-    to each tree before verification."""
+    something to each tree before verification."""
     target, _ = toy_distributions(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
@@ -63,13 +61,8 @@ def keep_best(size):
     def prune(tree):
         kept, place = TokenTree(tree.token[0]), {0: 0}
         for node in sorted(sorted(range(1, len(tree)), key=lambda node: -tree.value[node])[:size]):
-            place[node] = kept.add(
-                place[tree.parent[node]],
-                tree.token[node],
-                tree.source[node],
-                tree.value[node],
-                tree.probs[node],
-            )
+            about = (of[node] for of in (tree.token, tree.source, tree.value, tree.probs))
+            place[node] = kept.add(place[tree.parent[node]], *about)
         return kept
 
     return prune
@@ -79,11 +72,9 @@ def keep_best(size):
 def test_pruning_draws_by_value_is_found_out(name):
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     probs = toy_distributions(model)[1]
-    policy = (
-        Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
-        if name == "sequoia"
-        else policies(probs)[name]
-    )
+    policy = policies(probs)[name]
+    if name == "sequoia":
+        policy = Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
     assert p_value(policy, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
 
 
@@ -126,16 +117,12 @@ def test_reranked_candidates_are_no_draws():
     _, probs = toy_distributions(model)
 
     def claim(tree):
-        tree.probs[1:] = [
-            probs([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))
-        ]
+        paths = (path_tokens(tree, parent) for parent in tree.parent[1:])
+        tree.probs[1:] = [probs([0, *path]) for path in paths]
         return tree
 
     policy = policies(probs)["eagle2"]
     assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
-
-
-# --- greedy output --------------------------------------------------------------------------------
 
 
 # --- limits ---------------------------------------------------------------------------------------
@@ -181,23 +168,3 @@ def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, te
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
         if name != "dyspec":
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "method", [name for name, preset in METHODS.items() if preset.sources == (DRAFTER,)]
-)
-def test_methods_draft_with_a_model(method):
-    budget, drafter = METHODS[method].budget, KnownDrafter(ToyModel().draft)
-    policy = make_method(method, drafter)
-    assert list(policy.sources) == [drafter]
-    assert 1 < len(tree_of(policy, context_of([0], 0.0), budget, 32)) <= budget
-    with pytest.raises(InvalidInput, match="drafts with a model: name a smaller"):
-        make_method(method)
-
-
-def test_other_methods_are_named():
-    with pytest.raises(InvalidInput, match="unknown method 'oak'; known: ar, pld, logitspec, "):
-        make_method("oak")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, child_ranks, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
 from quickbeam.methods.acceptance import as_printed
@@ -121,11 +121,10 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
         return [next(token for token in orders[node] if residual[token] > 0)]
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
+    policy = DySpec(KnownDrafter(model.draft), as_printed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(children, "Drawn", draw_from)
-        tree = tree_of(
-            DySpec(KnownDrafter(model.draft), as_printed), context_of([0], 1.0), size + 1, max_depth
-        )
+        tree = tree_of(policy, context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 
 
@@ -146,44 +145,25 @@ def all_paths(probs, max_depth, least):
     return sorted(found, key=lambda one: -one[0])
 
 
-def likeliest_paths(seed, size, max_depth, fraction, hope):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "FRACTION", fraction)
-        patch.setattr(search, "HOPE", hope)
-        policy = DySpec(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), as_printed)
-        return paths(tree_of(policy, context_of([0], 0.0), size + 1, max_depth))
-
-
-searches = given(
-    seed=seeds,
-    size=st.integers(1, 40),
-    max_depth=st.integers(1, 5),
-    fraction=st.sampled_from([0.0, 0.1, 1.0]),
-)
-
-
 @examples(80, derandomize=True)
-@searches
+@given(seeds, st.integers(1, 40), st.integers(1, 5), st.sampled_from([0.0, 0.1, 1.0]))
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth, fraction):
     """However many distributions a call asks for."""
-    likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
-    assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(
-        path for _, path in likeliest
-    )
+    model = ToyModel(vocab=4, seed=seed)
+    policy = DySpec(KnownDrafter(model.draft), as_printed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "FRACTION", fraction)
+        patch.setattr(search, "HOPE", 1.0)
+        tree = tree_of(policy, context_of([0], 0.0), size + 1, max_depth)
+    assert list(paths(tree)) == [path for _, path in all_paths(model.draft, max_depth, 0.0)[:size]]
 
 
 @examples(80, derandomize=True)
-@given(
-    seed=seeds,
-    threshold=st.floats(0.005, 0.5),
-    max_depth=st.integers(1, 6),
-    budget=st.integers(2, 60),
-)
+@given(seeds, st.floats(0.005, 0.5), st.integers(1, 6), st.integers(2, 60))
 def test_at_temperature_0_threshold_takes_all_likely_paths(seed, threshold, max_depth, budget):
     model = ToyModel(vocab=5, seed=seed)
-    tree = tree_of(
-        Threshold(KnownDrafter(model.draft), threshold), context_of([0], 0.0), budget, max_depth
-    )
+    policy = Threshold(KnownDrafter(model.draft), threshold)
+    tree = tree_of(policy, context_of([0], 0.0), budget, max_depth)
     likely = all_paths(model.draft, max_depth, threshold)
     if len(likely) < budget:
         assert set(paths(tree)) == {path for _, path in likely}
@@ -221,17 +201,9 @@ def algorithm_2(probs, threshold, max_depth):
             return
         for token, d in enumerate(residual):
             if d > 0:
-                child = (*node, token)
-                grown = [*rest, (v * d, child)]
-                yield from draw(
-                    chance * d,
-                    v * (1 - d),
-                    node,
-                    strike_out(residual, token),
-                    place + 1,
-                    grown,
-                    nodes | {(child, place)},
-                )
+                child, struck = (*node, token), strike_out(residual, token)
+                more = [*rest, (v * d, child)], nodes | {(child, place)}
+                yield from draw(chance * d, v * (1 - d), node, struck, place + 1, *more)
 
     yield from fill(1.0, [(1.0, ())], frozenset())
 
@@ -249,7 +221,8 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     def grown():
         tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
         return frozenset(
-            (tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:]
+            (path, list(tree.children[tree.parent[node]]).index(path[-1]))
+            for node, path in enumerate(paths(tree), 1)
         )
 
     assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
@@ -305,15 +278,10 @@ def expand_and_rerank(probs, width, depth, size):
 )
 def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, temperature):
     model = ToyModel(vocab=6, seed=seed)
-    tree = tree_of(
-        Eagle2(KnownDrafter(model.draft), width, depth),
-        context_of([0], temperature),
-        budget,
-        max_depth,
-    )
-    assert set(paths(tree)) == expand_and_rerank(
-        model.draft, width, min(depth, max_depth), budget - 1
-    )
+    policy = Eagle2(KnownDrafter(model.draft), width, depth)
+    tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
+    depth = min(depth, max_depth)
+    assert set(paths(tree)) == expand_and_rerank(model.draft, width, depth, budget - 1)
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 

@@ -103,13 +103,11 @@ def test_bfloat16_rows_are_those_of_plain_decoding():
 
 
 def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama):
-    plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[
-        :, ROWS.shape[1] :
-    ]
+    wanted = {**GREEDY, "eos_token_id": None}
+    plain = llama.generate(ROWS, attention_mask=MASK, **wanted)[:, ROWS.shape[1] :]
     # the last one is in no vocabulary, and never comes
     ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20]), 10**6]
-    wanted = {**GREEDY, "eos_token_id": ends, "pad_token_id": 96}
-    expected, found = pair(llama, **wanted)
+    expected, found = pair(llama, **{**GREEDY, "eos_token_id": ends, "pad_token_id": 96})
     assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
     assert torch.equal(found, expected)
 
@@ -132,9 +130,8 @@ def test_settings_that_have_their_like(llama, asked):
     if "max_length" in asked:
         del wanted["max_new_tokens"]
     if "min_length" in asked or "min_new_tokens" in asked:
-        wanted["eos_token_id"] = (
-            llama.generate(ROWS, attention_mask=MASK, **GREEDY)[:, -40:].unique().tolist()[1:20]
-        )
+        plain = llama.generate(ROWS, attention_mask=MASK, **GREEDY)
+        wanted["eos_token_id"] = plain[:, -40:].unique().tolist()[1:20]
     expected, found = pair(llama, **wanted)
     if "return_dict_in_generate" in asked:
         assert type(found) is type(expected)
@@ -187,10 +184,16 @@ def test_stopping_criteria_are_asked_after_each_token(llama, end):
     assert found[0].shape[1] < ROWS.shape[1] + 40
 
 
-def test_stop_strings_and_time(toy_folder):
-    model = AutoModelForCausalLM.from_pretrained(toy_folder)
+@pytest.fixture
+def toy(toy_folder):
+    """A model, its tokenizer, and a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
+    return AutoModelForCausalLM.from_pretrained(toy_folder), tokenizer, ids
+
+
+def test_stop_strings_and_time(toy):
+    model, tokenizer, ids = toy
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD, repetition_penalty=1.7)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
     stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
@@ -200,18 +203,12 @@ def test_stop_strings_and_time(toy_folder):
     assert short.shape[1] == ids.shape[1] + 1
 
 
-def test_a_smaller_model_drafts(toy_folder):
-    model = AutoModelForCausalLM.from_pretrained(toy_folder)
-    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
-    ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
+def test_a_smaller_model_drafts(toy, toy_folder):
+    model, tokenizer, ids = toy
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
-    mine = generator(method="dyspec", drafter=toy_folder, tokenizer=tokenizer)
-    found = [
-        model.generate(ids, **wanted, custom_generate=how)
-        for how in (mine, generator(method="dyspec", drafter=toy_folder))
-    ]
-    expected = model.generate(ids, **wanted)
-    assert all(torch.equal(one, expected) for one in found)
+    for more in ({"tokenizer": tokenizer}, {}):
+        how = generator(method="dyspec", drafter=toy_folder, **more)
+        assert torch.equal(*pair(model, ids, how, **wanted))
     with pytest.raises(InvalidInput, match="drafter"):
         model.generate(ids, **wanted, custom_generate=generate, method="dyspec")
     model.config._name_or_path = model.name_or_path = "/nowhere"
@@ -230,30 +227,24 @@ SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
 def test_the_probs_of_a_token_is_that_of_the_processors(llama, asked):
     taken = {}
-    llama.generate(
-        ROWS[:1],
-        **SAMPLED,
-        **asked,
-        custom_generate=lambda model, input_ids, **given: taken.update(given),
-    )
+    note = lambda model, input_ids, **given: taken.update(given)  # noqa: E731
+    llama.generate(ROWS[:1], **SAMPLED, **asked, custom_generate=note)
     processors, config = taken["logits_processor"], taken["generation_config"]
     params = params_of(processors, taken["stopping_criteria"], config, ROWS.shape[1], [TEXT])
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = torch.randn(VOCAB, generator=generator) * 3
         expected = processors(ROWS[:1], logits[None].clone())[0].softmax(0)
-        torch.testing.assert_close(
-            Sampler(params, TEXT, VOCAB).probs(logits), expected, rtol=1e-4, atol=1e-6
-        )
+        found = Sampler(params, TEXT, VOCAB).probs(logits)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
     def rows(seed, method):
         torch.manual_seed(seed)
         wanted = {**SAMPLED, "max_new_tokens": 24, "num_return_sequences": 3}
-        return llama.generate(
-            ROWS, attention_mask=MASK, **wanted, custom_generate=generate, method=method
-        )[:, -24:].tolist()
+        how = dict(custom_generate=generate, method=method)
+        return llama.generate(ROWS, attention_mask=MASK, **wanted, **how)[:, -24:].tolist()
 
     first = rows(1, "ar")
     assert rows(1, "ar") == rows(1, "logitspec") == rows(1, "pld") == first != rows(2, "ar")

@@ -4,9 +4,9 @@ import errno
 import hashlib
 import os
 import shutil
-import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,20 +135,16 @@ def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
     conversions, waited = [], []
 
     def slow_convert(*arguments):
-        conversions.append(time.monotonic())
-        while (
-            not any("waiting" in one for one in waited) and time.monotonic() < conversions[0] + 60
-        ):
+        conversions.append(arguments)
+        until = time.monotonic() + 60
+        while not any("waiting" in one for one in waited) and time.monotonic() < until:
             time.sleep(0.01)
         fake_convert(*arguments)
 
     monkeypatch.setattr("quickbeam.conversion.convert", slow_convert)
-    report = ("tiny", lambda stage, _: waited.append(stage))
-    threads = [threading.Thread(target=hub.pull, args=report) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(hub.pull, "tiny", lambda stage, _: waited.append(stage))
     assert len(conversions) == 1 and left(cache) == {"tiny"}
     assert any(stage.startswith("waiting for another process") for stage in waited)
 

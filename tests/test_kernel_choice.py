@@ -1,7 +1,6 @@
 """Which kernels a process uses, where they are kept, and what is said of them."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,27 +14,13 @@ from quickbeam.models.native import build, choice, library
 from quickbeam.models.native.choice import KernelRequest
 from scripts import captured
 
+pytestmark = pytest.mark.usefixtures("plain_environment")
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch, tmp_path):
-    """No wishes, and a cache with nothing in it."""
-    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
 
 
 def machine(monkeypatch, *sets):
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
     monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
-
-
-def compiled(name):
-    path = build.cached(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return path
 
 
 def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(
@@ -85,17 +70,11 @@ def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
 
 
 def test_version_answers_without_what_the_commands_import():
-    code = (
-        "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; "
-        "main(); sys.exit('torch' in sys.modules)"
-    )
-    done = captured([sys.executable, "-c", code])
+    code = "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']\n"
+    done = captured([sys.executable, "-c", f"{code}main(); sys.exit('torch' in sys.modules)"])
     first, second = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, first) == (
-        0,
-        "",
-        __version__,
-    ) and second == f"kernels: {choice.describe_kernels()}"
+    assert (done.returncode, done.stderr, first) == (0, "", __version__)
+    assert second == f"kernels: {choice.describe_kernels()}"
 
 
 def test_other_formats_and_devices_use_pytorchs_kernels():
@@ -134,11 +113,9 @@ def test_building_says_what_is_where(tmp_path):
 
 
 def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
-    code = (
-        "import sys; from quickbeam.models.native import choice; sys.exit(bool({'torch', "
-        "'platformdirs', 'numpy'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys; from quickbeam.models.native import choice; names = set(sys.modules)\n"
+    code += "sys.exit(bool({'torch', 'platformdirs', 'numpy'} & names))"
+    assert captured([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 
-from drafters import DRAFTED, context_of, tree_of, zipf_drafter
 from kernels import every_set, load
 from quickbeam.drafters import largest as module
 from quickbeam.drafters.largest import largest, largest_plain
@@ -68,20 +66,3 @@ def test_pytorchs_operators_find_the_same_numbers():
 def test_every_other_number_of_a_row():
     row = torch.randn(400, generator=torch.Generator().manual_seed(1))
     assert largest(row[None, ::2], 8)[0][0] == plain(row[::2].tolist(), 8)
-
-
-@pytest.mark.parametrize("name", DRAFTED)
-def test_trees_are_those_of_the_plain_way(name, monkeypatch):
-    def grown():
-        policy = DRAFTED[name](zipf_drafter(vocab=1000))
-        return [
-            tree_of(policy, context_of([i], 0.0), budget, 12)
-            for i in range(4)
-            for budget in (5, 40)
-        ]
-
-    fast = grown()
-    monkeypatch.setattr("quickbeam.methods.children.largest", largest_plain)
-    for one, other in zip(fast, grown(), strict=True):
-        assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value)
-        assert len(one) > 1

@@ -1,6 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact
-distribution.
+the exact distribution.
 
 Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...),
 exact_probs(model))` must not be tiny.
@@ -10,6 +9,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class ToyModel:
 
     def __init__(self, vocab=6, seed=0, noise=1.0, zeros=0.15):
         self.vocab, self._seed, self._noise, self._zeros = vocab, seed, noise, zeros
-        self._laws: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made = cache(self._make)
 
     def target(self, context):
         """`[vocab]` float32."""
@@ -43,15 +43,13 @@ class ToyModel:
         return self._both(context)[1]
 
     def _both(self, context):
-        key = tuple(context[-3:])
-        if key not in self._laws:
-            rng = np.random.default_rng([self._seed, *key])
-            logits = 1.5 * rng.standard_normal(self.vocab)
-            self._laws[key] = (
-                self._law(logits, rng),
-                self._law(logits + self._noise * rng.standard_normal(self.vocab), rng),
-            )
-        return self._laws[key]
+        return self._made(tuple(context[-3:]))
+
+    def _make(self, last):
+        rng = np.random.default_rng([self._seed, *last])
+        logits = 1.5 * rng.standard_normal(self.vocab)
+        target = self._law(logits, rng)
+        return target, self._law(logits + self._noise * rng.standard_normal(self.vocab), rng)
 
     def _law(self, logits, rng):
         weights = np.exp(logits) * (rng.random(self.vocab) >= self._zeros)
@@ -75,9 +73,8 @@ def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     tree = TokenTree(context[-1])
     worth = [1.0]
     for _ in range(rng.randrange(budget)):
-        node = rng.choice(
-            [max(range(len(tree)), key=worth.__getitem__), len(tree) - 1, rng.randrange(len(tree))]
-        )
+        best = max(range(len(tree)), key=worth.__getitem__)
+        node = rng.choice([best, len(tree) - 1, rng.randrange(len(tree))])
         taken = tree.children[node]
         q = model.draft([*context, *path_tokens(tree, node)])
         weights = [0.0 if token in taken else weight for token, weight in enumerate(q.tolist())]
@@ -109,11 +106,8 @@ def sample_sequences(model, grow, verify=verify_residual, count=5000, length=3, 
         context = [0]
         while len(context) <= length:
             tree = grow(context, rng)
-            verdict = verify(
-                tree,
-                lambda node: target([*context, *path_tokens(tree, node)]),  # noqa: B023
-                generator,
-            )
+            of = lambda node: target([*context, *path_tokens(tree, node)])  # noqa: B023, E731
+            verdict = verify(tree, of, generator)
             context += [*path_tokens(tree, verdict.path[-1]), verdict.token]
         counts[tuple(context[1 : length + 1])] += 1
     return counts
@@ -149,12 +143,9 @@ def chi_square(counts, probs):
             cells.append((expected, seen))
     cells += [(rare[0], int(rare[1]))] if rare[0] else []
     if len(cells) < 2:
-        raise ValueError(
-            f"{total} answers are too few for a test: fewer than two cells expect 5 of them"
-        )
-    return float(
-        chi2.sf(sum((seen - expected) ** 2 / expected for expected, seen in cells), len(cells) - 1)
-    )
+        raise ValueError(f"{total} answers are too few: fewer than two cells expect 5 of them")
+    off = sum((seen - expected) ** 2 / expected for expected, seen in cells)
+    return float(chi2.sf(off, len(cells) - 1))
 
 
 def reference_verify(tree, probs, generator, mistake=""):
@@ -176,36 +167,29 @@ def reference_verify(tree, probs, generator, mistake=""):
         tried: list[int] = []
         for token, child in tree.children[path[-1]].items():
             q = tree.probs[child]
-            proposal = (
-                [float(t == token) for t in range(len(p))] if q is None else q.double().tolist()
-            )
+            certain = [float(t == token) for t in range(len(p))]
+            proposal = certain if q is None else q.double().tolist()
             if q is not None and mistake != "siblings stay in Q":
-                proposal = normalised(
-                    [0.0 if t in tried else weight for t, weight in enumerate(proposal)]
-                )
-            chance = (
-                proposal[token]
-                if mistake == "accept with Q"
-                else min(1.0, residual[token] / proposal[token])
-            )
+                left = [0.0 if t in tried else weight for t, weight in enumerate(proposal)]
+                proposal = normalised(left)
+            chance = min(1.0, residual[token] / proposal[token])
+            if mistake == "accept with Q":
+                chance = proposal[token]
             if uniform(generator) < chance:
                 path.append(child)
                 break
             tried.append(token)
             if mistake != "R stays p":
-                residual = normalised(
-                    [max(r - weight, 0.0) for r, weight in zip(residual, proposal, strict=True)]
-                )
+                pairs = zip(residual, proposal, strict=True)
+                residual = normalised([max(r - weight, 0.0) for r, weight in pairs])
         else:
             bonus = p if mistake == "emit from p" else residual
             return Verdict(path, pick(bonus, generator))
 
 
 def pick(weights, generator):
-    threshold = uniform(generator) * sum(weights)
-    return next(
-        token for token, below in enumerate(itertools.accumulate(weights)) if below > threshold
-    )
+    threshold, sums = uniform(generator) * sum(weights), itertools.accumulate(weights)
+    return next(token for token, below in enumerate(sums) if below > threshold)
 
 
 def normalised(weights):

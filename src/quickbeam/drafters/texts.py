@@ -204,8 +204,9 @@ class AnswerMemory:
                     )
                 for i, name in enumerate(json.loads(noted["tenants"])):
                     texts, ring = self.of(_tenant(name)), file.get_tensor(str(i))
-                    for text in np.split(ring, np.flatnonzero(ring == 0)):
-                        texts.add((text[text > 0] - 1).tolist())
+                    edges = np.flatnonzero(np.diff(ring > 0, prepend=False, append=False))
+                    for begin, end in edges.reshape(-1, 2):
+                        texts.add((ring[begin:end] - 1).tolist())
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise InvalidInput(
                 f"{path} is no file of kept answers ({error}): name another one, or remove it"

@@ -92,7 +92,7 @@ def stand_in(method: str, drafter: bool) -> str:
 
 
 def make_method(name: str, drafter: Drafter | None = None) -> Method:
-    """Return a new method of this name over new sources; `drafter` is the source "drafter".
+    """Return a new method of this name over new sources.
 
     Raises as `stand_in` does.
     """
