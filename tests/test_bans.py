@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
-from quickbeam.bans import bad_word_ids
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler
+from quickbeam.sampling import Sampler, bad_word_ids
 
 V = 10
 # few tokens, so that they meet
