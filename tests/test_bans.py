@@ -13,11 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
-from quickbeam.automaton import Automaton
-from quickbeam.bans import bad_word_ids
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler
+from quickbeam.sampling import Sampler, bad_word_ids
 
 V = 10
 # few tokens, so that they meet
@@ -147,21 +145,3 @@ def test_a_word_of_too_many_tokens_is_named():
         bad_word_ids(tokenizer, ["a" * 256])  # and a space before it
     with pytest.raises(InvalidInput, match="bad_words: 'x' has no tokens"):
         bad_word_ids(SimpleNamespace(encode=lambda text, add_special_tokens: []), ["x"])
-
-
-# --- words in texts ---
-
-
-WORDS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=6)
-
-
-@given(words=WORDS, text=st.text("ab", max_size=20))
-def test_every_word_is_found_where_it_ends(words, text):
-    automaton, state = Automaton(words), 0
-    for end in range(1, len(text) + 1):
-        state, seen = automaton.read(state, text[end - 1]), text[:end]
-        found = automaton.ends(state)
-        assert sorted(found) == [i for i, word in enumerate(words) if seen.endswith(word)]
-        assert [len(words[i]) for i in found] == sorted(len(words[i]) for i in found)[::-1]
-        begun = [n for word in words for n in range(len(word)) if seen.endswith(word[:n])]
-        assert automaton.begun(state) == max(begun, default=0)

@@ -53,7 +53,6 @@ class AsyncStream(AsyncIterator[str]):
             yield delta
 
     async def _next(self) -> Delta | None:
-        """Return what is new as soon as there is something; None at the end. Raises an error."""
         while not any(self._delta):
             if self._over and self._stream.error is not None:
                 raise self._stream.error
@@ -200,14 +199,13 @@ class AsyncLLM:
         for ended in [one for one in self._mailboxes if one.is_closed()]:
             del self._mailboxes[ended]
         mailbox = self._mailboxes.setdefault(loop, Mailbox(loop, self.llm.thread))
-        observers = [one for one in (kept, observer) if one is not None]
 
         def observe(record: StepRecord) -> None:
-            for one in observers:
-                one(record)
+            for one in (kept, observer):
+                if one is not None:
+                    one(record)
 
-        watched = observe if observers else None
-        begin = partial(start, observer=watched, client=mailbox, **options)
+        begin = partial(start, observer=observe, client=mailbox, **options)
         try:
             stream = await asyncio.to_thread(begin)  # in a thread, because it may load a drafter
         except QuickbeamError:

@@ -10,7 +10,6 @@ from typing import Any, overload
 from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
-from quickbeam.bans import bad_word_ids
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafting import Asked, Drafting
 from quickbeam.engine.budget import MAX_NODES_SLOW
@@ -30,7 +29,7 @@ from quickbeam.models.memory import free_memory
 from quickbeam.models.opening import Opened
 from quickbeam.options import Budget, Calls, Chats, Options, check_options, temperature_class
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler
+from quickbeam.sampling import Sampler, bad_word_ids
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

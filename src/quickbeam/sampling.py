@@ -7,17 +7,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quickbeam.bans import Bans
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from quickbeam.grammar.masks import Masks
+
+MOST_BAD = 256  # tokens of a bad word; the work grows with the square of it
+
+
+class Bans:
+    """The tokens that may not come next.
+
+    These are the ids that would end the answer among its first `min_tokens` tokens, and the last
+    tokens of bad words whose other tokens stand at the end of the output.
+
+    Only output counts: a bad word that begins in the prompt is not noticed.
+    """
+
+    def __init__(
+        self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]
+    ) -> None:
+        self._min_tokens, self._ends = min_tokens, list(ends)
+        self._last: dict[tuple[int, ...], list[int]] = {}  # by what stands before it
+        for *before, last in bad:
+            self._last.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted({len(before) for before in self._last})
+        self._output: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Record tokens that became output."""
+        self._output += tokens
+
+    def after(self, path: Sequence[int]) -> list[int]:
+        """Return the banned ids for the token that follows output and `path`, in no particular
+        order."""
+        length = len(self._output) + len(path)
+        banned = [*self._ends] if length < self._min_tokens else []
+        text = (*self._output[-MOST_BAD:], *path)
+        for before in self._lengths:
+            banned += self._last.get(text[len(text) - before :], ()) if before <= len(text) else ()
+        return banned
 
 
 class TokenCounts:
@@ -196,6 +231,32 @@ class Sampler:
         if params.min_p > 0:
             probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
         return probs / probs.sum() if params.top_p < 1 or params.min_p > 0 else probs
+
+
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
+    """Return the token sequences of bad words for a `Sampler`.
+
+    Each word is split by `tokenizer` without and with a leading space. A sequence that ends with
+    another one is left out, since the shorter one bans as much. The same letters split into other
+    tokens are not noticed. Raises `InvalidInput` for a word that has no tokens, or more than
+    `MOST_BAD`.
+    """
+    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for text in (bare, f" {bare}"):
+            ids = tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
+                raise InvalidInput(
+                    f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out"
+                )
+            if len(ids) > MOST_BAD:
+                raise InvalidInput(
+                    f"bad_words: {word[:20]!r}… has {len(ids)} tokens: a word may have at most "
+                    f"{MOST_BAD}"
+                )
+            found[ids] = None
+    return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]
 
 
 def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:

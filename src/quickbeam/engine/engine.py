@@ -16,7 +16,7 @@ from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.growing import Drafting, fail, read
+from quickbeam.engine.growing import Drafting, each_alone, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
@@ -210,7 +210,6 @@ class Engine:
         self._release_finished()
 
     def _release_finished(self) -> None:
-        """Free what finished sequences hold."""
         for sequence in [one for one in self.scheduler.active if one.over]:
             self._leave(sequence)
 
@@ -228,25 +227,13 @@ class Engine:
         self.left.append(sequence)
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
-        """Run one pass for all parts.
+        def run(some: Sequence[Ready]) -> Sequence[Passed]:
+            passed = self.model.forward(Batch([one.part for one in some]))
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)
+            return passed
 
-        If it fails, run them one by one, so that only the sequence that makes it fail ends.
-        """
-        if not ready:
-            return []
-        try:
-            passed: list[Passed | None] = list(
-                self.model.forward(Batch([one.part for one in ready]))
-            )
-        except Exception as error:
-            if len(ready) == 1:
-                fail(ready[0].sequence, error)
-                return [None]
-            return [passed for one in ready for passed in self._forward([one])]
-        device = self.model.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return passed
+        return each_alone(ready, run) if ready else []
 
     def _reads_along(self, sequence: SequenceState) -> bool:
         """Whether the drafter should read the prompt along with the target.
@@ -285,7 +272,6 @@ class Engine:
                 self.prefixes.remember(sequence, sequence.read)
 
     def _record_times(self, ready: Sequence[Ready], seconds: float, verifying: float) -> None:
-        """Count the step's time, and let the budget learn from its pass."""
         for one in ready:
             if one.growing is None:
                 one.sequence.statistics.prefill_seconds += seconds

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
-from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
+from quickbeam.drafters.base import Drafter, DraftProbs
 from quickbeam.engine.budget import Budget, worth_asking
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import CostModel
@@ -22,6 +23,8 @@ from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Draft, Model
 
 logger = logging.getLogger(__name__)
+P = TypeVar("P", bound=Any)  # something of a `sequence`
+T = TypeVar("T")
 
 CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
 UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
@@ -42,7 +45,7 @@ class TreeDraft:
 
     sequence: SequenceState
     growth: Growth
-    request: DraftRequest | None = None
+    request: Any = None
     grown: Grown | None = None
     calls: int = 0
     seconds: float = 0.0
@@ -135,7 +138,6 @@ class Drafting:
             self.budget.observe(self.comparison, tokens, seconds - self.reading, self.asked)
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
-        """Decide how many nodes a sequence's tree may have, and begin to grow it."""
         request, policy, context = sequence.request, sequence.policy, sequence.context
         assert context is not None and sequence.cache is not None
         nodes, context.marginal_cost = request.budget or 1, None
@@ -156,12 +158,10 @@ class Drafting:
         return TreeDraft(sequence, growth)
 
     def _mode(self, sequence: SequenceState) -> str:
-        """Return the mode of this step, or one that the sequence has."""
         mode, modes = self.comparison.mode, _modes(sequence)
         return mode if mode in modes else modes[0]
 
     def _explores(self, sequence: SequenceState) -> bool:
-        """Whether the first call for this sequence is made whatever it seems to bring."""
         if self._explored or sequence.drafter is None or self._mode(sequence) != ASKED:
             return False
         cost, plain = self.budget.cost, self.budget.plain
@@ -175,11 +175,7 @@ class Drafting:
         if not measured:
             return waiting
         drafter = measured[0].sequence.drafter
-        gains = [
-            one.request.gain if self._mode(one.sequence) == ASKED else 0.0
-            for one in measured
-            if one.request is not None
-        ]
+        gains = [one.request.gain if self._mode(one.sequence) == ASKED else 0.0 for one in measured]
         answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
         refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
         for one in refused:
@@ -187,16 +183,13 @@ class Drafting:
         return [one for one in waiting if one not in refused]
 
     def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
-        """Answer requests in one call, and send each tree its distributions.
-
-        Where the drafter missed many tokens because it was not asked, it reads them first, or the
-        last of them, if it can do without the others. So the call that follows is timed like any
-        other, however long ago the last one was.
-        """
+        # Where the drafter missed many tokens because it was not asked, it reads them first, or the
+        # last of them, if it can do without the others. So the call that follows is timed like any
+        # other, however long ago the last one was.
         self.asked = True
         cost = self.budget.cost if any(one.measured for one in asked) else None
         began = time.perf_counter()
-        first = [one for one in asked if one.request is not None and one.request.nodes[0] == 0]
+        first = [one for one in asked if one.request.nodes[0] == 0]
         behind = [one.sequence for one in first if _unread(one.sequence) > CAUGHT_UP]
         if behind:
             try:
@@ -210,34 +203,20 @@ class Drafting:
         caught_up = time.perf_counter()
         self.reading += caught_up - began
         unread = sum(_unread(one.sequence) for one in first)
-        answers = self._call(drafter, asked)
+        answers = each_alone(asked, lambda some: drafter.answer([one.request for one in some]))
         answered = time.perf_counter()
         for one, answer in zip(asked, answers, strict=True):
             one.calls += 1
             one.seconds += (answered - began) / len(asked)
-            if answer is not None:
+            if answer is None:
+                one.request = None
+            else:
                 self._send(one, answer)
         timed = len(first) if drafter.one_call else len(asked)
         if cost is not None and timed:
             cost.observe_call(drafter, timed, time.perf_counter() - caught_up, unread)
 
-    def _call(self, drafter: Drafter, asked: Sequence[TreeDraft]) -> list[DraftProbs | None]:
-        """Return the distributions for all requests.
-
-        If the call fails, it is repeated sequence by sequence, so that only the sequence that makes
-        it fail ends.
-        """
-        try:
-            return list(drafter.answer([one.request for one in asked if one.request is not None]))
-        except Exception as error:
-            if len(asked) > 1:
-                return [answer for one in asked for answer in self._call(drafter, [one])]
-            fail(asked[0].sequence, error)
-            asked[0].request = None
-            return [None]
-
     def _send(self, one: TreeDraft, answer: DraftProbs | None) -> None:
-        """Let a tree grow until its next request or its end."""
         try:
             one.request = one.growth.send(answer)
         except StopIteration as end:
@@ -261,7 +240,6 @@ def _modes(sequence: SequenceState) -> list[str]:
 
 
 def _unread(sequence: SequenceState) -> int:
-    """Return how many tokens the sequence's drafter has yet to read."""
     return 0 if sequence.draft_state is None else sequence.draft_state.waiting
 
 
@@ -282,6 +260,21 @@ def read(
     tokens = before - sum(map(_unread, sequences))
     if cost is not None and tokens > CAUGHT_UP:
         cost.observe_read(drafter, tokens, time.perf_counter() - began)
+
+
+def each_alone(parts: Sequence[P], run: Callable[[Sequence[P]], Sequence[T]]) -> list[T | None]:
+    """Return the results of `run` for all parts.
+
+    If it fails, it is run for one part at a time. Only the sequence that makes it fail ends, and
+    has None for a result.
+    """
+    try:
+        return list(run(parts))
+    except Exception as error:
+        if len(parts) == 1:
+            fail(parts[0].sequence, error)
+            return [None]
+        return [result for one in parts for result in each_alone([one], run)]
 
 
 def fail(sequence: SequenceState, error: Exception) -> None:

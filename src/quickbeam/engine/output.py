@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
-from quickbeam.automaton import Automaton
 from quickbeam.params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
@@ -127,7 +126,6 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self.ends = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)])
         self._stop = tuple(params.stop)
-        self._stops, self._state = Automaton(self._stop), 0
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self._taken = 0  # how many characters `take` has returned
@@ -192,9 +190,16 @@ class Output:
         if self._stop and not self._include_stop:
             with self._reading:
                 text = self._text
-                held = self._stops.begun(self._state) if self.finish_reason is None else 0
+                held = self._begun() if self.finish_reason is None else 0
         start, self._taken = self._taken, len(text) - held
         return text[start : self._taken]
+
+    def _begun(self) -> int:
+        """Return the length of the longest end of the text with which a stop string begins."""
+        longest = min(len(self._text), max(map(len, self._stop)) - 1)
+        ends = (self._text[-length:] for length in range(longest, 0, -1))
+        begins = (len(end) for end in ends if any(one.startswith(end) for one in self._stop))
+        return next(begins, 0)
 
     def _add(self, piece: str) -> bool:
         """Append text. If it completes a stop string, cut the text there and return True.
@@ -203,14 +208,11 @@ class Output:
         """
         # another thread may look at the text at any time, so it never holds what is cut off
         text = self._text + piece
-        found = list[tuple[int, int]]()
-        for end, character in enumerate(piece if self._stop else "", len(self._text) + 1):
-            self._state = self._stops.read(self._state, character)
-            lengths = (len(self._stop[number]) for number in self._stops.ends(self._state))
-            found += [(end - length, length) for length in lengths]
+        first = len(self._text) + 1  # where one that this piece completes ends, at least
+        spans = [(text.find(one, max(0, first - len(one))), len(one)) for one in self._stop]
+        found = [span for span in spans if span[0] >= 0]
         if stopped := bool(found) and len(self.token_ids) > self._min_tokens:
             start, length = min(found)
             text = text[: start + length if self._include_stop else start]
-            self._state = 0
         self._text = text
         return stopped

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.sequence import SequenceState, Times
+
+T = TypeVar("T")
 
 
 class Delta(NamedTuple):
@@ -22,12 +24,8 @@ class Delta(NamedTuple):
 
     def plus(self, later: Delta) -> Delta:
         """Return this part and a later one as one."""
-        return Delta(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.steps + later.steps,
-        )
+        parts: Any = zip(self, later, strict=True)
+        return Delta(*(old + new for old, new in parts))
 
 
 class News:
@@ -66,42 +64,36 @@ class Stream(Iterator[str]):
         thread.submit(sequence, [self._news] if client is None else [self._news, client])
 
     def __next__(self) -> str:
-        while True:
-            self._news.changed.clear()
-            over = self._news.ended.is_set()  # before the text, which may still grow until then
-            if piece := self.sequence.output.take():
-                return piece
-            if over:
-                self._raise_error()
-                raise StopIteration
-            self._wait_for_news()
+        if piece := self._wait_for(self.sequence.output.take):
+            return piece
+        raise StopIteration
 
     def wait(self, tokens: int) -> None:
         """Wait until the answer has so many tokens, or is over. Raises the error that ended it."""
+        self._wait_for(lambda: len(self.token_ids) >= tokens)
+
+    def _wait_for(self, look: Callable[[], T]) -> T | None:
+        """Return what `look` returns once that is something; None at the end. Raises an error."""
         while True:
             self._news.changed.clear()
-            if len(self.token_ids) >= tokens:
-                return
-            if self._news.ended.is_set():
-                self._raise_error()
-                return
-            self._wait_for_news()
+            over = self._news.ended.is_set()  # before the look: there may be more until then
+            if found := look():
+                return found
+            if over:
+                if self.error is not None:
+                    raise self.error
+                return None
+            self._thread.check()
+            self._news.changed.wait()
 
     def result(self) -> Completion:
         """Wait for the whole answer and return it. Raises the error that ended it."""
         if not self._news.ended.is_set():
             self._thread.check()
             self._news.ended.wait()
-        self._raise_error()
+        if self.error is not None:
+            raise self.error
         return self.completion
-
-    def _wait_for_news(self) -> None:
-        self._thread.check()
-        self._news.changed.wait()
-
-    def _raise_error(self) -> None:
-        if self.sequence.error is not None:
-            raise self.sequence.error
 
     def close(self) -> None:
         """Stop here. The answer ends as `interrupted` unless it had ended.
@@ -121,12 +113,7 @@ class Stream(Iterator[str]):
         sequence, start = self.sequence, self._given
         text, ids = sequence.output.take(), sequence.output.token_ids[start:]
         self._given += len(ids)
-        return Delta(
-            text,
-            ids,
-            [] if sequence.logprobs is None else sequence.logprobs[start : self._given],
-            [],
-        )
+        return Delta(text, ids, (sequence.logprobs or [])[start : self._given], [])
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -151,8 +138,7 @@ class Stream(Iterator[str]):
     @property
     def completion(self) -> Completion:
         """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
-        sequence = self.sequence
-        output = sequence.output
+        sequence, output = self.sequence, self.sequence.output
         return Completion(
             text=output.text,
             token_ids=list(output.token_ids),
