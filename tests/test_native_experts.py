@@ -175,8 +175,8 @@ def test_how_many_experts_a_pass_read_is_counted(isa):
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
-        (read,) = run.compiler.experts  # type: ignore[attr-defined]
-        assert read.struct.read == len(expert.unique())
+        ((struct, _),) = run.compiler.experts  # type: ignore[attr-defined]
+        assert struct.read == len(expert.unique())
 
 
 @best_set

@@ -198,7 +198,6 @@ class LMDrafter(Drafter):
         else:
             self.model = make_model(model, native=native, weights=weights)
         self.pool, self.context_length = self.model.pool, self.model.context_length
-        self.weight_bytes = self.model.token_bytes
         self._vocab_size, self._shared = vocab_size, min(self.model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:
