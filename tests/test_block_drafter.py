@@ -28,8 +28,8 @@ from quickbeam.methods.base import NoDraft
 from quickbeam.models.gathered import RowPool
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
+from target import Target
 
 D, MASK = 32, 7
 DSPARK = BlockConfig(

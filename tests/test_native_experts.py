@@ -21,7 +21,7 @@ from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Experts, FeedForward, Linear, Norm, Routing, Stack, Tensor
 from quickbeam.models.stack_tensors import rows_of
-from quickbeam.models.target import Target
+from target import Target
 from test_exact import one_at_a_time, rows_that_differ
 from test_families import CONFIGS
 from test_native_bits import text

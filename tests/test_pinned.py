@@ -16,9 +16,9 @@ from quickbeam.models.pinned import (
     layer_bytes,
     pin_layers,
 )
-from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
+from target import Target
 
 CPU = torch.device("cpu")
 LAYOUTS = ("llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gemma2-softcap-window", "phi3")
