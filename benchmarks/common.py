@@ -18,8 +18,7 @@ from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
 from quickbeam.cli.common import save
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.base import Model
-from quickbeam.models.target import Target
+from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.tree import TokenTree
 
 FORMATS = ("bfloat16", "int8", "int4")
@@ -92,13 +91,15 @@ def comb(nodes: int, vocab: int) -> TokenTree:
 
 def pass_of(model: Model, context: int) -> Callable[[int], object]:
     """Return a pass of the model over so many rows, behind `context` tokens, whichever they are."""
-    target = Target(model)
-    target.prefill([7])
+    cache = model.pool.new()
+    model.forward(Batch([Chain(cache, [7])]))
+    cache.commit([0])
 
     def run(rows: int) -> object:
-        target.store.reserve(context + rows + 2)
-        target.store.length = max(context, 1)
-        return target.verify(comb(rows, model.vocab_size))[0, 0].item()
+        cache.reserve(context + rows + 2)
+        cache.length = max(context, 1)
+        (passed,) = model.forward(Batch([Draft(cache, comb(rows, model.vocab_size))]))
+        return passed.logits[0, 0].item()
 
     return run
 

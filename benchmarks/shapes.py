@@ -86,8 +86,8 @@ def prompt_of(model: NativeModel, tokens: int) -> Callable[[], None]:
 
 def bytes_of_a_token(model: NativeModel) -> float:
     """Return how many bytes of weights the last pass read."""
-    one, every = model._compiled.expert_bytes
-    return model.weight_bytes - every + one * model.experts_read
+    experts = model._compiled._compiler.experts
+    return model.weight_bytes - sum(size * (of.count - of.read) for of, size in experts)
 
 
 def measure(name: str, given: Namespace) -> dict[str, float]:

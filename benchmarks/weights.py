@@ -28,8 +28,7 @@ from common import (
     script,
 )
 from quickbeam import LLM, SamplingParams
-from quickbeam.models.target import Target
-from quickbeam.tree import TokenTree
+from quickbeam.models.base import Batch, Chain
 
 TEXT = Path(__file__).with_name("text.txt")
 ROWS = 64  # tokens of the text in one pass
@@ -39,14 +38,13 @@ METHODS = ("ar", "auto")
 def read(llm: LLM, text: str) -> tuple[float, torch.Tensor]:
     """Return the perplexity of a text, and the likeliest token after each of its tokens `[n]`."""
     ids = list(llm.tokenizer(text)["input_ids"])[: llm.model.context_length]
-    target, logits = Target(llm.model), []
+    cache, logits = llm.model.pool.new(), []
     for begin in range(0, len(ids), ROWS):
-        part, tree = ids[begin : begin + ROWS], TokenTree(ids[begin])
-        for token in part[1:]:
-            tree.add(len(tree) - 1, token, "text")
-        logits.append(target.verify(tree).float().clone())
-        target.commit(tree, range(len(part)))
-    target.store.release()
+        part = ids[begin : begin + ROWS]
+        (passed,) = llm.model.forward(Batch([Chain(cache, part, len(part))]))
+        logits.append(passed.logits.float().clone())
+        cache.commit(range(len(part)))
+    cache.release()
     whole = torch.cat(logits)
     loss = cross_entropy(whole[:-1], torch.tensor(ids[1:], device=whole.device))
     return float(loss.exp()), whole.argmax(-1)

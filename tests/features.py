@@ -14,8 +14,8 @@ from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
+from target import Target
 
 WIDE = EagleConfig(
     32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB

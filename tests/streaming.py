@@ -14,8 +14,8 @@ from quickbeam.models.formats import weights_format
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.packing import PackedWeights
-from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
+from target import Target
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -7,8 +7,8 @@ import torch
 from models import VOCAB
 from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
-from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
+from target import Target
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 

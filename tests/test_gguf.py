@@ -28,8 +28,8 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.target import Target
 from streaming import alike, limits_of, of_disk
+from target import Target
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")

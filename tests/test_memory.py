@@ -27,11 +27,11 @@ from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
 from scripts import captured
 from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved
+from target import Target
 from test_families import made
 
 pytestmark = [

@@ -15,7 +15,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore
-from quickbeam.models.target import Target
+from target import Target
 from test_exact import one_at_a_time, rows_that_differ
 
 pytestmark = pytest.mark.usefixtures("threads")

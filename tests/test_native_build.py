@@ -21,9 +21,9 @@ from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.gathered import RowStore
 from quickbeam.models.native import build, library
 from quickbeam.models.pages import PagedStore
-from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 from scripts import captured
+from target import Target
 
 pytestmark = pytest.mark.skipif(not SETS, reason="no kernels for this platform")
 COMPILER = build.compiler() or []

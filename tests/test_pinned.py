@@ -10,9 +10,9 @@ from quickbeam.llm import LLM
 from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import _by_transformers, make_model
 from quickbeam.models.pinned import BUFFERS, Copies, PinnedLayers, layer_bytes, pin_layers
-from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
+from target import Target
 
 CPU = torch.device("cpu")
 LAYOUTS = ("llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gemma2-softcap-window", "phi3")

@@ -29,11 +29,11 @@ from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.prequantised import Method, few_bits
-from quickbeam.models.target import Target
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits_of, of_disk
+from target import Target
 from test_families import IDS, policies
 
 KERNELS = library.kernels()

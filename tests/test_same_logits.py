@@ -11,7 +11,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models import opening, same_logits
 from quickbeam.models import torch as torch_back_end
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
+from target import Target
 
 GOOD, REFUSED = CONFIGS | table("eager"), table("refused")
 REASONS = {

@@ -18,10 +18,10 @@ from quickbeam.llm import LLM
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
 from quickbeam.models.opening import make_model
-from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
 from streaming import ids
+from target import Target
 
 pytestmark = pytest.mark.usefixtures("cache")
 kinds = pytest.mark.parametrize("name", [INT8, INT4])

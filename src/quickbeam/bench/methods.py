@@ -123,12 +123,16 @@ class LLMRunner:
         return self.llm.generate(list(ids), params, **self.item.options())
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        from quickbeam.models.target import Target
+        from quickbeam.models.base import Batch, Chain
 
-        target = Target(self.llm.model)
-        logits = target.prefill(list(ids))
-        target.store.release()
-        return logits
+        model = self.llm.model
+        cache = model.pool.new()
+        for begin in range(0, len(ids), model.chunk):
+            part = ids[begin : begin + model.chunk]
+            (passed,) = model.forward(Batch([Chain(cache, part)]))
+            cache.commit(range(len(part)))
+        cache.release()
+        return passed.logits[-1]
 
 
 def load_runners(

@@ -264,7 +264,6 @@ class Drafter(Source):
     needs_hidden = False  # whether its states take the target's hidden states
     pool: Pool | None = None  # where its states keep what they read; None: they keep nothing
     context_length: int | None = None  # how many tokens it can read; None: no limit
-    weight_bytes = 0  # of the weights that a call reads; 0 where that is not known
     skips = False  # whether its states can leave tokens out (`skip`)
     folder: Path | None = None  # where it was read from
     head_size: int | None = None  # of what the target's head reads of it; None: a head of its own

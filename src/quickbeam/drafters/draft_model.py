@@ -181,7 +181,6 @@ class LMDrafter(Drafter):
         translation: Translation | None = None,
     ) -> None:
         self.model, self.pool, self.context_length = model, model.pool, model.context_length
-        self.weight_bytes = model.token_bytes
         self._vocab_size, self._shared = vocab_size, min(model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:

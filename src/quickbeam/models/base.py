@@ -150,11 +150,9 @@ class Model(ABC):
     beside = BESIDE
     weights = "bfloat16"
     weight_bytes = 0  # of weights that the products of a pass read; 0 where that is not known
-    token_bytes = 0  # the same of a pass over one token, which reads few experts
     mapped_bytes = 0  # of weights in a mapped file, which count as free memory
     streamed: Streamed | None = None
     experts_read = 0.0  # how many a layer of experts read in the last pass, on average
-    expert_share = 0.0  # bytes of an expert of each layer, over those of what every pass reads
 
     def __init__(
         self, config: Any, dtype: torch.dtype, device: torch.device, vocab_size: int, pool: Pool

@@ -292,14 +292,8 @@ class CompiledStack:
     @property
     def experts_read(self) -> float:
         """How many experts a layer read in the last pass, on average; 0 if none has any."""
-        read = [one.struct.read for one in self._compiler.experts]
+        read = [experts.read for experts, _ in self._compiler.experts]
         return sum(read) / len(read) if read else 0.0
-
-    @property
-    def expert_bytes(self) -> tuple[int, int]:
-        """Bytes of one expert of each layer together, and of all that are chosen from."""
-        of = self._compiler.experts
-        return sum(one.bytes for one in of), sum(one.total for one in of)
 
     @property
     def weight_bytes(self) -> int:

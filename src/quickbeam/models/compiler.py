@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -54,22 +54,13 @@ class Numbers:
         return self._read[of]  # type: ignore[no-any-return]
 
 
-class RoutedExperts(NamedTuple):
-    """A layer's experts as the kernels have them, of `bytes` each, and `total` those that are
-    chosen from."""
-
-    struct: library.Experts
-    bytes: int
-    total: int
-
-
 class Compiler:
     """Adds operations to `program`. `packed(linear)` gives a large weight in the kernels' layout.
 
     Buffers: `x` is the residual stream, `normed` what a layer reads, `beside` what a feed-forward
     beside attention or a router reads, `made` what a norm reads before it is added. `experts`: of
-    all layers that have some. `recurrences`: of all recurrent layers. `kept`: what these hold
-    addresses of.
+    all layers that have some, with the bytes of one of them. `recurrences`: of all recurrent
+    layers. `kept`: what these hold addresses of.
     """
 
     def __init__(
@@ -87,7 +78,7 @@ class Compiler:
         self.wide = pages.dtype is torch.float32
         self.x, self.made = self.buffer("x", width, True), self.buffer("made", width, True)
         self.normed, self.beside = self.buffer("normed", width), self.buffer("beside", width)
-        self.experts, self.recurrences = list[RoutedExperts](), list[Recurrence]()
+        self.experts, self.recurrences = list[tuple[library.Experts, int]](), list[Recurrence]()
         self.kept = list[Any]()
         self._state = self._input = 0  # numbers of a state and of a node's inputs, so far
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.compiler import Compiler, RoutedExperts
+from quickbeam.models.compiler import Compiler
 from quickbeam.models.native import library, operations
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight
@@ -46,8 +46,7 @@ def add_experts(
         **_numbers(routing),
     )
     c.kept += [table, packed]
-    size = up.data.nbytes + down.data.nbytes
-    c.experts.append(RoutedExperts(struct, size, size * len(of.chosen)))
+    c.experts.append((struct, up.data.nbytes + down.data.nbytes))
     scoring, first = c.numbers.exact(of.scoring), of.chosen[0]
     scores = c.buffer("scores", scoring.outputs, True)
     c.program.linear(scoring, source if router is None else router, scores)

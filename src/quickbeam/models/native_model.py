@@ -33,7 +33,7 @@ from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.models.recurrent import state_shape
 from quickbeam.models.stack import Stack
-from quickbeam.models.stack_tensors import Parameters, experts
+from quickbeam.models.stack_tensors import Parameters
 from quickbeam.models.weight_file import WeightFile
 
 if TYPE_CHECKING:
@@ -91,10 +91,6 @@ class NativeModel(Model):
                 self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
         self.mapped_bytes = self._compiled.mapped_bytes
-        one, every = self._compiled.expert_bytes
-        self.expert_share = one / (self.weight_bytes - every) if one else 0.0
-        chosen = max((of.routing.top for of in experts(stack)), default=0)
-        self.token_bytes = self.weight_bytes - every + one * chosen
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:

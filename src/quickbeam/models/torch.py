@@ -68,7 +68,7 @@ class TorchModel(Model):
             refuse_other_logits(self, *expected, model)
         table, head = (getattr(one, "weight", None) for one in (self.embedding, self.head))
         read = [one for one in model.parameters() if one is not table or one is head]
-        self.weight_bytes = self.token_bytes = sum(one.nbytes for one in read)
+        self.weight_bytes = sum(one.nbytes for one in read)
         if pinned is not None:
             self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
 
