@@ -175,10 +175,11 @@ class Shortlist:
         `beside`: `[m]`, the context's tokens. Raises `ValueError` where there is nothing to score.
         """
         layout, scored = self.layout, torch.zeros(len(self._sizes), dtype=torch.bool)
+        clusters = clusters.cpu()  # where the layout's tables are
         scored[FREQUENT] = True
         scored[clusters] = True
         repeated = scored.to(beside.device)[self._cluster_of[beside]]
-        count = layout.frequent + int(self._sizes[clusters.cpu()].sum())
+        count = layout.frequent + int(self._sizes[clusters].sum())
         count += len(beside) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
