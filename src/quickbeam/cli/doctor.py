@@ -17,6 +17,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from quickbeam import __version__, hub
+from quickbeam.cache import cache_folder
 from quickbeam.cli.common import progress_bar
 from quickbeam.errors import InvalidInput
 from quickbeam.machine import cpu_name, usable_cores
@@ -128,11 +129,9 @@ def extras() -> Finding:
 
 
 def model() -> Finding:
-    from quickbeam.cache import cache_folder
-
     folder = cache_folder()
     above = next(one for one in (folder, *folder.parents) if one.exists())
-    pulled = next(info.pulled for info in hub.models() if info.name == hub.DEFAULT)
+    pulled = hub.pulled_bytes(hub.DEFAULT) > 0
     least, free = hub.EMBEDDED[hub.DEFAULT].work_bytes, shutil.disk_usage(above).free
     text = f"{hub.DEFAULT} is {'' if pulled else 'not '}in {folder}, {free / 1e9:.1f} GB free"
     if pulled:
@@ -184,9 +183,11 @@ class Pulled:
 def pull(given: Pulled) -> None:
     """Fetch an embedded model into the cache, unless it is there, and print its folder."""
     if given.list:
-        for info in hub.models():
-            size = f"{info.bytes / 1e6:.0f} MB" if info.pulled else "not pulled"
-            print(f"{info.name}: {size}, {info.license}\n  {info.summary}\n  {info.path}")
+        for name, entry in hub.EMBEDDED.items():
+            size = hub.pulled_bytes(name)
+            state = f"{size / 1e6:.0f} MB" if size else "not pulled"
+            folder = cache_folder() / name
+            print(f"{name}: {state}, {entry.license}\n  {entry.summary}\n  {folder}")
     else:
         with progress_bar(f"looking for {given.name}") as report:
             folder = hub.pull(given.name, report)
