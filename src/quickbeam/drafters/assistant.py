@@ -35,7 +35,7 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist, usable_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
-from quickbeam.models.families.gemma4 import gemma4
+from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program

@@ -10,65 +10,49 @@ from torch import nn
 
 from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.angles import angles_of
-from quickbeam.models.families.cohere import cohere, cohere2
-from quickbeam.models.families.deepseek import deepseek_v2, deepseek_v3
-from quickbeam.models.families.ernie import ernie4_5_moe
-from quickbeam.models.families.exaone4 import exaone4
-from quickbeam.models.families.gemma import gemma, gemma2, gemma3
-from quickbeam.models.families.gemma4 import gemma4
-from quickbeam.models.families.glm import glm, glm4, glm4_moe
-from quickbeam.models.families.gpt2 import gpt2
-from quickbeam.models.families.gpt_neox import gpt_neox
-from quickbeam.models.families.gpt_oss import gpt_oss
-from quickbeam.models.families.hunyuan import hunyuan
-from quickbeam.models.families.lfm2 import lfm2, lfm2_moe, lfm3
-from quickbeam.models.families.llama import granite, granitemoe, llama, seed_oss, smollm3
-from quickbeam.models.families.mamba import bamba, falcon_h1, granite_hybrid, nemotron_h
-from quickbeam.models.families.mistral import ministral3, mistral
-from quickbeam.models.families.mixtral import mixtral
-from quickbeam.models.families.nemotron import nemotron
-from quickbeam.models.families.olmo import olmo, olmoe
-from quickbeam.models.families.phi import phi, phi3, phimoe
-from quickbeam.models.families.qwen import (
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl_moe,
+from quickbeam.models.families import (
+    deepseek,
+    gemma,
+    glm,
+    layer_norms,
+    lfm2,
+    llama,
+    mamba,
+    mixtures,
+    qwen,
 )
 from quickbeam.models.families.reading import Config, NotDescribed
-from quickbeam.models.families.stablelm import stablelm
-from quickbeam.models.families.starcoder2 import starcoder2
 from quickbeam.models.stack import Matrices, Stack
 from quickbeam.models.stack_tensors import experts, linears, names, tensor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NAMED_ALIKE = (
-    *(bamba, cohere, cohere2, deepseek_v2, deepseek_v3, ernie4_5_moe, exaone4, falcon_h1, gemma),
-    *(gemma2, glm, glm4, glm4_moe, gpt2, gpt_neox, gpt_oss, granite, granitemoe, lfm2, lfm2_moe),
-    *(lfm3, llama, ministral3, mistral, mixtral, nemotron, nemotron_h, olmoe, phi, phi3, phimoe),
-    *(qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, seed_oss, smollm3, stablelm, starcoder2),
+_NAMED_ALIKE: tuple[Callable[[Config], Stack], ...] = (
+    *(deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma, gemma.gemma2),
+    *(glm.glm, glm.glm4, glm.glm4_moe, lfm2.lfm2, lfm2.lfm2_moe, lfm2.lfm3),
+    *(layer_norms.cohere, layer_norms.cohere2, layer_norms.gpt2, layer_norms.gpt_neox),
+    *(layer_norms.nemotron, layer_norms.phi, layer_norms.stablelm, layer_norms.starcoder2),
+    *(llama.exaone4, llama.granite, llama.granitemoe, llama.llama, llama.ministral3, llama.mistral),
+    *(llama.phi3, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.nemotron_h),
+    *(mixtures.ernie4_5_moe, mixtures.gpt_oss, mixtures.mixtral, mixtures.olmoe, mixtures.phimoe),
+    *(qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_next),
 )
 FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's model_type
     **{family.__name__: family for family in _NAMED_ALIKE},
-    "gemma3_text": gemma3,
-    "gemma4_text": gemma4,
-    "glm4v_text": glm4,
-    "granitemoehybrid": granite_hybrid,
-    "hunyuan_v1_dense": hunyuan,
-    "olmo2": olmo,
-    "olmo3": olmo,
-    "qwen2_5_vl_text": qwen2,
-    "qwen2_vl_text": qwen2,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_vl_moe_text": qwen3_vl_moe,
-    "qwen3_vl_text": qwen3,
+    "gemma3_text": gemma.gemma3,
+    "gemma4_text": gemma.gemma4,
+    "glm4v_text": glm.glm4,
+    "granitemoehybrid": mamba.granite_hybrid,
+    "hunyuan_v1_dense": llama.hunyuan,
+    "olmo2": llama.olmo,
+    "olmo3": llama.olmo,
+    "qwen2_5_vl_text": qwen.qwen2,
+    "qwen2_vl_text": qwen.qwen2,
+    "qwen3_5_moe_text": qwen.qwen3_5_moe,
+    "qwen3_5_text": qwen.qwen3_5,
+    "qwen3_vl_moe_text": qwen.qwen3_vl_moe,
+    "qwen3_vl_text": qwen.qwen3,
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from quickbeam.models.families.glm import by_sigmoids
-from quickbeam.models.families.reading import Config, before, decoder, experts, gated, tensors
-from quickbeam.models.stack import Attention, Experts, Latent, Layer, Norm, Rotary, Routing, Stack
+from quickbeam.models.families.glm import dense_first
+from quickbeam.models.families.reading import Config, decoder, experts, gated, layer_of, tensors
+from quickbeam.models.stack import Attention, Latent, Layer, Norm, Rotary, Routing, Stack
 
 SMALL_EPSILON = 1e-6  # of the norms of small vectors, whatever the configuration says
 
@@ -14,23 +14,22 @@ SMALL_EPSILON = 1e-6  # of the norms of small vectors, whatever the configuratio
 def deepseek_v3(c: Config) -> Stack:
     c.must("scoring_func", "sigmoid")
     c.must("topk_method", "noaux_tc")
-
-    def layer(i: int) -> Layer:
-        mixer = attention(c, i, bool(c.rope_interleave))
-        if i < c.first_k_dense_replace:
-            return before(c, i, mixer, gated(c, i))
-        return before(c, i, mixer, by_sigmoids(c, i))
-
-    return decoder(c, layer)
+    interleaved = bool(c.rope_interleave)
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i, interleaved), dense_first(c, i)))
 
 
 def deepseek_v2(c: Config) -> Stack:
     """Weights of experts are their softmax, not renormalised."""
     c.must("scoring_func", "softmax")
-    c.get("norm_topk_prob")  # not heeded
+    c.must("topk_method", "greedy", "group_limited_greedy")
+    c.ignore("norm_topk_prob n_group topk_group")  # the first is not heeded
+    c.ignore("n_shared_experts")  # side by side, as one
+    grouped = c.get("topk_method") == "group_limited_greedy"
 
-    def feed_forward(i: int) -> Experts:
-        grouped = c.topk_method == "group_limited_greedy"
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, True)
+        if i < c.first_k_dense_replace:
+            return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
         routing = Routing(
             tensors(f"model.layers.{i}.mlp.gate"),
             c.num_experts_per_tok,
@@ -38,15 +37,8 @@ def deepseek_v2(c: Config) -> Stack:
             top_groups=int(c.get("topk_group", 1)) if grouped else 1,
             factor=float(c.routed_scaling_factor),
         )
-        c.get("n_shared_experts")  # side by side, as one
         shared = gated(c, i, c.mlp_bias, name="mlp.shared_experts")
-        return experts(c, i, routing, c.n_routed_experts, shared=shared)
-
-    def layer(i: int) -> Layer:
-        c.must("topk_method", "greedy", "group_limited_greedy")
-        dense = i < c.first_k_dense_replace
-        fed = gated(c, i, c.mlp_bias) if dense else feed_forward(i)
-        return before(c, i, attention(c, i, True), fed)
+        return layer_of(c, i, mixer, experts(c, i, routing, c.n_routed_experts, shared=shared))
 
     return decoder(c, layer)
 
@@ -54,16 +46,16 @@ def deepseek_v2(c: Config) -> Stack:
 def attention(c: Config, i: int, interleaved: bool) -> Attention:
     """Return the latent attention of layer `i`."""
     c.must("moe_layer_freq", 1)
-    for name in ("qk_head_dim", "head_dim", "num_key_value_heads", "rope_theta", "rope_scaling"):
-        c.get(name)  # they follow from others
-    for name in ("aux_loss_alpha", "seq_aux", "ep_size"):
-        c.get(name)  # of training
+    c.ignore("qk_head_dim head_dim num_key_value_heads rope_theta rope_scaling")  # of others
+    c.ignore("aux_loss_alpha seq_aux ep_size")  # of training
     at, bias = f"model.layers.{i}.self_attn", bool(c.attention_bias)
     dim, turned = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_rope_head_dim
     first, query = f"{at}.q_proj", None
     if c.get("q_lora_rank") is not None:
         first = f"{at}.q_a_proj"
         query = small(f"{at}.q_a_layernorm"), tensors(f"{at}.q_b_proj")
+    norm, up = small(f"{at}.kv_a_layernorm"), tensors(f"{at}.kv_b_proj")
+    latent = Latent(c.kv_lora_rank, c.v_head_dim, norm, up, query)
     return Attention(
         tensors(first, f"{at}.kv_a_proj_with_mqa", bias=bias),
         tensors(f"{at}.o_proj", bias=bias),
@@ -73,13 +65,7 @@ def attention(c: Config, i: int, interleaved: bool) -> Attention:
         scaling=scaling(c, dim),
         rotary=Rotary(interleaved=interleaved),
         turned=turned,
-        latent=Latent(
-            c.kv_lora_rank,
-            c.v_head_dim,
-            small(f"{at}.kv_a_layernorm"),
-            tensors(f"{at}.kv_b_proj"),
-            query,
-        ),
+        latent=latent,
     )
 
 

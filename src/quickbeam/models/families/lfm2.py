@@ -7,13 +7,16 @@ from typing import Any
 
 from quickbeam.models.families.reading import (
     Config,
+    Names,
     NotDescribed,
     attention,
     decoder,
     experts,
+    layer_of,
     tensors,
 )
 from quickbeam.models.stack import (
+    Attention,
     Experts,
     FeedForward,
     Layer,
@@ -24,12 +27,13 @@ from quickbeam.models.stack import (
     Stack,
 )
 
+BEFORE: Names = ("operator_norm", "ffn_norm")
+
 
 def lfm2(c: Config) -> Stack:
-    for name in ("block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"):
-        c.get(name)  # the sizes of the feed-forward
-    c.get("full_attn_idxs")  # `layer_types` follows from it
-    return _stack(c, dense, Rotary())
+    # the sizes of the feed-forward; `layer_types` follows from the last
+    c.ignore("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of full_attn_idxs")
+    return _lfm2(c, dense)
 
 
 def dense(i: int) -> FeedForward:
@@ -55,61 +59,61 @@ def lfm2_moe(c: Config) -> Stack:
         )
         return experts(c, i, routing, c.num_experts, "feed_forward", act="silu")
 
-    return _stack(c, feed_forward, Rotary())
+    return _lfm2(c, feed_forward)
+
+
+def _lfm2(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
+    c.ignore(
+        "block_dim block_ff_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
+        "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads",
+        block_use_swiglu=True,
+        use_pos_enc=True,
+    )
+
+    def mixer(i: int, kind: str) -> Attention:
+        if kind != "full_attention":
+            raise NotDescribed(f"a layer of kind {kind}")
+        at = f"model.layers.{i}.self_attn"
+        norms = norm(c, f"{at}.q_layernorm"), norm(c, f"{at}.k_layernorm")
+        return attention(c, i, out=tensors(f"{at}.out_proj"), norms=norms)
+
+    return _stack(c, mixer, feed_forward, BEFORE)
 
 
 def lfm3(c: Config) -> Stack:
     """Norms before and after, windows, angles by the kind of layer, and a gate for each head."""
     c.must("use_attention_gate", True)
-    after = bool(c.use_sandwich_norm)
+    c.must("attention_bias", False)
 
-    def norm(module: str) -> Norm:
-        return Norm((f"{module}.weight",), c.norm_eps)
+    def mixer(i: int, kind: str) -> Attention:
+        at = f"model.layers.{i}.self_attn"
+        qkv = tensors(*(f"{at}.{name}_proj" for name in "qkvg"))
+        norms = norm(c, f"{at}.q_norm"), norm(c, f"{at}.k_norm")
+        turning: dict[str, Any] = {"rotary": Rotary(kind), "kind": kind}
+        return attention(c, i, qkv=qkv, norms=norms, gated=True, one_gate=True, **turning)
 
-    def layer(i: int) -> Layer:
-        at, kind = f"model.layers.{i}", c.layer_types[i]
-        norms: dict[str, Any] = {
-            "attention_before": norm(f"{at}.operator_norm"),
-            "feed_forward_before": norm(f"{at}.ffn_norm"),
-        }
-        if after:
-            norms["attention_after"] = norm(f"{at}.post_operator_norm")
-            norms["feed_forward_after"] = norm(f"{at}.post_ffn_norm")
-        if kind == "conv":
-            mixer = conv(c, f"{at}.conv")
-            return Layer(None, dense(i), **norms, recurrent=mixer)
-        of = f"{at}.self_attn"
-        qkv = tensors(*(f"{of}.{name}_proj" for name in "qkvg"))
-        if c.attention_bias:
-            raise NotDescribed("attention_bias=True")
-        heads = norm(f"{of}.q_norm"), norm(f"{of}.k_norm")
-        how = {"rotary": Rotary(kind), "kind": kind, "gated": True, "one_gate": True}
-        return Layer(attention(c, i, qkv=qkv, norms=heads, **how), dense(i), **norms)
+    after: Names = ("post_operator_norm", "post_ffn_norm") if c.use_sandwich_norm else ()
+    return _stack(c, mixer, dense, (*BEFORE, *after))
 
-    return decoder(c, layer, norm=norm("model.embedding_norm"))
+
+def norm(c: Config, module: str) -> Norm:
+    return Norm((f"{module}.weight",), c.norm_eps)
 
 
 def _stack(
-    c: Config, feed_forward: Callable[[int], FeedForward | Experts], rotary: Rotary
+    c: Config,
+    mixer: Callable[[int, str], Attention],
+    feed_forward: Callable[[int], FeedForward | Experts],
+    names: Names,
 ) -> Stack:
-
-    def norm(module: str) -> Norm:
-        return Norm((f"{module}.weight",), c.norm_eps)
+    """`mixer`: makes the attention of a layer by its number and kind."""
 
     def layer(i: int) -> Layer:
-        at, kind = f"model.layers.{i}", c.layer_types[i]
-        if kind not in ("conv", "full_attention"):
-            raise NotDescribed(f"a layer of kind {kind}")
-        fed = feed_forward(i)
-        norms = norm(f"{at}.operator_norm"), norm(f"{at}.ffn_norm")
-        if kind == "conv":
-            return Layer(None, fed, *norms, recurrent=conv(c, f"{at}.conv"))
-        of = f"{at}.self_attn"
-        heads = norm(f"{of}.q_layernorm"), norm(f"{of}.k_layernorm")
-        mixer = attention(c, i, out=tensors(f"{of}.out_proj"), norms=heads, rotary=rotary)
-        return Layer(mixer, fed, *norms)
+        kind = c.layer_types[i]
+        of = conv(c, f"model.layers.{i}.conv") if kind == "conv" else mixer(i, kind)
+        return layer_of(c, i, of, feed_forward(i), names, lambda module: norm(c, module))
 
-    return decoder(c, layer, norm=norm("model.embedding_norm"))
+    return decoder(c, layer, norm=norm(c, "model.embedding_norm"))
 
 
 def conv(c: Config, at: str) -> ShortConv:

@@ -1,35 +1,52 @@
-"""Llama, SmolLM, Seed-OSS, Granite (dense and of experts), and SmolLM3."""
+"""Llama and what is close to it: Seed-OSS, SmolLM3, Granite (dense and of experts), Mistral and
+Ministral 3, Phi-3 and Phi-4, Hunyuan, EXAONE 4, OLMo 2 and 3."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from quickbeam.models.families.reading import (
+    AFTER,
     Config,
     attention,
-    before,
     decoder,
     experts,
     gated,
+    head_norms,
+    layer_of,
     tensors,
 )
-from quickbeam.models.stack import Experts, FeedForward, Routing, Stack
+from quickbeam.models.stack import Experts, FeedForward, Layer, QueryScale, Rotary, Routing, Stack
 
 
-def llama(c: Config) -> Stack:
-    return decoder(
-        c, lambda i: before(c, i, attention(c, i, c.attention_bias), gated(c, i, c.mlp_bias))
-    )
+def llama(c: Config, out_bias: bool | None = None) -> Stack:
+    """`out_bias`: what follows the attention has another bias than what is before it."""
+    c.ignore("perceiver_config pixel_shuffle_factor")
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, out_bias)
+        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
+
+    return decoder(c, layer)
 
 
 def seed_oss(c: Config) -> Stack:
     """Llama with a bias of its own after the attention."""
-    return decoder(
-        c,
-        lambda i: before(
-            c, i, attention(c, i, c.attention_bias, c.attention_out_bias), gated(c, i, c.mlp_bias)
-        ),
-    )
+    return llama(c, c.attention_out_bias)
+
+
+def smollm3(c: Config) -> Stack:
+    """Llama with layers without rotary angles, and with windows."""
+    c.ignore("no_rope_layer_interval")  # `no_rope_layers` follows from it
+    windows: dict[str, Any] = {} if c.get("use_sliding_window") else {"window": None}
+
+    def layer(i: int) -> Layer:
+        still: dict[str, Any] = {} if c.no_rope_layers[i] else {"rotary": None}
+        mixer = attention(c, i, c.attention_bias, **windows, **still)
+        return layer_of(c, i, mixer, gated(c, i, c.mlp_bias))
+
+    return decoder(c, layer)
 
 
 def granite(c: Config) -> Stack:
@@ -39,40 +56,90 @@ def granite(c: Config) -> Stack:
 
 def granitemoe(c: Config) -> Stack:
     """Experts whose weights are a softmax of the chosen ones' logits."""
+    return _granite(c, lambda i: granite_experts(c, i))
 
-    def feed_forward(i: int) -> Experts:
-        logits = tensors(f"model.layers.{i}.block_sparse_moe.router")
-        routing = Routing(logits, c.num_experts_per_tok, "softmax_of_chosen")
-        return experts(c, i, routing, c.num_local_experts, "block_sparse_moe")
 
-    return _granite(c, feed_forward)
+def granite_experts(c: Config, i: int, shared: FeedForward | None = None) -> Experts:
+    logits = tensors(f"model.layers.{i}.block_sparse_moe.router")
+    routing = Routing(logits, c.num_experts_per_tok, "softmax_of_chosen")
+    return experts(c, i, routing, c.num_local_experts, "block_sparse_moe", shared=shared)
 
 
 def _granite(c: Config, feed_forward: Callable[[int], FeedForward | Experts]) -> Stack:
-    return decoder(
-        c,
-        lambda i: before(
-            c,
-            i,
-            attention(c, i, c.attention_bias, scaling=c.attention_multiplier),
-            feed_forward(i),
-            residual=c.residual_multiplier,
-        ),
-        scale=c.embedding_multiplier,
-        head_scale=1 / c.logits_scaling,
-    )
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, scaling=c.attention_multiplier)
+        return layer_of(c, i, mixer, feed_forward(i), residual=c.residual_multiplier)
+
+    return decoder(c, layer, scale=c.embedding_multiplier, head_scale=1 / c.logits_scaling)
 
 
-def smollm3(c: Config) -> Stack:
-    """Llama with layers without rotary angles, and with windows."""
-    c.get("no_rope_layer_interval")  # `no_rope_layers` follows from it
-    turns, windows = c.no_rope_layers, {} if c.get("use_sliding_window") else {"window": None}
-    return decoder(
-        c,
-        lambda i: before(
-            c,
-            i,
-            attention(c, i, c.attention_bias, **windows, **({} if turns[i] else {"rotary": None})),
-            gated(c, i, c.mlp_bias),
-        ),
+def mistral(c: Config, **changes: Any) -> Stack:
+    """Every layer has the window, if there is one."""
+    changes["window"] = c.get("sliding_window")
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i, **changes), gated(c, i)))
+
+
+def ministral3(c: Config) -> Stack:
+    """Queries grow with the logarithm of their position."""
+    rope = c.rope_parameters
+    beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return mistral(c, query_scale=QueryScale(beta, length) if beta else None)
+
+
+def phi3(c: Config) -> Stack:
+    """Queries, keys and values in one weight; gate and rest in one; a window in every layer."""
+    c.ignore("full_attn_mod interpolate_factor")
+
+    def layer(i: int) -> Layer:
+        qkv = tensors(f"model.layers.{i}.self_attn.qkv_proj")
+        mixer = attention(c, i, qkv=qkv, window=c.get("sliding_window"))
+        return layer_of(c, i, mixer, gated(c, i, fused=True))
+
+    return decoder(c, layer)
+
+
+def hunyuan(c: Config) -> Stack:
+    """Queries and keys are normed after they are turned."""
+    c.ignore(
+        "anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id "
+        "mask_init_id org_vocab_size pool_type text_end_id text_start_id",
+        norm_type="rms",
+        num_experts=1,
+        use_qk_norm=True,
+        use_rotary_pos_emb=True,
     )
+
+    def layer(i: int) -> Layer:
+        norms = head_norms(c, i, ("query_layernorm", "key_layernorm"))
+        mixer = attention(c, i, c.attention_bias, norms=norms, norm_last=True)
+        return layer_of(c, i, mixer, gated(c, i))
+
+    return decoder(c, layer)
+
+
+def exaone4(c: Config) -> Stack:
+    """Norms after, queries and keys normed by head; with windows, the layers without one have no
+    angles."""
+    c.ignore("sliding_window_pattern")  # `layer_types` follows from it
+    windows = c.get("sliding_window") is not None
+
+    def layer(i: int) -> Layer:
+        still = windows and c.layer_types[i] != "sliding_attention"
+        changes: dict[str, Any] = {"rotary": None} if still else {}
+        mixer = attention(c, i, norms=head_norms(c, i), **changes)
+        return layer_of(c, i, mixer, gated(c, i), AFTER)
+
+    return decoder(c, layer)
+
+
+def olmo(c: Config) -> Stack:
+    """Norms after, queries and keys normed over all heads. OLMo 3 has windows, and angles by the
+    kind of layer."""
+    kinds = c.get("layer_types")
+
+    def layer(i: int) -> Layer:
+        kind = kinds[i] if kinds else None
+        how = {"norms": head_norms(c, i), "norm_all": True, "rotary": Rotary(kind), "kind": kind}
+        return layer_of(c, i, attention(c, i, c.attention_bias, **how), gated(c, i), AFTER)
+
+    return decoder(c, layer)

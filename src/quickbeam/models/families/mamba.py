@@ -5,29 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quickbeam.models.families.llama import granite_experts
 from quickbeam.models.families.reading import (
     Config,
+    Names,
     NotDescribed,
     activation,
     attention,
     decoder,
-    experts,
     gated,
     halves,
+    layer_of,
     rms,
     tensors,
 )
 from quickbeam.models.stack import (
+    Attention,
     Experts,
     FeedForward,
     Layer,
     Linear,
     Matrices,
     Norm,
-    Routing,
     Stack,
     Tensor,
 )
+
+BEFORE: Names = ("input_layernorm", "pre_ff_layernorm")
+# of training: what steps begin with
+STEPS = "time_step_floor time_step_limit time_step_max time_step_min time_step_rank"
 
 
 def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) -> Matrices:
@@ -64,8 +70,7 @@ def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) 
 
 def _mamba(c: Config, at: str, **more: Any) -> Matrices:
     """Return Mamba-2 by the names that most configurations have."""
-    for name in ("mamba_expand", "mamba_chunk_size"):  # sizes follow; kernels
-        c.get(name)
+    c.ignore("mamba_expand mamba_chunk_size")  # sizes follow; kernels
     c.must("hidden_act", "silu", "swish")
     least, most = c.time_step_limit
     told: dict[str, Any] = {
@@ -80,107 +85,93 @@ def _mamba(c: Config, at: str, **more: Any) -> Matrices:
 
 def granite_hybrid(c: Config) -> Stack:
     """Granite with Mamba-2 in most layers, and experts beside a feed-forward of all tokens."""
-    rope = c.get("position_embedding_type") == "rope"
-    c.get("rope_parameters")
-    turns: dict[str, Any] = {} if rope else {"rotary": None}
+    names = "num_experts_per_tok rope_parameters shared_intermediate_size"
+    c.ignore(names, normalization_function="rmsnorm")
+    turns = c.get("position_embedding_type") == "rope"
 
     def feed_forward(i: int) -> FeedForward | Experts:
-        at = f"model.layers.{i}"
-        up = halves(f"{at}.shared_mlp.input_linear")
+        at = f"model.layers.{i}.shared_mlp"
+        up = halves(f"{at}.input_linear")
         if c.get("gates_apart"):  # in .gguf files
-            up = tensors(f"{at}.shared_mlp.gate_proj", f"{at}.shared_mlp.up_proj")
-        down = tensors(f"{at}.shared_mlp.output_linear")
-        shared = FeedForward(up, down, activation(c.hidden_act), True)
-        for name in ("num_experts_per_tok", "shared_intermediate_size"):
-            c.get(name)
-        if not c.num_local_experts:
-            return shared
-        logits = tensors(f"{at}.block_sparse_moe.router")
-        routing = Routing(logits, c.num_experts_per_tok, "softmax_of_chosen")
-        return experts(c, i, routing, c.num_local_experts, "block_sparse_moe", shared=shared)
+            up = tensors(f"{at}.gate_proj", f"{at}.up_proj")
+        act = activation(c.hidden_act)
+        shared = FeedForward(up, tensors(f"{at}.output_linear"), act, True)
+        return granite_experts(c, i, shared) if c.num_local_experts else shared
+
+    def mixer(i: int) -> Attention | Matrices:
+        if c.layer_types[i] == "linear_attention":
+            at = f"model.layers.{i}.mamba"
+            return _mamba(c, at, norm=rms(c, f"{at}.norm"))
+        still: dict[str, Any] = {} if turns else {"rotary": None}
+        return attention(c, i, c.attention_bias, scaling=c.attention_multiplier, **still)
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
-        norms = rms(c, f"{at}.input_layernorm"), rms(c, f"{at}.post_attention_layernorm")
-        fed, residual = feed_forward(i), c.residual_multiplier
-        if c.layer_types[i] == "linear_attention":
-            norm = rms(c, f"{at}.mamba.norm")
-            mamba = _mamba(c, f"{at}.mamba", norm=norm)
-            return Layer(None, fed, *norms, residual=residual, recurrent=mamba)
-        of = attention(c, i, c.attention_bias, scaling=c.attention_multiplier, **turns)
-        return Layer(of, fed, *norms, residual=residual)
+        return layer_of(c, i, mixer(i), feed_forward(i), residual=c.residual_multiplier)
 
-    scales = {"scale": c.embedding_multiplier, "head_scale": 1 / c.logits_scaling}
-    return decoder(c, layer, **scales)
+    return decoder(c, layer, scale=c.embedding_multiplier, head_scale=1 / c.logits_scaling)
 
 
 def bamba(c: Config) -> Stack:
-    for name in ("num_logits_to_keep", "z_loss_coefficient"):
-        c.get(name)
+    c.ignore(f"z_loss_coefficient attn_rotary_emb {STEPS}")
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
-        fed = gated(c, i, c.mlp_bias, name="feed_forward")
-        norms = rms(c, f"{at}.input_layernorm"), rms(c, f"{at}.pre_ff_layernorm")
-        if i not in (c.get("attn_layer_indices") or ()):
-            mamba = _mamba(c, f"{at}.mamba", norm=rms(c, f"{at}.mamba.norm"))
-            return Layer(None, fed, *norms, recurrent=mamba)
-        return Layer(attention(c, i, c.attention_bias), fed, *norms)
+        at, fed = f"model.layers.{i}.mamba", gated(c, i, c.mlp_bias, name="feed_forward")
+        if i in (c.get("attn_layer_indices") or ()):
+            return layer_of(c, i, attention(c, i, c.attention_bias), fed, BEFORE)
+        return layer_of(c, i, _mamba(c, at, norm=rms(c, f"{at}.norm")), fed, BEFORE)
 
     return decoder(c, layer, norm=rms(c, "model.final_layernorm"))
 
 
 def nemotron_h(c: Config) -> Stack:
     """Each layer is Mamba-2, attention without angles, or a feed-forward."""
-    for name in (
-        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group"),
-        *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-        *("moe_shared_expert_overlap", "routed_scaling_factor", "norm_topk_prob"),  # of experts
-        *("mtp_layers_block_type", "expand", "chunk_size", "mamba_proj_bias", "use_mamba_kernels"),
-        *("mamba_ssm_cache_dtype", "residual_in_fp32", "rescale_prenorm_residual"),
-        *("time_step_max", "time_step_floor", "time_step_limit", "num_logits_to_keep"),
-    ):
-        c.get(name)
+    c.ignore(
+        "n_routed_experts n_shared_experts num_experts_per_tok n_group topk_group "
+        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
+        "moe_shared_expert_overlap routed_scaling_factor norm_topk_prob"  # of experts
+    )
+    c.ignore(f"mtp_layers_block_type expand chunk_size mamba_proj_bias use_mamba_kernels {STEPS}")
+    c.ignore("mamba_ssm_cache_dtype residual_in_fp32 rescale_prenorm_residual")
+    c.ignore("attention_head_dim hybrid_override_pattern num_query_groups rms_norm_eps")
+    c.ignore("attention_bias sliding_window")  # its attention heeds neither
     c.must("mamba_hidden_act", "silu", "swish")
     c.must("num_nextn_predict_layers", 0)
 
     def norm(module: str) -> Norm:
         return Norm((f"{module}.weight",), c.layer_norm_epsilon)
 
+    def mamba(at: str) -> Matrices:
+        return mixer(
+            at,
+            (c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size),
+            bool(c.use_bias),
+            taps=c.conv_kernel,
+            bias=f"{at}.conv1d.bias" if c.use_conv_bias else None,
+            norm=norm(f"{at}.norm"),
+            least=c.time_step_min,
+        )
+
     def layer(i: int) -> Layer:
         at, kind = f"model.layers.{i}.mixer", c.layers_block_type[i]
-        before = norm(f"model.layers.{i}.norm")
         if kind == "linear_attention":
-            mamba = mixer(
-                at,
-                (c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size),
-                bool(c.use_bias),
-                taps=c.conv_kernel,
-                bias=f"{at}.conv1d.bias" if c.use_conv_bias else None,
-                norm=norm(f"{at}.norm"),
-                least=c.time_step_min,
-            )
-            return Layer(None, None, before, None, recurrent=mamba)
+            return layer_of(c, i, mamba(at), None, ("norm", None), norm)
         if kind == "full_attention":
             qkv, out = tensors(*(f"{at}.{one}_proj" for one in "qkv")), tensors(f"{at}.o_proj")
             of = attention(c, i, window=None, qkv=qkv, out=out, rotary=None)
-            return Layer(of, None, before, None)
+            return layer_of(c, i, of, None, ("norm", None), norm)
         if kind != "mlp":
             raise NotDescribed(f"a layer of kind {kind}")
-        act = activation(c.mlp_hidden_act)
         up, down = (tensors(f"{at}.{one}_proj", bias=c.mlp_bias) for one in ("up", "down"))
-        return Layer(None, FeedForward(up, down, act, False), None, before)
+        fed = FeedForward(up, down, activation(c.mlp_hidden_act), False)
+        return layer_of(c, i, None, fed, (None, "norm"), norm)
 
-    for name in ("attention_bias", "sliding_window"):  # its attention heeds neither
-        c.get(name)
-    changes = {"embedding": "model.embeddings.weight", "norm": norm("model.norm_f")}
-    return decoder(c, layer, **changes)
+    return decoder(c, layer, embedding="model.embeddings.weight", norm=norm("model.norm_f"))
 
 
 def falcon_h1(c: Config) -> Stack:
     """Attention beside Mamba-2 in each layer, and many factors."""
-    for name in ("num_logits_to_keep", "mamba_d_ssm"):
-        c.get(name)
+    names = f"mamba_d_ssm attn_layer_indices mlp_expansion_factor {STEPS}"
+    c.ignore(names, mamba_use_mlp=True)
     read, said = c.attention_in_multiplier, c.ssm_in_multiplier
     if (c.attention_bias and read != 1) or (c.mamba_proj_bias and said != 1):
         raise NotDescribed("a factor before a product with a bias")
@@ -188,27 +179,23 @@ def falcon_h1(c: Config) -> Stack:
     up, down = c.mlp_multipliers
 
     def layer(i: int) -> Layer:
-        at = f"model.layers.{i}"
+        at, bias = f"model.layers.{i}.mamba", c.attention_bias
         fed = gated(c, i, c.mlp_bias, name="feed_forward")
-        fed = replace(fed, gate_scale=up, factor=down)
-        of = attention(
-            c, i, c.attention_bias, window=None, factor=c.attention_out_multiplier * read
-        )
-        norm = rms(c, f"{at}.mamba.norm") if c.mamba_rms_norm else None
+        of = attention(c, i, bias, window=None, factor=c.attention_out_multiplier * read)
         mamba = _mamba(
             c,
-            f"{at}.mamba",
-            out=tensors(f"{at}.mamba.out_proj", bias=bool(c.projectors_bias)),
-            norm=norm,
+            at,
+            out=tensors(f"{at}.out_proj", bias=bool(c.projectors_bias)),
+            norm=rms(c, f"{at}.norm") if c.mamba_rms_norm else None,
             norm_last=not c.mamba_norm_before_gate,
             gate_scale=gates,
             scales=(values, keys, queries),
             step_scale=steps,
             factor=c.ssm_out_multiplier,
         )
-        norms = rms(c, f"{at}.input_layernorm"), rms(c, f"{at}.pre_ff_layernorm")
         scaled = replace(of, scaling=of.scaling * read**2 * c.key_multiplier)
-        return Layer(scaled, fed, *norms, recurrent=mamba)
+        fed = replace(fed, gate_scale=up, factor=down)
+        return layer_of(c, i, scaled, fed, BEFORE, recurrent=mamba)
 
     return decoder(
         c,

@@ -9,11 +9,11 @@ from quickbeam.models.families.reading import (
     Config,
     NotDescribed,
     attention,
-    before,
     decoder,
     experts,
     gated,
     head_norms,
+    layer_of,
     rms,
     tensors,
 )
@@ -24,6 +24,7 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Matrices,
+    Norm,
     Routing,
     Stack,
     Tensor,
@@ -31,17 +32,17 @@ from quickbeam.models.stack import (
 
 
 def qwen2(c: Config) -> Stack:
-    c.get("use_sliding_window")  # `layer_types` follows from it
-    return decoder(c, lambda i: before(c, i, attention(c, i, True, out_bias=False), gated(c, i)))
+    c.ignore("use_sliding_window")  # `layer_types` follows from it
+    return decoder(c, lambda i: layer_of(c, i, attention(c, i, True, out_bias=False), gated(c, i)))
 
 
 def qwen3(c: Config) -> Stack:
     """Queries and keys are normed by head."""
-    c.get("use_sliding_window")
+    c.ignore("use_sliding_window")
 
-    def layer(i: int):  # type: ignore[no-untyped-def]
-        norms = head_norms(c, i, ("q_norm", "k_norm"))
-        return before(c, i, attention(c, i, c.attention_bias, norms=norms), gated(c, i))
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.attention_bias, norms=head_norms(c, i))
+        return layer_of(c, i, mixer, gated(c, i))
 
     return decoder(c, layer)
 
@@ -65,16 +66,13 @@ def _experts(c: Config, i: int, shared: bool, renormalised: bool) -> Experts:
 
 def qwen2_moe(c: Config) -> Stack:
     """A shared expert, times the sigmoid of a gate."""
-    c.get("use_sliding_window")
-    return decoder(
-        c,
-        lambda i: before(
-            c,
-            i,
-            attention(c, i, c.qkv_bias, out_bias=False),
-            _sparse(c, i, True, bool(c.norm_topk_prob)),
-        ),
-    )
+    c.ignore("use_sliding_window")
+
+    def layer(i: int) -> Layer:
+        mixer = attention(c, i, c.qkv_bias, out_bias=False)
+        return layer_of(c, i, mixer, _sparse(c, i, True, bool(c.norm_topk_prob)))
+
+    return decoder(c, layer)
 
 
 def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool) -> Stack:
@@ -82,21 +80,24 @@ def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool)
 
     `apart`: the delta rule's projections are tensors of their own.
     """
-    c.get("full_attention_interval")  # `layer_types` follows from it
+    c.ignore("full_attention_interval")  # `layer_types` follows from it
+    c.ignore("mtp_num_hidden_layers mtp_use_dedicated_embeddings")
+    c.ignore("", attn_output_gate=True, mamba_ssm_dtype="float32")
 
-    def layer(i: int) -> Layer:
-        kind, name = c.layer_types[i], f"model.layers.{i}"
-        norms = (
-            rms(c, f"{name}.input_layernorm", plus_one=True),
-            rms(c, f"{name}.post_attention_layernorm", plus_one=True),
-        )
-        if kind == "linear_attention":
-            return Layer(None, fed(i), *norms, recurrent=_delta(c, f"{name}.linear_attn", apart))
+    def norm(module: str) -> Norm:
+        return rms(c, module, plus_one=True)
+
+    def mixer(i: int) -> Attention | Matrices:
+        if (kind := c.layer_types[i]) == "linear_attention":
+            return _delta(c, f"model.layers.{i}.linear_attn", apart)
         if kind != "full_attention":
             raise NotDescribed(f"a layer of kind {kind}")
-        return Layer(_gated_attention(c, i), fed(i), *norms)
+        return _gated_attention(c, i)
 
-    return decoder(c, layer, norm=rms(c, "model.norm", plus_one=True))
+    def layer(i: int) -> Layer:
+        return layer_of(c, i, mixer(i), fed(i), norm=norm)
+
+    return decoder(c, layer, norm=norm("model.norm"))
 
 
 def _gated_attention(c: Config, i: int) -> Attention:
@@ -108,7 +109,7 @@ def _gated_attention(c: Config, i: int) -> Attention:
         return query, Tensor(f"{at}.k_proj.{kind}"), Tensor(f"{at}.v_proj.{kind}"), gate
 
     qkv = Linear(rows("weight"), rows("bias") if c.attention_bias else ())
-    norms = head_norms(c, i, ("q_norm", "k_norm"), plus_one=True)
+    norms = head_norms(c, i, plus_one=True)
     return attention(c, i, c.attention_bias, qkv=qkv, norms=norms, gated=True)
 
 
@@ -164,15 +165,16 @@ def qwen3_moe(c: Config) -> Stack:
 
 def qwen3_vl_moe(c: Config) -> Stack:
     """The weights of the chosen experts add up to 1."""
+    c.ignore("", norm_topk_prob=True)
     return _qwen3_moe(c, renormalised=True)
 
 
 def _qwen3_moe(c: Config, renormalised: bool) -> Stack:
-    c.get("use_sliding_window")  # `sliding_window` follows from it
+    c.ignore("use_sliding_window")  # `sliding_window` follows from it
 
-    def layer(i: int):  # type: ignore[no-untyped-def]
-        norms = head_norms(c, i, ("q_norm", "k_norm"))
-        mixer = attention(c, i, c.attention_bias, norms=norms, window=c.get("sliding_window"))
-        return before(c, i, mixer, _sparse(c, i, False, renormalised))
+    def layer(i: int) -> Layer:
+        norms, window = head_norms(c, i), c.get("sliding_window")
+        mixer = attention(c, i, c.attention_bias, norms=norms, window=window)
+        return layer_of(c, i, mixer, _sparse(c, i, False, renormalised))
 
     return decoder(c, layer)

@@ -16,74 +16,14 @@ from quickbeam.models.stack import (
     Layer,
     Linear,
     Norm,
+    Recurrent,
     Rotary,
     Routing,
     Stack,
     Tensor,
 )
 
-# What published configurations set and transformers' code for the family doesn't read: by
-# `model_type`, names of attributes, with the only value that may be ignored, or `ANY`.
-ANY: Any = object()
-
-
-def _any(names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), ANY)
-
-
 TOKENS = ("_token_id", "_token_ids", "_token_index")  # how the names of special tokens end
-COHERE = {"use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0} | _any(
-    "cache_implementation layer_switch order_of_interleaved_layers position_embedding_type "
-    "use_embedding_sharing use_parallel_embedding"
-)
-LFM2 = {"block_use_swiglu": True, "use_pos_enc": True} | _any(
-    "block_dim block_ff_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
-    "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads"
-)
-QWEN3_5 = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []} | _any(
-    "mtp_num_hidden_layers mtp_use_dedicated_embeddings"
-)
-STEPS = _any("time_step_floor time_step_limit time_step_max time_step_min time_step_rank")
-IGNORED: dict[str, dict[str, Any]] = {
-    "bamba": STEPS | _any("attn_rotary_emb"),
-    "cohere": COHERE,
-    "cohere2": COHERE,
-    "deepseek_v2": _any("n_group topk_group"),
-    "falcon_h1": STEPS | {"mamba_use_mlp": True} | _any("attn_layer_indices mlp_expansion_factor"),
-    "gemma": _any("cache_implementation hidden_activation"),
-    "gemma2": _any("cache_implementation hidden_act"),
-    "gemma3_text": _any("cache_implementation"),
-    "gemma4_text": _any("cache_implementation expert_intermediate_size"),
-    "gpt2": _any("n_ctx task_specific_params"),
-    "granite": _any("init_method"),
-    "granitemoe": _any("init_method"),
-    "granitemoehybrid": {"normalization_function": "rmsnorm"} | _any("init_method"),
-    "hunyuan_v1_dense": {"norm_type": "rms", "num_experts": 1}
-    | {"use_qk_norm": True, "use_rotary_pos_emb": True}
-    | _any("anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id")
-    | _any("mask_init_id org_vocab_size pool_type text_end_id text_start_id"),
-    "lfm2": LFM2,
-    "lfm2_moe": LFM2,
-    "llama": _any("neftune_noise_alpha perceiver_config pixel_shuffle_factor"),
-    "nemotron_h": {"use_mamba_kernels": True}
-    | STEPS
-    | _any("attention_head_dim hybrid_override_pattern num_query_groups rms_norm_eps"),
-    "phi3": _any("full_attn_mod interpolate_factor"),
-    "qwen3_5_moe_text": QWEN3_5,
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_next": QWEN3_5,
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "starcoder2": {"mlp_type": "default", "norm_type": "layer_norm"}
-    | _any("attention_softmax_in_fp32 layer_norm_epsilon scale_attention_softmax_in_fp32"),
-}
-
-
-def ignored(kind: str, name: str, value: Any) -> bool:
-    """Whether an attribute of that value changes nothing for models of that `model_type`."""
-    accepted = IGNORED.get(kind, {}).get(name)
-    return name.endswith(TOKENS) or accepted is ANY or (accepted is not None and accepted == value)
-
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -98,32 +38,29 @@ ACTIVATIONS = {
 # What a configuration may set without changing what the model computes: for training, for
 # generation, and for other programs. Who reads the weights heeds `quantization_config`.
 _HARMLESS = """
-    architectures attention_dropout attn_pdrop auto_map chunk_size_feed_forward
+    architectures attention_dropout attn_pdrop auto_map cache_implementation chunk_size_feed_forward
     classifier_dropout dtype embd_pdrop embedding_dropout hidden_dropout hidden_size id2label
-    initializer_range input_jitter_noise intermediate_size is_encoder_decoder is_llama_config
-    label2id max_position_embeddings max_window_layers model_type moe_intermediate_size
-    n_positions num_nextn_predict_layers original_max_position_embeddings output_attentions
+    init_method initializer_range input_jitter_noise intermediate_size is_encoder_decoder
+    is_llama_config label2id max_position_embeddings max_window_layers model_type
+    moe_intermediate_size n_positions neftune_noise_alpha num_logits_to_keep
+    num_nextn_predict_layers original_max_position_embeddings output_attentions
     output_hidden_states output_router_logits pretraining_tp problem_type quantization_config
-    resid_pdrop residual_dropout return_dict router_aux_loss_coef
-    shared_expert_intermediate_size tie_word_embeddings torch_dtype transformers.js_config
-    transformers_version unsloth_fixed unsloth_version use_cache vocab_size
+    resid_pdrop residual_dropout return_dict router_aux_loss_coef shared_expert_intermediate_size
+    tie_word_embeddings torch_dtype transformers.js_config transformers_version unsloth_fixed
+    unsloth_version use_cache vocab_size
 """
 HARMLESS = set(_HARMLESS.split())
 EXPERTS_HERE = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_vl_moe_text")
 # other names of attributes, by the configuration's model_type, as transformers has them
+_DEEPSEEK = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_BAMBA = {"layer_types": "layers_block_type"}
 ATTRIBUTES: dict[str, dict[str, str]] = {
-    "bamba": {"layer_types": "layers_block_type"},
+    "bamba": _BAMBA,
     "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
+    "deepseek_v3": _DEEPSEEK,
     "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-    "falcon_h1": {"layer_types": "layers_block_type"},
-    "glm4_moe": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
+    "falcon_h1": _BAMBA,
+    "glm4_moe": _DEEPSEEK,
     "gpt2": {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -132,10 +69,15 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "granitemoehybrid": {"layers_block_type": "layer_types"},
     "lfm3": {"rms_norm_eps": "norm_eps"},
-    "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
+    "nemotron_h": _BAMBA | {"num_local_experts": "n_routed_experts"},
     "olmoe": {"num_local_experts": "num_experts"},
     **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},
 }
+# Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.
+Names = tuple[str | None, ...]
+BEFORE: Names = ("input_layernorm", "post_attention_layernorm")
+AFTER: Names = (None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+AROUND: Names = ("input_layernorm", "pre_feedforward_layernorm", *AFTER[2:])
 
 
 class NotDescribed(Exception):
@@ -158,9 +100,19 @@ class Config:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute, or `default` where it is missing or None."""
-        self._read.add(self._config.attribute_map.get(name, name))
+        self.ignore(name)
         found = getattr(self._config, name, None)
         return default if found is None else found
+
+    def ignore(self, names: str, **only: Any) -> None:
+        """Accept attributes that change nothing in the family's models, by their `names`.
+
+        They follow from others, or transformers' code for the family doesn't read them. `only`:
+        those that may have one value.
+        """
+        same = [name for name, one in only.items() if getattr(self._config, name, None) == one]
+        other_names = self._config.attribute_map
+        self._read.update(other_names.get(name, name) for name in (*names.split(), *same))
 
     def must(self, name: str, *accepted: Any) -> None:
         """Raise `NotDescribed` for an attribute with another value than `accepted` and None."""
@@ -179,13 +131,12 @@ class Config:
 
     def refuse_unknown(self) -> None:
         """Raise `NotDescribed` naming attributes that are set and that the family didn't read."""
-        kind = getattr(self._config, "model_type", "")
         unknown = [
             name
             for name, value in self._config.to_dict().items()
             if name not in self._read | HARMLESS
             and not name.startswith("_")  # transformers' own notes
-            and not ignored(kind, name, value)
+            and not name.endswith(TOKENS)
             and value not in (None, False, 0, "", [], {}, ())
         ]
         if unknown:
@@ -236,8 +187,8 @@ def window(c: Config, i: int) -> int | None:
 
 def turned(c: Config, dim: int, kind: str | None = None) -> int:
     """Return how many of a head's `dim` dimensions the rotary angles turn."""
-    for name in ("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_local_base_freq"):
-        c.get(name)  # older names of what `rope_parameters` holds
+    # older names of what `rope_parameters` holds
+    c.ignore("partial_rotary_factor rope_theta rope_scaling rope_local_base_freq")
     rope = c.rope_parameters if kind is None else c.rope_parameters.get(kind)
     if rope.get("rope_type") == "proportional":  # the rest turns by no angle
         return dim
@@ -254,8 +205,7 @@ def attention(
     """
     at, dim = f"model.layers.{i}.self_attn", changes.get("head_dim") or head_dim(c)
     kind = changes.pop("kind", None)
-    for name in ("layer_types", "sliding_window"):  # what the window follows from, if at all
-        c.get(name)
+    c.ignore("layer_types sliding_window")  # what the window follows from, if at all
     told: dict[str, Any] = {
         "qkv": tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", bias=bias),
         "out": tensors(f"{at}.o_proj", bias=bias if out_bias is None else out_bias),
@@ -270,21 +220,32 @@ def attention(
     return Attention(**(told | changes))
 
 
-def head_norms(c: Config, i: int, names: tuple[str, str], plus_one: bool = False) -> Any:
+def head_norms(
+    c: Config, i: int, names: tuple[str, str] = ("q_norm", "k_norm"), plus_one: bool = False
+) -> Any:
     """Return RMS norms of queries and keys, by their names in the attention."""
     query, key = (rms(c, f"model.layers.{i}.self_attn.{name}", plus_one) for name in names)
     return query, key
 
 
 def gated(
-    c: Config, i: int, bias: bool = False, act: str | None = None, name: str = "mlp"
+    c: Config,
+    i: int,
+    bias: bool = False,
+    act: str | None = None,
+    name: str = "mlp",
+    fused: bool = False,
 ) -> FeedForward:
-    """Return Llama's feed-forward of layer `i`. `name`: its module's in the layer."""
+    """Return Llama's feed-forward of layer `i`.
+
+    `name`: its module's in the layer. `fused`: the gates and the rest are one weight.
+    """
     at = f"model.layers.{i}.{name}"
     up = tensors(f"{at}.gate_proj", f"{at}.up_proj", bias=bias)
-    return FeedForward(
-        up, tensors(f"{at}.down_proj", bias=bias), activation(act or c.hidden_act), True
-    )
+    if fused:
+        up = halves(f"{at}.gate_up_proj")
+    down = tensors(f"{at}.down_proj", bias=bias)
+    return FeedForward(up, down, activation(act or c.hidden_act), True)
 
 
 def experts(
@@ -315,18 +276,26 @@ def plain(c: Config, up: str, down: str, bias: bool) -> FeedForward:
     return FeedForward(first, last, activation(c.hidden_act), False)
 
 
-def before(
-    c: Config, i: int, mixer: Attention, feed_forward: FeedForward | Experts, **more: Any
+def layer_of(
+    c: Config,
+    i: int,
+    mixer: Attention | Recurrent | None,
+    feed_forward: FeedForward | Experts | None,
+    names: Names = BEFORE,
+    norm: Callable[[str], Norm] | None = None,
+    inside: str = "model.layers",
+    **more: Any,
 ) -> Layer:
-    """Return a layer with Llama's norms."""
-    at = f"model.layers.{i}"
-    return Layer(
-        mixer,
-        feed_forward,
-        rms(c, f"{at}.input_layernorm"),
-        rms(c, f"{at}.post_attention_layernorm"),
-        **more,
-    )
+    """Return layer `i` of the list `inside`.
+
+    `norm`: makes a norm of its module's name; RMS norms where it is None. `more`: other fields of
+    `Layer`.
+    """
+    make = norm or (lambda name: rms(c, name))
+    norms: list[Any] = [name and make(f"{inside}.{i}.{name}") for name in names]
+    if isinstance(mixer, Recurrent):
+        return Layer(None, feed_forward, *norms, **more | {"recurrent": mixer})
+    return Layer(mixer, feed_forward, *norms, **more)
 
 
 def decoder(c: Config, layer: Callable[[int], Layer], **changes: Any) -> Stack:
