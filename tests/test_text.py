@@ -229,6 +229,16 @@ def test_of_stop_strings_that_end_together_the_earliest_counts(stop):
     assert output.text == "x"
 
 
+def test_what_begins_a_stop_string_is_held_back_and_a_whole_one_is_not():
+    tokenizer = byte_level()
+    output = Output(tokenizer, SamplingParams(stop=("de", "a", "bbc"), min_tokens=9, max_tokens=9))
+    shown = []
+    for one in "xabbd":
+        output.append(tokenizer.get_vocab()[one])
+        shown.append(output.take())
+    assert shown == ["x", "a", "", "", "bb"]  # then "d" begins "de"
+
+
 class Read(deque):
     """Tokens that have no text yet, of an output that is read whenever one arrives: as another
     thread may."""

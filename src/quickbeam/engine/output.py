@@ -195,11 +195,13 @@ class Output:
         return text[start : self._taken]
 
     def _begun(self) -> int:
-        """Return the length of the longest end of the text with which a stop string begins."""
-        longest = min(len(self._text), max(map(len, self._stop)) - 1)
-        ends = (self._text[-length:] for length in range(longest, 0, -1))
-        begins = (len(end) for end in ends if any(one.startswith(end) for one in self._stop))
-        return next(begins, 0)
+        """Return the length of the longest end of the text with which a stop string begins. One
+        that is complete (among the first `min_tokens` tokens) does not count."""
+        text, last = self._text, self._text[-1:]
+        ends = ((one, n) for one in self._stop for n in range(1, min(len(one), len(text) + 1)))
+        return max(
+            (n for one, n in ends if one[n - 1] == last and text.endswith(one[:n])), default=0
+        )
 
     def _add(self, piece: str) -> bool:
         """Append text. If it completes a stop string, cut the text there and return True.
