@@ -1,4 +1,4 @@
-"""`bench throughput`: many answers at once, and what is counted."""
+"""`bench throughput`: arrivals, cancellations, and what is counted."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from quickbeam import LLM, SamplingParams
 from quickbeam.bench import throughput
 from quickbeam.bench.methods import parse_methods
-from quickbeam.bench.throughput import Answered, Run, by_load, figures, measure
+from quickbeam.bench.throughput import Asked, Run, by_load, figures, measure, requests
 from quickbeam.cli.app import app
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7][: 3 + i % 4] * (1 + i) for i in range(9)]
@@ -22,15 +22,33 @@ def measured(llm, asked, methods, loads, params=PARAMS, **options):
     return runs
 
 
-def test_every_answer_is_the_one_given_alone(toy_folder):
+def test_requests_arrive_at_once_or_at_random():
+    assert {one.arrives for one in requests(PROMPTS, None, 0.0, 12)} == {0.0}
+    many = requests(PROMPTS * 200, 50.0, 0.0, 12)
+    arrivals = [one.arrives for one in many]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] / len(many) == pytest.approx(1 / 50, rel=0.1)
+
+
+def test_a_share_of_them_leaves():
+    leaving = [one.leaves_after for one in requests(PROMPTS * 10, None, 1 / 3, 12)]
+    assert sum(after is not None for after in leaving) == 30
+    assert all(1 <= after <= 6 for after in leaving if after is not None)
+
+
+@pytest.mark.parametrize(("rate", "cancel"), [(None, 0.0), (300.0, 0.0), (None, 0.4), (300.0, 0.4)])
+def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
     with LLM(toy_folder, "pld") as llm:
-        found = by_load(measured(llm, PROMPTS, "ar,pld:8,logitspec", [1, 3], rounds=2))
+        asked = requests(PROMPTS, rate, cancel, 12)
+        found = by_load(measured(llm, asked, "ar,pld:8,logitspec", [1, 3], rounds=2))
     assert list(found) == [1, 3]
     for by_name in found.values():
         assert list(by_name) == ["ar", "pld:8", "logitspec"]
-        for one in by_name.values():
+        for name, one in by_name.items():
             assert one["identical"] == one["prompts"] == 18
             assert one["tokens_per_second"] > 0 and one["p50_ttft_ms"] <= one["p95_ttft_ms"]
+            # a tree of any width may be a whole answer
+            assert name == "logitspec" or (one["cancelled"] > 0) == (cancel > 0)
     assert found[1]["ar"]["mean_accepted_tokens"] == 1.0 == found[1]["ar"]["over_ar"]
 
 
@@ -39,7 +57,7 @@ def test_sampled_answers_are_those_given_alone_where_they_are_coupled(toy_folder
     """Others draw their tokens otherwise, and need not be the same."""
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
     with LLM(toy_folder, "dyspec", dtype="float32", drafter=toy_folder) as llm:
-        asked = PROMPTS[:5]
+        asked = requests(PROMPTS[:5], None, 0.2, 12)
         runs = measured(llm, asked, "ar,pld,dyspec:8", [1, 3], params)
         assert [run.identical for run in runs] == [5, 5, 5] * 2
         residual = replace(params, coupling="residual")
@@ -61,17 +79,20 @@ def test_another_answer_is_not_identical(toy_folder, monkeypatch):
 
     with LLM(toy_folder, "ar") as llm:
         monkeypatch.setattr(throughput, "serve", wrong)
-        (run,) = measured(llm, PROMPTS, "ar", [2])
+        (run,) = measured(llm, requests(PROMPTS, None, 0.0, 12), "ar", [2])
     assert run.identical == 7
 
 
 def test_figures_of_runs():
-    answers = [Answered([1], [1, 2, 3], first=1.0, last=3.0, steps=1, nodes=4)]
+    answers = [
+        Asked([1], first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4),
+        Asked([2], arrives=1.0, cancelled=True),
+    ]
     found = figures([Run(1, "pld", answers, 3.0, 2.0, 3), Run(1, "pld", seconds=1.0)])
     assert found["tokens_per_second"] == 0.75 and found["decoding_tokens_per_second"] == 1.5
     assert found["p50_ttft_ms"] == 1000.0 and found["p95_tpot_ms"] == 1000.0
     assert found["mean_accepted_tokens"] == 2.0 and found["nodes_per_step"] == 4.0
-    assert found["identical"] is None
+    assert found["cancelled"] == 1 and found["identical"] is None
 
 
 def test_the_command(toy_folder, tmp_path):

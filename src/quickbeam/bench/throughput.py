@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from quickbeam.bench.methods import LLMRunner, MethodItem, Question
 from quickbeam.bench.report import markdown, number, same
+from quickbeam.engine.loop import EngineThread
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
@@ -27,20 +30,29 @@ COLUMNS |= {"p95 ms a token": "p95_tpot_ms", "MAT": "mean_accepted_tokens"}
 
 
 @dataclass
-class Answered:
-    """An answer, and when its first and last token came, in seconds since the run began."""
+class Asked:
+    """One request, and what became of it: when its first and last token came, in seconds since the
+    run began. The client goes away after `leaves_after` tokens, or never."""
 
-    ids: list[int]  # of the prompt
-    token_ids: list[int]
-    first: float
-    last: float
-    steps: int
-    nodes: int
+    ids: list[int]
+    arrives: float = 0.0
+    leaves_after: int | None = None
+    first: float = 0.0
+    last: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    steps: int = 0
+    nodes: int = 0
+    cancelled: bool = False
+
+    def equals(self, whole: list[int]) -> bool:
+        """Whether the answer is `whole`, or its beginning where the client went away."""
+        length = len(self.token_ids)
+        return whole[:length] == self.token_ids and (self.cancelled or length == len(whole))
 
 
 @dataclass
 class Run:
-    """All prompts, answered by one method, `load` at a time.
+    """All requests, answered by one method, `load` at a time.
 
     `decoding_seconds` and `decoding_tokens` are of steps in which no prompt was read. `identical`
     is None where answers need not be the same (`MethodItem.comparable`).
@@ -48,7 +60,7 @@ class Run:
 
     load: int
     method: str
-    answers: list[Answered] = field(default_factory=list)
+    answers: list[Asked] = field(default_factory=list)
     seconds: float = 0.0
     decoding_seconds: float = 0.0
     decoding_tokens: int = 0
@@ -66,39 +78,73 @@ def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -
     return fit
 
 
-class Ends:
-    """Notes on the engine's thread which answers have ended, and when."""
+def requests(
+    prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0
+) -> list[Asked]:
+    """Return the prompts as requests that arrive all at once, or `rate` a second (Poisson).
 
-    def __init__(self) -> None:
-        self.queue = SimpleQueue[tuple[SequenceState, float]]()
+    The clients of a share `cancel` of them go away after a random number of tokens, at most half of
+    `max_tokens`.
+    """
+    rng, clock, asked = random.Random(seed), 0.0, list[Asked]()
+    for i, ids in enumerate(prompts):
+        clock += rng.expovariate(rate) if rate is not None else 0.0
+        leaves = int((i + 1) * cancel) > int(i * cancel)
+        after = rng.randint(1, max(1, max_tokens // 2))
+        asked.append(Asked(ids, clock, after if leaves else None))
+    return asked
+
+
+class Client:
+    """The client of one request. It follows the answer on the engine's thread."""
+
+    def __init__(
+        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Client]
+    ) -> None:
+        self.asked, self._began, self._thread, self._ended = asked, began, thread, ended
+        self.stream: Stream | None = None
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
-        for sequence in sequences:
-            if sequence.over:
-                self.queue.put((sequence, time.perf_counter()))
+        """Note what a step brought, and go away where the client does."""
+        (sequence,), one = sequences, self.asked
+        at, token_ids = time.perf_counter() - self._began, sequence.output.token_ids
+        if len(token_ids) > len(one.token_ids):
+            one.first, one.last, one.token_ids = one.first or at, at, list(token_ids)
+        if sequence.over:
+            one.steps, one.nodes = sequence.statistics.steps, sequence.statistics.nodes
+            self._ended.put(self)
+        elif one.leaves_after is not None and len(token_ids) >= one.leaves_after:
+            one.cancelled = True
+            self._thread.cancel(sequence)
 
 
 def serve(
-    llm: LLM, prompts: Sequence[list[int]], item: MethodItem, params: SamplingParams, load: int
+    llm: LLM, asked: Sequence[Asked], item: MethodItem, params: SamplingParams, load: int
 ) -> Run:
-    """Answer all prompts, `load` of them at a time. Raises what an answer raises."""
+    """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    engine, ends, run, streams = llm.engine, Ends(), Run(load, item.name), list[Stream]()
+    engine, ended = llm.engine, SimpleQueue[Client]()
     engine.scheduler.most = load
+    run, waiting, running = Run(load, item.name), list(asked), set[Client]()
     seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
     began = time.perf_counter()
     try:
-        for ids in prompts:
-            streams.append(llm.stream(ids, params, client=ends, **item.options()))
-        ended = dict(ends.queue.get() for _ in streams)
-        for ids, stream in zip(prompts, streams, strict=True):
-            answer, last = stream.result(), ended[stream.sequence]
-            times = ((stream.times.first or last) - began, last - began)
-            counts = answer.statistics.steps, answer.statistics.nodes
-            run.answers.append(Answered(ids, answer.token_ids, *times, *counts))
+        while waiting or running:
+            while waiting and waiting[0].arrives <= time.perf_counter() - began:
+                one = Client(replace(waiting.pop(0)), began, llm.thread, ended)
+                one.stream = llm.stream(one.asked.ids, params, client=one, **item.options())
+                running.add(one)
+            left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
+            with suppress(Empty):
+                one = ended.get(timeout=left and max(0.0, left))
+                running.remove(one)
+                if one.stream is not None and one.stream.error is not None:
+                    raise one.stream.error
+                run.answers.append(one.asked)
     finally:
-        for stream in streams:
-            stream.close()
+        for one in running:
+            if one.stream is not None:
+                one.stream.close()
     run.seconds = time.perf_counter() - began
     run.decoding_seconds = engine.decoding_seconds - seconds
     run.decoding_tokens = engine.decoding_tokens - tokens
@@ -107,7 +153,7 @@ def serve(
 
 def measure(
     llm: LLM,
-    prompts: Sequence[list[int]],
+    asked: Sequence[Asked],
     items: Sequence[MethodItem],
     loads: Sequence[int],
     params: SamplingParams,
@@ -121,30 +167,30 @@ def measure(
     """
     alone: dict[tuple[int, ...], list[int]] = {}
     compared = [item.name for item in items if item.comparable(params)]
-    for i, ids in enumerate(prompts if compared else ()):
-        progress("answers given alone", i / len(prompts))
+    for i, one in enumerate(asked if compared else ()):
+        progress("answers given alone", i / len(asked))
         llm.reset()
-        answer = llm.generate(ids, replace(params, coupling=COUPLED), method=REFERENCE)
-        alone[tuple(ids)] = answer.token_ids
+        answer = llm.generate(one.ids, replace(params, coupling=COUPLED), method=REFERENCE)
+        alone[tuple(one.ids)] = answer.token_ids
     for item in items:  # what is measured or compiled at first use is not counted
-        serve(llm, prompts[:2], item, params, 2)
+        serve(llm, asked[:2], item, params, 2)
     plan = [(load, item) for _ in range(rounds) for load in loads for item in items]
     for done, (load, item) in enumerate(plan):
         progress(f"{item.name}, {load} at a time", done / len(plan))
-        run = serve(llm, prompts, item, params, load)
+        run = serve(llm, asked, item, params, load)
         if item.name in compared:
-            run.identical = sum(one.token_ids == alone[tuple(one.ids)] for one in run.answers)
+            run.identical = sum(one.equals(alone[tuple(one.ids)]) for one in run.answers)
         runs.append(run)
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the figures of a method's runs, in milliseconds; None where nothing was measured."""
     answers = [one for run in runs for one in run.answers]
-    seconds, steps = sum(run.seconds for run in runs), sum(one.steps for one in answers)
-    tokens = sum(len(one.token_ids) for one in answers)
-    later = sum(len(one.token_ids) - 1 for one in answers if one.steps)
-    first = [one.first for one in answers]
-    each = [(one.last - one.first) / max(1, len(one.token_ids) - 1) for one in answers]
+    whole, seconds = [one for one in answers if one.token_ids], sum(run.seconds for run in runs)
+    tokens, steps = sum(len(one.token_ids) for one in whole), sum(one.steps for one in whole)
+    later = sum(len(one.token_ids) - 1 for one in whole if one.steps)
+    first = [one.first - one.arrives for one in whole]
+    each = [(one.last - one.first) / max(1, len(one.token_ids) - 1) for one in whole]
     decoding = sum(run.decoding_seconds for run in runs)
     decoded = sum(run.decoding_tokens for run in runs)
     equal = [run.identical for run in runs if run.identical is not None]
@@ -154,9 +200,10 @@ def figures(runs: Sequence[Run]) -> dict[str, Any]:
         **{f"p{part}_ttft_ms": _percentile(first, part) for part in (50, 95)},
         **{f"p{part}_tpot_ms": _percentile(each, part) for part in (50, 95)},
         "mean_accepted_tokens": later / steps if steps else None,
-        "nodes_per_step": sum(one.nodes for one in answers) / steps if steps else None,
+        "nodes_per_step": sum(one.nodes for one in whole) / steps if steps else None,
         "identical": sum(equal) if equal else None,
         "prompts": len(answers),
+        "cancelled": sum(one.cancelled for one in answers),
         "seconds": seconds,
     }
 

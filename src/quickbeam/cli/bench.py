@@ -58,6 +58,10 @@ class Load(Asked):
 
     concurrency: str = "1,4,16"
     """Requests at a time; several, comma-separated."""
+    rate: float | None = None
+    """Requests that arrive a second, at random (Poisson). Default: all at once."""
+    cancel: float = field(default=0.0, metadata={"min": 0.0, "max": 1.0})
+    """The share of clients that go away midway."""
     rounds: int = field(default=1, metadata={"min": 1})
     """How often every cell is run, in turn."""
 
@@ -148,11 +152,13 @@ def throughput(
             f"--concurrency {load.concurrency!r}: must be numbers from 1 to {MOST}, comma-separated"
         )
     loads = list(dict.fromkeys(map(int, parts)))
+    if load.rate is not None and not load.rate > 0:
+        raise InvalidInput(f"--rate {load.rate}: must be above 0 requests a second")
     items, questions = prepare(load, target, report, params)
     if peer := next((item.name for item in items if item.is_peer), None):
         raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
     with loading_progress(target.model, target.drafter) as loading:
-        from quickbeam.bench.throughput import Run, by_load, fitting, measure, table
+        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, table
 
         runners, name, _ = load_runners(items, target.arguments(), loading, load.raw)
     runner, runs = next(iter(runners.values())), list[Run]()
@@ -168,8 +174,9 @@ def throughput(
             report.save({**about, "concurrency": by_load(runs)})
         runner.llm.close()
 
+    asked = requests(prompts, load.rate, load.cancel, params.max_tokens)
     with kept(finish), progress_bar("warming up") as show:
-        measure(runner.llm, prompts, items, loads, params, runs, load.rounds, show)
+        measure(runner.llm, asked, items, loads, params, runs, load.rounds, show)
 
 
 def prepare(
