@@ -15,10 +15,11 @@ from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafte
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
 from quickbeam.methods.acceptance import as_printed
-from quickbeam.methods.block_trees import ddtree, pctree
 from quickbeam.methods.children import Drawn, Ranked, proposals
+from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.dyspec import DySpec, Threshold
 from quickbeam.methods.eagle2 import Eagle2
+from quickbeam.methods.pctree import pctree
 from quickbeam.methods.sequoia import Sequoia, Shapes
 from toy import ToyModel, chi_square
 
@@ -290,11 +291,11 @@ def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, tempe
 
 @examples(40, derandomize=True)
 @given(seeds, st.integers(1, 16), st.integers(0, 4), st.sampled_from([0.0, 1.0]))
-def test_ddtree_has_the_likeliest_paths(seed, budget, max_depth, temperature):
-    """Against all paths, by distributions of each depth."""
+def test_ddtree_has_the_likeliest_paths_by_the_marginals(seed, budget, max_depth, temperature):
+    """Against all paths, with one request a depth."""
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(-1)
     drafter = KnownDrafter(lambda ids: rows[len(ids) - 1])
-    tree = tree_of(ddtree(drafter), context_of([0], temperature), budget, max_depth)
+    tree = tree_of(DDTree(drafter), context_of([0], temperature), budget, max_depth)
     every = [
         math.prod(float(rows[depth][token]) for depth, token in enumerate(path))
         for length in range(1, max_depth + 1)
@@ -303,7 +304,7 @@ def test_ddtree_has_the_likeliest_paths(seed, budget, max_depth, temperature):
     assert tree.value[1:] == pytest.approx(sorted(every, reverse=True)[: budget - 1])
     for path, value in zip(paths(tree), tree.value[1:], strict=True):
         assert value == pytest.approx(math.prod(float(rows[d][t]) for d, t in enumerate(path)))
-    assert len(set(paths(tree))) == len(tree) - 1
+    assert drafter.rows == min(max_depth, budget - 1) and len(set(paths(tree))) == len(tree) - 1
 
 
 @examples(20, derandomize=True)

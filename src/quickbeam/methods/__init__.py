@@ -55,8 +55,8 @@ METHODS = {
     "specinfer": Preset("specinfer.SpecInfer", (DRAFTER,), 16),
     "sequoia": Preset("sequoia.Sequoia", (DRAFTER,), 16),
     "eagle2": Preset("eagle2.Eagle2", (DRAFTER,), 16),
-    "ddtree": Preset("block_trees.ddtree", (DRAFTER,), 16),
-    "pctree": Preset("block_trees.pctree", (DRAFTER,), 16),
+    "ddtree": Preset("ddtree.DDTree", (DRAFTER,), 16),
+    "pctree": Preset("pctree.pctree", (DRAFTER,), 16),
     "frspec": Preset("dyspec.DySpec", (DRAFTER,), 16, FREQUENCY),
     "dynaspec": Preset("dynaspec.dynaspec", (DRAFTER,), 16, ROUTER),
     "auto": Preset(

@@ -20,10 +20,10 @@ class Eagle2(Method):
 
     Which candidates are kept depends on the tokens themselves. So they are deterministic proposals,
     never draws. The defaults 10 and 7 are those of EAGLE-2's code. A candidate that reranking would
-    drop already is not expanded. Nodes are in order of worth. A `width` of None is any.
+    drop already is not expanded. Nodes are in order of worth.
     """
 
-    def __init__(self, drafter: Drafter, width: int | None = 10, depth: int = 7) -> None:
+    def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:

@@ -1,9 +1,6 @@
-"""Trees over a block drafter, which gives all its distributions in one pass (`drafters/block.py`).
+"""PCTree (2608.02123): a tree over a block drafter whose distributions know the parent.
 
-DDTree (2604.12989) is for drafters without a Markov head, which have one distribution for each
-depth, whatever was drafted before: the tree is the likeliest paths by their product.
-
-PCTree (2608.02123) is for those that know the parent. In the paper's order:
+In the paper's order:
 
 1. One pass of the drafter gives U_d, the logits of each depth d.
 2. Depth by depth, log softmax(U_d + bias(parent)) for all parents of the frontier at once; the k
@@ -11,8 +8,8 @@ PCTree (2608.02123) is for those that know the parent. In the paper's order:
 3. The frontier is the k children of the depth whose paths are likeliest.
 4. The tree is the likeliest paths of all depths. Of equal ones the shallower goes first.
 
-Both are EAGLE-2's expansion and reranking, DDTree's of all candidates. What is new is that no
-further pass of the drafter is needed.
+Steps 2 to 4 are EAGLE-2's expansion and reranking. What is new is step 1: no further pass of the
+drafter (`drafters/block.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +19,6 @@ from quickbeam.methods.eagle2 import Eagle2
 
 WIDTH = 4  # k: most of the gain comes with 2, none with more than 4
 DEEPEST = 16  # the longest published blocks
-
-
-def ddtree(drafter: Drafter) -> Eagle2:
-    """Return EAGLE-2's search of any width, as deep as a block is long."""
-    return Eagle2(drafter, None, DEEPEST)
 
 
 def pctree(drafter: Drafter) -> Eagle2:

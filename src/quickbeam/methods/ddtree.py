@@ -1,0 +1,75 @@
+"""DDTree (2604.12989): the likeliest paths by the marginals of a block drafter.
+
+A block drafter without a Markov head gives one distribution for each depth, whatever was drafted
+before. So the tree needs no drafter while it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from heapq import heappop, heappush
+
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
+from quickbeam.drafters.largest import Row
+from quickbeam.methods.base import Grown, Growth, Method
+from quickbeam.methods.children import proposals
+from quickbeam.tree import TokenTree
+
+
+class DDTree(Method):
+    """Best-first search over the product of marginals.
+
+    A popped node enters the tree. Its next sibling, of the next rank, and its likeliest child are
+    pushed. Which nodes enter depends on the tokens themselves, so they are deterministic proposals,
+    never draws.
+
+    The marginal of a depth is the drafter's distribution after the likeliest path of that length.
+    Of DFlash's drafters that is the paper's. Others know what was drafted before; PCTree and DySpec
+    use it.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.sources = drafter, (drafter,)
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        marginals = yield from self._marginals(context, budget - 1, max_depth)
+        tree, heap = TokenTree(context.ids[-1]), list[tuple[float, int, int, int]]()
+
+        def row(node: int) -> Row:
+            """Return the tokens that may follow a node, with their probabilities."""
+            if (forced := context.forced(tree.tokens(node))) is not None:
+                return [forced], [1.0]
+            return marginals[tree.depth[node]] if tree.depth[node] < len(marginals) else ([], [])
+
+        def push(parent: int, rank: int) -> None:
+            tokens, probabilities = row(parent)
+            if rank < len(tokens) and tree.depth[parent] < max_depth:
+                value = tree.value[parent] * probabilities[rank]
+                heappush(heap, (-value, tree.depth[parent], parent, rank))
+
+        push(0, 0)
+        while heap and len(tree) < budget:
+            value, _, parent, rank = heappop(heap)
+            (tokens, probabilities), path = row(parent), tree.tokens(parent)
+            push(parent, rank + 1)
+            # on other paths than the likeliest a grammar may ban the token
+            if context.within(path, tokens[rank : rank + 1]):
+                name = self.drafter.name if context.forced(path) is None else GRAMMAR
+                probability = probabilities[rank]
+                push(tree.add(parent, tokens[rank], name, -value, probability=probability), 0)
+        return Grown(tree)
+
+    def _marginals(
+        self, context: Context, size: int, max_depth: int
+    ) -> Generator[DraftRequest, DraftProbs | None, list[Row]]:
+        """Return the likeliest tokens of each depth, at most `size`, with their probabilities."""
+        path, node, rows = TokenTree(context.ids[-1]), 0, list[Row]()
+        for depth in range(min(max_depth, size)):
+            answer = yield DraftRequest(context, path, [node])
+            assert answer is not None
+            (row,) = proposals(context, answer, [depth], size)
+            if not row[0]:
+                break
+            rows.append(row)
+            node = path.add(node, row[0][0], self.drafter.name)
+        return rows
