@@ -74,6 +74,20 @@ def drafted(rank: int, probability: float, confidence: float | None = None) -> E
     return Evidence((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
+def drawn(rank: int, probability: float, confidence: float | None = None) -> Evidence:
+    """Return the evidence of a drawn child, given that its earlier siblings are rejected.
+
+    `probability` is that under the distribution it was drawn from, without earlier siblings,
+    renormalised. A drawn token is accepted with min(1, target / draft probability). So rare tokens
+    of a flat distribution are accepted about as often as its likely ones. Where the first child was
+    rejected, the rest of the target's distribution lies where the drafter gives little. So the
+    second child is accepted about half as often as a first one of the same probability, and the
+    third a third as often. The formula was fitted on our own questions at temperatures 0.6 and 1.
+    """
+    usual = (0.28 + 0.35 * probability + 0.3 * probability**4) / (rank + 1)
+    return Evidence(("drawn", min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
+
+
 def elsewhere(kind: str, number: int) -> Evidence:
     """Return the evidence of a token of a kind in `RATES`.
 

@@ -55,6 +55,11 @@ class Drawn:
         self._generator, self._tokens = generator, distributions.tokens
         self._rest = distributions.values[row].clone()
 
+    @property
+    def peak(self) -> float:
+        """The largest probability that the next token may have, earlier ones removed."""
+        return min(1.0, float(self._rest.max()) / self.left) if self.left > 0 else 1.0
+
     def draw(self) -> tuple[int, float] | None:
         """Return the next token and its probability in the whole distribution.
 
@@ -76,7 +81,7 @@ class Ranked:
     this one token, so nothing is learned from it.
     """
 
-    probs = None
+    probs, peak = None, 1.0
 
     def __init__(self, row: Row, forced: bool = False) -> None:
         self.forced = forced

@@ -70,23 +70,31 @@ def _answer(
     """
     tree = request.tree
     places = [masks.find(tree.tokens(node)) for node in request.nodes]
-    known = [(row, place) for row, place in enumerate(places) if place is not None]
-    forced = {row: place.first for row, place in known if masks.forces(place)}
-    free = [(row, place) for row, place in known if place.left > 1]
-    nothing = torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long)
-    distributions = DraftProbs(*nothing, 1, forced)
-    if not free:
-        return distributions
-    due = [request.nodes[row] for row, _ in free]
-    calls = [*_unread(tree, due, read), due]
+    forced = {
+        row: place.first
+        for row, place in enumerate(places)
+        if place is not None and masks.forces(place)
+    }
+    rows = [row for row, place in enumerate(places) if place is not None and place.left > 1]
+    due = [request.nodes[row] for row in rows]
+    calls = [*_unread(tree, due, read), due] if due else []
+    distributions: DraftProbs | None = None
     for nodes in calls:
-        answer = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
-        if answer is None:
-            return distributions if forced else None
+        distributions = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
+        if distributions is None:
+            break
         read.update(nodes)
-        distributions = answer
-    masked = _masked(distributions, [place for _, place in free])
-    rows = [row for row, _ in free]
+    if distributions is None:
+        return (
+            None
+            if due and not forced
+            else DraftProbs(
+                torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced
+            )
+        )
+    masked = _masked(
+        distributions, [place for place in places if place is not None and place.left > 1]
+    )
     values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
         0, torch.tensor(rows, device=masked.device), masked
     )

@@ -14,46 +14,85 @@ sampling.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from heapq import heapify, heappop, heappush, nsmallest
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import zip_longest
 
 from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.methods.acceptance import AcceptanceModel, CallYield, Estimate, as_printed, drafted
+from quickbeam.methods.acceptance import (
+    AcceptanceModel,
+    CallYield,
+    Estimate,
+    as_printed,
+    drafted,
+    drawn,
+)
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.children import ROUNDING, Children, add_child, ask
 from quickbeam.methods.search import Search, best_first
 from quickbeam.tree import TokenTree
 
+# Stands for the largest probability of a distribution that the drafter was not asked for yet. On
+# our own questions that is 0.67 at temperature 0.6, and 0.33 at 1.
+PEAK = 0.6
+Draw = tuple[int, float]  # the rank of a drawn child, and the probability it was drawn with
+
 
 def sampled_tree(
-    drafter: Drafter, context: Context, budget: int, max_depth: int
-) -> Generator[DraftRequest, DraftProbs | None, TokenTree]:
-    """Grow a tree by Alg. 1. A slot is worth v, the probability that it is reached.
+    drafter: Drafter,
+    context: Context,
+    budget: int,
+    max_depth: int,
+    rate: Callable[[int, float], float] = lambda rank, probability: probability,
+    worth: Callable[[int, float], float] = lambda rank, peak: 1.0,
+) -> Generator[DraftRequest, DraftProbs | None, tuple[TokenTree, dict[int, Draw]]]:
+    """Grow a tree by Alg. 1, and return it with the draw of each node.
+
+    `rate(rank, probability)` is the acceptance rate of a child that was drawn with this
+    probability, earlier siblings removed. As printed it is that probability. A slot counts with v,
+    the probability that it is reached, times `worth(rank, peak)`, as printed 1. `peak` is the
+    largest probability that its token may have: like v, it is known before the token is drawn.
 
     As printed, the drafter is called once for each node. Here one call asks about all nodes with a
     slot among the best of the heap, as many as there are nodes left to add. A distribution that
     arrives early changes nothing of the tree, since it is not looked at before its turn.
     """
-    tree, children = TokenTree(context.ids[-1]), dict[int, Children]()
-    heap = [(-1.0, 0)] if max_depth > 0 else []  # of each slot: minus v, and the node it is below
+    tree, draws = TokenTree(context.ids[-1]), dict[int, Draw]()
+    children: dict[int, Children] = {}
+
+    def slot(v: float, node: int) -> tuple[float, float, int, bool]:
+        """Return the node's next slot: minus its worth, v, the node, whether its peak is known."""
+        known = node in children
+        peak = children[node].peak if known else PEAK
+        return -v * worth(len(tree.children[node]), peak), v, node, known
+
+    heap = [slot(1.0, 0)] if max_depth > 0 else []
     while heap and len(tree) < budget:
-        v, node = heap[0]
+        _, v, node, known = heap[0]
         if node not in children:
             free = budget - len(tree)
-            best = [one for _, one in nsmallest(free, heap) if one not in children]
+            best = [one[2] for one in sorted(heap)[:free] if one[2] not in children]
             answer = yield from ask(context, tree, best, free)
             children.update(zip(best, answer, strict=True))
+        if not known:
+            heapreplace(heap, slot(v, node))
+            continue
         heappop(heap)
         left = children[node].left
         new = add_child(tree, node, children[node], drafter)
         if new is None:
             continue
-        share = min(1.0, tree.probability[new] / left)
-        heappush(heap, (v * (1 - share), node))  # the sibling's
-        tree.value[new] = -v * share
+        d = 1.0
+        if not children[node].forced:
+            rank = len(tree.children[node]) - 1
+            draws[new] = rank, min(1.0, tree.probability[new] / left)
+            d = rate(*draws[new])
+            heappush(heap, slot(v * (1 - d), node))  # the sibling's
+        tree.value[new] = v * d
         if tree.depth[new] < max_depth:
-            heappush(heap, (v * share, new))  # the first child's
-    return tree
+            heappush(heap, slot(v * d, new))  # the first child's
+    return tree, draws
 
 
 def threshold_tree(
@@ -91,8 +130,10 @@ def threshold_tree(
 class DySpec(Method):
     """DySpec with a budget of nodes: Alg. 1 where children are drawn, else the search.
 
-    In the search, acceptance rates are corrected by what was accepted (`AcceptanceModel`).
-    `estimate` gives the evidence of a proposal: `as_printed` for the hypothesis alone.
+    The hypothesis makes trees of drawn children too wide. A rare draw is accepted often, by
+    min(1, p / q), and its sibling, tried after a rejection, seldom. So rates are corrected by what
+    was accepted (`AcceptanceModel`). `estimate` gives the evidence of a child of this rank and
+    probability: `as_printed` for the hypothesis alone.
 
     With `Context.marginal_cost` the search's tree also ends where the next likeliest path is
     expected to give fewer tokens than its node costs.
@@ -100,15 +141,33 @@ class DySpec(Method):
 
     priced = True
 
-    def __init__(self, drafter: Drafter, estimate: Estimate = drafted) -> None:
-        self.drafter, self.sources, self.estimate = drafter, (drafter,), estimate
+    def __init__(self, drafter: Drafter, estimate: Estimate | None = None) -> None:
+        self.drafter, self.sources = drafter, (drafter,)
         self.model, self.calls = AcceptanceModel(), CallYield()
+        self._drafted, self._drawn = estimate or drafted, estimate or drawn
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         if context.draws:
-            return Grown((yield from sampled_tree(self.drafter, context, budget, max_depth)))
-        search = Search(self.drafter, context, budget - 1, max_depth, self.model, self.estimate)
+            rate = lambda rank, d: self.model.rate(self._drawn(rank, d, None))  # noqa: E731
+            worth = rate if self._drawn is drawn else lambda rank, peak: 1.0
+            tree, draws = yield from sampled_tree(
+                self.drafter, context, budget, max_depth, rate, worth
+            )
+            return Grown(tree, partial(self._learn, draws))
+        search = Search(self.drafter, context, budget - 1, max_depth, self.model, self._drafted)
         return (yield from best_first(search, self.calls))
+
+    def _learn(self, draws: dict[int, Draw], tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn from a verified tree of drawn children.
+
+        Verification never reached the siblings after the accepted one, so they don't count.
+        """
+        for node, accepted in zip_longest(path, path[1:]):
+            for child in tree.children[node].values():
+                if child in draws:
+                    self.model.observe(self._drawn(*draws[child], None), child == accepted)
+                if child == accepted:
+                    break
 
 
 def printed(drafter: Drafter) -> DySpec:
