@@ -28,7 +28,8 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.prequantised import Method, few_bits
+from quickbeam.models.prequantised import FewBits, Method, few_bits
+from quickbeam.models.stored import located
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
@@ -324,6 +325,15 @@ def check_experts(folder, model, dense):
     torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
     assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
     return found
+
+
+def test_float8_beside_experts_that_may_be_transposed(tmp_path):
+    weight = quantised(128, 256, CASES["fp8"], torch.Generator().manual_seed(1))
+    stored = {f"m.{kind}": tensor for kind, tensor in CASES["fp8"].store(weight).items()}
+    save_file(stored, tmp_path / SINGLE)
+    files = TensorFiles(tmp_path)
+    found = located("m.weight", {name: name for name in stored}, files, Method("fp8"), width=64)
+    assert isinstance(found, FewBits) and torch.equal(found.rows(files, 0, 128), weight.dense)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])

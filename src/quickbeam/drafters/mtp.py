@@ -36,11 +36,11 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
-from quickbeam.models.prequantised import FewBits, method_of
+from quickbeam.models.prequantised import method_of
 from quickbeam.models.shapes import expected
 from quickbeam.models.stack import Linear, Norm, Stack, Tensor
 from quickbeam.models.stack_tensors import Parameters, names
-from quickbeam.models.stored import Stored, Whole, one_by_one, own_names, placed
+from quickbeam.models.stored import Stored, located, own_names
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 
@@ -112,14 +112,11 @@ def mtp_parameters(
         if name.startswith(layer)
     }
 
-    def place(name: str) -> Whole | FewBits | None:
-        return placed(name, named, files, method_of(config))
-
-    beside = joining(layout, width)
+    beside, method = joining(layout, width), method_of(config)
     shapes = expected(stack, config) | beside
     wanted = names(stack) - {stack.embedding} | beside.keys()
     for name in wanted:
-        if (found := place(name) or one_by_one(name, place, files)) is not None:
+        if (found := located(name, named, files, method)) is not None:
             stored[name] = found
     known = [(name, one.shape(files), shapes.get(name)) for name, one in stored.items()]
     refuse_incomplete(

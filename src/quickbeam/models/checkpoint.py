@@ -28,15 +28,11 @@ from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
-    Mxfp4,
     Stored,
     Whole,
-    in_float8,
     language_part,
-    one_by_one,
+    located,
     own_names,
-    placed,
-    stacked,
 )
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import is_mtp
@@ -204,23 +200,9 @@ class Checkpoint(Parameters):
         if config.tie_word_embeddings and head not in named and stack.embedding in named:
             named[head] = named[stack.embedding]
 
-        def place(name: str) -> Whole | FewBits | None:
-            return placed(name, named, self._files, self._method)
-
-        places = {name: place(name) for name in wanted}
+        width = config.hidden_size if config.model_type in TURNED else None
+        places = {name: located(name, named, self._files, self._method, width) for name in wanted}
         found: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
-        for name in wanted:
-            if config.model_type not in TURNED:
-                if (float8 := in_float8(name, named, self._files, self._method)) is not None:
-                    found[name] = float8
-            elif name in named:
-                found[name] = stacked(name, named[name], self._files, config.hidden_size)
-        for name in wanted - found.keys():
-            blocks, scales = f"{name}_blocks", f"{name}_scales"
-            if (apart := one_by_one(name, place, self._files)) is not None:
-                found[name] = apart
-            elif {blocks, scales} <= named.keys():
-                found[name] = Mxfp4(named[blocks], named[scales])
         read = {name for one in found.values() for name in one.names}
         like = {name: one.like(self._files) for name, one in found.items()}
         blocks_of = (found[name].names for name, one in like.items() if one is not None)

@@ -235,30 +235,48 @@ PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], 1)  # by 
 Stored = Whole | OneByOne | Mxfp4 | FewBits
 
 
-def placed(
-    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method | None
-) -> Whole | FewBits | None:
-    """Return where a parameter is, as it is or in few bits; None where it is not.
+def located(
+    name: str,
+    stored: Mapping[str, str],
+    files: TensorFiles,
+    method: Method | None,
+    width: int | None = None,
+) -> Stored | None:
+    """Return where a parameter is; None where it is not.
 
-    `stored`: the stored name of each parameter. Raises as `few_bits` does.
+    `stored`: the stored name of each parameter. `width`: how many numbers an expert reads and
+    gives, of a kind in `TURNED`. Raises as `few_bits` does, `NotDescribed` for experts that are not
+    stored alike, and `InvalidInput` for scales of float8 experts of another shape.
     """
-    few = None
-    if method is not None and name.endswith(".weight"):
-        few = few_bits(name, stored, files, method)
-    return few or (Whole(stored[name]) if name in stored else None)
+
+    def place(name: str) -> Whole | FewBits | None:
+        few = None
+        if method is not None and name.endswith(".weight"):
+            few = few_bits(name, stored, files, method)
+        return few or (Whole(stored[name]) if name in stored else None)
+
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    if (found := place(name)) is None:
+        if {blocks, scales} <= stored.keys():
+            return Mxfp4(stored[blocks], stored[scales])
+        return _one_by_one(name, place, files)
+    if isinstance(found, FewBits) or name.endswith(".weight"):
+        return found
+    if width is not None:
+        return _stacked(name, found.name, files, width)
+    if method is not None and f"{name}_scale_inv" in stored:
+        return _in_float8(name, stored, files, method)
+    return found
 
 
-def in_float8(
-    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method | None
-) -> OneByOne | None:
-    """Return where the matrices `[experts, outputs, inputs]` of a parameter in float8 are, or None.
+def _in_float8(
+    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method
+) -> OneByOne:
+    """Return where the matrices `[experts, outputs, inputs]` of a parameter in float8 are.
 
     They have scales by blocks of outputs and inputs beside them, as transformers saves them.
-    `stored`: the stored name of each parameter. Raises `InvalidInput` for scales of another shape.
     """
     scales = f"{name}_scale_inv"
-    if method is None or name.endswith(".weight") or not {name, scales} <= stored.keys():
-        return None
     parts, (tall, group) = {"weight": stored[name], "weight_scale": stored[scales]}, method.block
     shape, own = (files.shape(one) for one in parts.values())
     if len(shape) != 3 or own != [shape[0], -(-shape[1] // tall), -(-shape[2] // group)]:
@@ -281,25 +299,18 @@ def _of_expert(number: int, files: TensorFiles, of: FewBits) -> Numbers:
     return Numbers(values, library.BY_OUTPUT, by_output, None)
 
 
-def stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
-    """Return where the matrices of a parameter of stacked experts are, of a kind in `TURNED`.
-
-    `width`: how many numbers an expert reads and gives.
-    """
+def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
+    """Return where the matrices of a parameter of stacked experts are, of a kind in `TURNED`."""
     shape, at = files.shape(as_stored), {"gate_up_proj": 2, "down_proj": 1}
     column = at.get(name.rpartition(".")[2], 0)
     turned = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
     return Turned(as_stored) if turned else Whole(as_stored)
 
 
-def one_by_one(
+def _one_by_one(
     name: str, place: Callable[[str], Whole | FewBits | None], files: TensorFiles
 ) -> OneByOne | None:
-    """Return where the matrices of a parameter of stacked experts are, or None.
-
-    `place(name)`: where a parameter is stored, or None. Raises `NotDescribed` for matrices of
-    several shapes, and for those in few bits that are not all stored alike.
-    """
+    """Return where the matrices of a parameter of stacked experts are, or None."""
     at, _, what = name.rpartition(".")
     if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
         return None
