@@ -145,4 +145,4 @@ def prepare_kernels(place: torch.device, dtype: torch.dtype | None, progress: An
     """Compile the native kernels, if a model of this number format (None: its own) uses them."""
     choice.requested()  # raises for unknown words, even where no kernels are used
     if place.type == "cpu" and dtype in (torch.bfloat16, None):
-        library.prepare(lambda stage: progress and progress(stage, None))
+        library.kernels(lambda stage: progress and progress(stage, None))

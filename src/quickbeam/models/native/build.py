@@ -174,10 +174,12 @@ def digest(name: str) -> str:
 def file_name(name: str) -> str:
     """Return the file name of an instruction set's library.
 
-    It contains the digest, so that a library is never used with newer sources.
+    It contains the processor, as machines may share the cache folder, and the digest, so that a
+    library is never used with newer sources.
     """
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(target()[0], "so")
-    return f"{name}-{digest(name)}.{suffix}"
+    system, machine = target()
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(system, "so")
+    return f"{name}-{machine}-{digest(name)}.{suffix}"
 
 
 def cached(name: str) -> Path:

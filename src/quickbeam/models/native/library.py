@@ -198,7 +198,7 @@ class Kernels:
         try:
             library = ctypes.CDLL(str(path))  # calls release the GIL
         except OSError as error:
-            raise build.CannotBuild(f"{path} can't be loaded: {error}") from error
+            raise build.CannotBuild(f"the library can't be loaded: {error}") from error
         for function in ("qb_version", "qb_size_of_op", "qb_page", "qb_allowed"):
             getattr(library, function).restype = c_int64
         if library.qb_version() != VERSION or library.qb_size_of_op() != ctypes.sizeof(Op):
@@ -212,55 +212,44 @@ class Kernels:
             setattr(self, function, found)
 
 
-@functools.cache
-def load(name: str) -> Kernels:
+_loaded = dict[str, Kernels]()
+_chosen = dict[KernelRequest, tuple[Kernels | None, str]]()
+
+
+def load(name: str, progress: Callable[[str], None] = logger.info) -> Kernels:
     """Return the kernels of an instruction set, compiled first if they are not there yet.
 
-    Raises `build.CannotBuild`.
+    `progress` is called before it compiles. Raises `build.CannotBuild`.
     """
-    return Kernels(name, build.build(name, logger.info))
+    if name not in _loaded:
+        _loaded[name] = Kernels(name, build.build(name, progress))
+    return _loaded[name]
 
 
-@functools.cache
-def _choose(request: KernelRequest) -> tuple[Kernels | None, str]:
-    names, reason = choice.candidates(request)
-    for name in names:
-        try:
-            return load(name), ""
-        except build.CannotBuild as error:
-            reason = str(error)
-            logger.info("no kernels for %s: %s", name, reason)
-    choice.refuse(request, reason)
-    return None, reason
-
-
-_prepared = set[KernelRequest]()
-
-
-def prepare(progress: Callable[[str], None]) -> None:
-    """Compile the library that `kernels` loads, unless it is there, and load it.
-
-    `progress` is called before it compiles. Raises `InvalidInput` for a request that can't be met.
-    """
+def _choose(progress: Callable[[str], None] = logger.info) -> tuple[Kernels | None, str]:
     request = choice.requested()
-    if request in _prepared:  # it is loaded, wherever the cache is by now
-        return
-    for name in choice.candidates(request)[0]:
-        try:
-            build.build(name, progress)
-        except build.CannotBuild:
-            continue
-        break
-    kernels()
-    _prepared.add(request)
+    if request not in _chosen:
+        names, reason = choice.candidates(request)
+        for name in names:
+            try:
+                _chosen[request] = load(name, progress), ""
+                break
+            except build.CannotBuild as error:
+                reason = str(error)
+                logger.info("no kernels for %s: %s", name, reason)
+        else:
+            choice.refuse(request, reason)
+            _chosen[request] = None, reason
+    return _chosen[request]
 
 
-def kernels() -> Kernels | None:
+def kernels(progress: Callable[[str], None] = logger.info) -> Kernels | None:
     """Return the kernels that this process uses on a CPU; None stands for PyTorch's own operators.
 
-    The environment decides (see `choice`). Raises `InvalidInput` for a request that can't be met.
+    The environment decides (see `choice`). `progress` is called before they are compiled. Raises
+    `InvalidInput` for a request that can't be met.
     """
-    return _choose(choice.requested())[0]
+    return _choose(progress)[0]
 
 
 @functools.cache
@@ -279,5 +268,5 @@ def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
     """
     if device != "cpu" or dtype not in ("bfloat16", "float32"):
         return f"PyTorch's ({dtype} on {device})"
-    found, reason = _choose(choice.requested())
+    found, reason = _choose()
     return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"
