@@ -137,7 +137,7 @@ def test_the_compiled_loops_take_scores_however_they_lie(isa):
         expected = Noise(2, 0, vocab).largest(plain, position, 3.0)
         for given in (plain, locked, scores[::2], plain.astype(np.float64)):
             assert way(2, 0, vocab).largest(given, position, 3.0) == expected
-    places = [5], [0.0], [0.0], 1.0, 4
+    places = [(5, 0.0, 0.0)], 1.0, 4
     rows = np.exp(locked)[None] / np.exp(locked).sum()
     expected = way(2, 0, vocab).perturb(rows, None, *places)
     rows.flags.writeable = False
@@ -159,9 +159,9 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
             rows[:3] /= rows[:3].sum(1, keepdims=True) + 1e-9
             rows[3] = 0.0
             for temperature in (0.4, 1.0):
-                places = [3, 4, 3, 90], [0.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.05, 0.0]
+                places = [(3, 0.0, 0.0), (4, 0.01, 0.0), (3, 0.0, 0.05), (90, 0.0, 0.0)]
                 plain, own = (
-                    way(4, 1, vocab).perturb(rows, tokens, *places, temperature, 9)
+                    way(4, 1, vocab).perturb(rows, tokens, places, temperature, 9)
                     for way in (Noise, native)
                 )
                 for (columns, chances), (others, same) in zip(plain, own, strict=True):
@@ -186,8 +186,8 @@ def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa):
     found, plain = NativeNoise(load(isa), 4, 1, 999), Noise(4, 1, 999)
     peaks, owners = found.peaks(0)
     scores = np.random.default_rng(0).standard_normal((2, 999)).astype(np.float32)
-    for position in [*range(3 * noise.HELD + 1), 0]:  # what held the first place holds another one
+    for position in [*range(3 * noise.KEPT + 1), 0]:  # what held the first place holds another one
         assert found.largest(scores[1], position) == plain.largest(scores[1], position)
-    assert len(found.held) == noise.HELD
+    assert len(found.rows) == noise.KEPT
     again = NativeNoise(load(isa), 4, 1, 999).peaks(0)
     assert np.array_equal(peaks, again[0]) and np.array_equal(owners, again[1])

@@ -41,7 +41,7 @@ Numbers = Any  # an array, or a tensor on the CPU
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
-HELD = 32  # places that are kept
+KEPT = 32  # places that are kept
 PEAK, TOKEN = 0, 1  # the last word of a counter says what the number is for
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # added to the key in each round
@@ -77,7 +77,10 @@ def uniform(high: Array, low: Array) -> Array:
 
 
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
-Row = tuple[list[int], list[float]]  # tokens, and their chances
+# of a row that is perturbed: its position, the least probability of a token that counts, and the
+# floor that a token's result must exceed
+Place = tuple[int, float, float]
+Row = tuple[list[int], list[float]]  # tokens, and their results
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
 # can't exceed this share of the estimate. Where a quarter of the row's floor is more, that is the
 # share.
@@ -120,7 +123,7 @@ class Noise:
         """
         if position not in self._places:
             self._places[position] = self._find_peaks(position)
-            while len(self._places) > HELD:
+            while len(self._places) > KEPT:
                 self._places.popitem(last=False)
         return self._places[position]
 
@@ -175,9 +178,7 @@ class Noise:
         self,
         rows: Numbers,
         tokens: Numbers | None,
-        positions: Sequence[int],
-        least: Sequence[float],
-        floors: Sequence[float],
+        places: Sequence[Place],
         temperature: float,
         most: int,
     ) -> list[Row]:
@@ -186,15 +187,14 @@ class Noise:
         `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
         exp(temperature * number), and the results are normalised. At most `most` tokens come back,
         each with its result, the largest first. `tokens` `[s]` names the token of each column; None
-        means that column i is token i. For each row: its position, the `least` probability of a
-        token that counts, and the floor that a token's result must exceed.
+        means that column i is token i. `places`: one for each row.
 
         Tokens far less likely than the likeliest are left out without computing their numbers. The
         normalising sum counts them as if their number was 0.
         """
         rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
         spots, sizes = list[Array](), list[int]()
-        for q, position, low, floor in zip(rows, positions, least, floors, strict=True):
+        for q, (position, low, floor) in zip(rows, places, strict=True):
             peaks, owners = self.peaks(position)
             # no token's number is larger than the largest of its chunk
             lifts = np.exp(temperature * peaks).astype(np.float32)
@@ -211,17 +211,17 @@ class Noise:
         columns = np.concatenate(spots)
         gumbels = self.of(
             columns if tokens is None else tokens[columns],
-            np.repeat(np.array(positions), sizes),
+            np.repeat(np.array([position for position, *_ in places]), sizes),
         )
         found, first = list[Row](), 0
-        for q, spot, size, floor in zip(rows, spots, sizes, floors, strict=True):
-            chances = q[spot] * np.exp(temperature * gumbels[first : first + size])
+        for q, spot, size, (_, _, floor) in zip(rows, spots, sizes, places, strict=True):
+            probs = q[spot] * np.exp(temperature * gumbels[first : first + size])
             first += size
-            chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
-            order = np.argsort(-chances, kind="stable")[:most]
-            order = order[chances[order] > floor]
+            probs /= probs.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
+            order = np.argsort(-probs, kind="stable")[:most]
+            order = order[probs[order] > floor]
             names = spot[order] if tokens is None else tokens[spot[order]]
-            found.append((names.tolist(), chances[order].tolist()))
+            found.append((names.tolist(), probs[order].tolist()))
         return found
 
     def forget(self) -> None:

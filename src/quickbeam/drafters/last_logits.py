@@ -34,6 +34,6 @@ class LastLogits(Source):
             ((tokens, _),) = largest(logits[None], k)
         else:  # the guessed place has its own noise, as the places of a drafter's children do
             rows = logits.float().softmax(-1)[None].cpu()
-            place = [len(context.ids)], [0.0], [0.0]
-            ((tokens, _),) = context.noise.perturb(rows, None, *place, context.temperature, k)
+            place = len(context.ids), 0.0, 0.0
+            ((tokens, _),) = context.noise.perturb(rows, None, [place], context.temperature, k)
         return [(rank, token) for rank, token in enumerate(tokens) if token != root]

@@ -161,9 +161,8 @@ def proposals(
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
         positions = [len(context.ids) + depth for depth in depths]
-        rows = context.noise.perturb(
-            values, tokens, positions, unlikely, floors, context.temperature, count
-        )
+        places = list(zip(positions, unlikely, floors, strict=True))
+        rows = context.noise.perturb(values, tokens, places, context.temperature, count)
     for i, token in distributions.forced.items():
         rows[i] = [token], [1.0]
     return rows

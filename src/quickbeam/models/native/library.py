@@ -149,8 +149,8 @@ class Call(Structure):
     _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
 
 
-class Luck(Structure):
-    """The structure `Luck` of noise.h."""
+class NoiseRow(Structure):
+    """The structure `NoiseRow` of noise.h."""
 
     _fields_ = (
         *_all(c_void_p, "peak ease owner"),
@@ -159,7 +159,7 @@ class Luck(Structure):
     )
 
 
-_ROW = (c_void_p, c_int64, c_void_p, POINTER(Luck))
+_ROW = (c_void_p, c_int64, c_void_p, POINTER(NoiseRow))
 # the functions of the library, without the `qb_` before them: what they take, and what they give
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "run": ((c_void_p, c_int64, POINTER(Call), c_int64), None),
@@ -175,8 +175,8 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "read": ((c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64), None),
     "fold": ((c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p), None),
     "philox": ((c_void_p, c_int64, c_uint32, c_uint32, c_void_p), None),
-    "find": ((POINTER(Luck),), None),
-    "largest": ((c_void_p, c_int64, POINTER(Luck), c_double), c_int64),
+    "find_peaks": ((POINTER(NoiseRow),), None),
+    "largest": ((c_void_p, c_int64, POINTER(NoiseRow), c_double), c_int64),
     "perturb": ((*_ROW, *4 * (c_double,), c_int64, c_void_p, c_void_p), c_int64),
     "ranked": ((c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p), c_int64),
 }

@@ -91,13 +91,13 @@ struct Words {
 
 // What a number of a token is made of. Of each of `chunks` chunks of 64 tokens at a position: its largest number, e^-number of it, and whose
 // it is.
-struct Luck {
+struct NoiseRow {
   double *peak, *ease;
   int64_t* owner;
   int64_t chunks, position, choice;
   uint32_t key0, key1;
 
-  void find() const {
+  void find_peaks() const {
     static thread_local Words words;
     const uint64_t* word = words.of(chunks, [](int64_t c) { return c; }, position, choice, 0, key0, key1);
     const int64_t n = chunks;  // own names, which no store can change
@@ -142,7 +142,7 @@ inline float top_of(const float* row, int64_t count) {
 }
 
 // The token with the largest scale * score + number, as `Noise.largest` in noise.py has it; -1 where a score is NaN or the largest infinite.
-inline int64_t largest(const float* row, int64_t vocab, const Luck& luck, double scale) {
+inline int64_t largest(const float* row, int64_t vocab, const NoiseRow& noise, double scale) {
   static thread_local std::vector<double> bound;
   const int64_t chunks = (vocab + 63) / 64;
   bound.resize(size_t(chunks));
@@ -151,15 +151,15 @@ inline int64_t largest(const float* row, int64_t vocab, const Luck& luck, double
     const float here = top_of(row + 64 * c, std::min<int64_t>(64, vocab - 64 * c));
     if (here != here) return -1;
     top = std::max(top, here);
-    bound[size_t(c)] = double(here) * scale + luck.peak[c];
+    bound[size_t(c)] = double(here) * scale + noise.peak[c];
   }
   if (!std::isfinite(top)) return -1;
   double best = -std::numeric_limits<double>::infinity();
   int64_t token = -1;
   const auto look = [&](int64_t c) {
     for (int64_t i = 64 * c; i < std::min(vocab, 64 * c + 64); ++i) {
-      if (double(row[i]) * scale + luck.peak[c] <= best) continue;
-      const double sum = double(row[i]) * scale + luck.of(i);
+      if (double(row[i]) * scale + noise.peak[c] <= best) continue;
+      const double sum = double(row[i]) * scale + noise.of(i);
       if (sum > best || (sum == best && i < token)) best = sum, token = i;
     }
   };
@@ -172,29 +172,29 @@ inline int64_t largest(const float* row, int64_t vocab, const Luck& luck, double
 }
 
 struct Candidate {
-  double chance;
+  double prob;
   int64_t column;
 };
 
-// One row of probabilities at one place, as `Noise.perturb` in noise.py has it: gives the tokens of the `wanted` largest chances above
+// One row of probabilities at one place, as `Noise.perturb` in noise.py has it: gives the tokens of the `wanted` largest results above
 // `floor`, the largest first, and how many. Probabilities below `lowest` don't count. `token`: of each column, or null where column i is
 // token i.
-inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, const Luck& luck, double lowest, double floor,
-                       double temperature, double cut, int64_t wanted, int64_t* names, double* chance) {
+inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, const NoiseRow& noise, double lowest, double floor,
+                       double temperature, double cut, int64_t wanted, int64_t* names, double* probs) {
   static thread_local std::vector<float> lift;
   static thread_local std::vector<int64_t> near;
   static thread_local std::vector<double> lifted;
   static thread_local std::vector<Candidate> found;
   static thread_local Words words;
-  const int64_t chunks = luck.chunks;
+  const int64_t chunks = noise.chunks;
   const auto name = [&](int64_t i) { return token == nullptr ? i : token[i]; };
   lift.resize(size_t(chunks + 15) / 16 * 16);
-  for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = float(temperature * luck.peak[c]);
+  for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = float(temperature * noise.peak[c]);
   for (size_t c = 0; c < lift.size(); c += 16) store(&lift[c], exponential(load(&lift[c])));
   float likeliest = (columns ? top_of(row, columns) : 0) * float(std::pow(2.3, -temperature));  // USUAL of noise.py
   if (token == nullptr)
     for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t owner = luck.owner[c];  // whose chance needs no look, where it is a column of its own
+      const int64_t owner = noise.owner[c];  // whose result needs no look, where it is a column of its own
       if (owner < columns) likeliest = std::max(likeliest, row[owner] * lift[size_t(c)]);
     }
   const float bar = float(std::max(cut * likeliest, 0x1p-120)), least = float(lowest);
@@ -219,7 +219,7 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
     }
   }
 
-  const uint64_t* word = words.of(looked, [&](int64_t i) { return name(near[size_t(i)]); }, luck.position, luck.choice, 1, luck.key0, luck.key1);
+  const uint64_t* word = words.of(looked, [&](int64_t i) { return name(near[size_t(i)]); }, noise.position, noise.choice, 1, noise.key0, noise.key1);
   const uint64_t* own = words.counter.data();
   lifted.resize(size_t(looked));
   double* much = lifted.data();
@@ -227,7 +227,7 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
   for (int64_t i = 0; i < looked; ++i) {  // e^-number
     const uint64_t c = own[i] / 64;
     const double more = logarithm(1 - uniform(word[i], word[looked + i]));
-    much[i] = luck.ease[c] - (uint64_t(luck.owner[c]) == own[i] ? 0.0 : more);
+    much[i] = noise.ease[c] - (uint64_t(noise.owner[c]) == own[i] ? 0.0 : more);
   }
   if (temperature == 1) {
     for (int64_t i = 0; i < looked; ++i) much[i] = 1 / much[i];
@@ -246,9 +246,9 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
     if (much[i] / sum > floor) found.push_back({much[i] / sum, near[size_t(i)]});
   const int64_t count = std::min<int64_t>(wanted, int64_t(found.size()));
   std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Candidate& a, const Candidate& b) {
-    return a.chance > b.chance || (a.chance == b.chance && a.column < b.column);
+    return a.prob > b.prob || (a.prob == b.prob && a.column < b.column);
   });
-  for (int64_t i = 0; i < count; ++i) names[i] = name(found[size_t(i)].column), chance[i] = found[size_t(i)].chance;
+  for (int64_t i = 0; i < count; ++i) names[i] = name(found[size_t(i)].column), probs[i] = found[size_t(i)].prob;
   return count;
 }
 

@@ -716,13 +716,13 @@ QB_API void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_
   qb::philox(counter, n, key0, key1, words);
 }
 
-QB_API void qb_find(const qb::Luck* luck) { luck->find(); }
+QB_API void qb_find_peaks(const qb::NoiseRow* noise) { noise->find_peaks(); }
 
-QB_API int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
+QB_API int64_t qb_largest(const float* row, int64_t vocab, const qb::NoiseRow* noise, double scale) { return qb::largest(row, vocab, *noise, scale); }
 
-QB_API int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, const qb::Luck* luck, double lowest, double floor, double temperature,
-                   double cut, int64_t wanted, int64_t* name, double* chance) {
-  return qb::perturb(row, columns, token, *luck, lowest, floor, temperature, cut, wanted, name, chance);
+QB_API int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, const qb::NoiseRow* noise, double lowest, double floor, double temperature,
+                   double cut, int64_t wanted, int64_t* name, double* probs) {
+  return qb::perturb(row, columns, token, *noise, lowest, floor, temperature, cut, wanted, name, probs);
 }
 
 QB_API int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t most, float floor, int64_t* name, float* number) {
