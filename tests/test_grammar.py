@@ -17,6 +17,7 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods import METHODS as EVERY
+from running import braked
 from test_llm import save_small
 
 METHODS = [
@@ -114,11 +115,14 @@ def test_an_answer_outlasts_a_preemption(llm, method):
     )
     params = [replace(long, seed=seed) for seed in range(3)]
     expected = [llm.generate("abc", one, method="ar").token_ids for one in params]
+    llm.generate("abc", SamplingParams(max_tokens=1), method=method)  # opens the drafter
     pool, limit = llm.model.pool, llm.model.pool.limit
     llm.reset()
     try:
-        pool.limit = -(-320 // pool.page)
-        found = llm.generate(["abc"] * 3, params, method=method, budget=4)
+        pool.limit = -(-256 // pool.page)
+        with braked(llm.engine):  # until all are asked, however fast one is answered
+            streams = [llm.stream("abc", one, method=method, budget=4) for one in params]
+        found = [one.result() for one in streams]
     finally:
         pool.limit = limit
     assert [one.token_ids for one in found] == expected
