@@ -20,7 +20,7 @@ from quickbeam import hub
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
 
-KEPT_BYTES = 8 << 30  # of hidden states on disk, at most, and at most half of what is free there
+KEPT_BYTES = 16 << 30  # of hidden states on disk, at most, and at most half of what is free there
 
 
 class Batch(NamedTuple):
