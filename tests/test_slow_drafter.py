@@ -141,6 +141,12 @@ def test_what_pays_goes_on(monkeypatch, call, right):
     assert ours < 1.1 * min(alone.values()), alone
 
 
+def test_steps_of_plain_decoding_look_for_no_candidates(monkeypatch):
+    monkeypatch.setattr(Auto, "grow", lambda *_: pytest.fail("it looked for candidates"))
+    _, drafter = simulated(monkeypatch, 0.1, 0.9, PLAIN)
+    assert not drafter.tokens_read
+
+
 @pytest.mark.parametrize("call", [0.1, 0.4])
 def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_on(
     monkeypatch, call

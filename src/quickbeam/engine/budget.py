@@ -73,7 +73,8 @@ class Budget:
         """Return the comparison of a setting's modes under a load of about as many sequences.
 
         A new one begins with the speeds under the nearest load that is known, unless the costs give
-        a worse guess for a larger load, or a better one for a smaller.
+        a worse guess for a larger load, or a better one for a smaller. What a call brings depends
+        on no load, so only the first of a setting explores it at once.
         """
         bucket, known = _bucket(self._many), self._comparisons.setdefault(setting, {})
         if bucket not in known:
@@ -82,7 +83,7 @@ class Budget:
                 near = min(known, key=lambda size: abs(size - bucket))
                 better = min if near < bucket else max
                 guess = {mode: better(guess[mode], known[near].speed(mode)) for mode in modes}
-            known[bucket] = Comparison(guess)
+            known[bucket] = Comparison(guess, explored=bool(known))
         return known[bucket]
 
     def asks(self, setting: Hashable, sequences: int) -> bool:

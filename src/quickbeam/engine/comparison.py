@@ -19,7 +19,8 @@ class Comparison:
     share `LOST` of all, and ever more seldom as long as it changes nothing. Plain decoding is not
     tried where the fastest mode is clearly faster.
 
-    `guess`: for each possible mode its speed, by that of plain decoding.
+    `guess`: for each possible mode its speed, by that of plain decoding. `explored`: whether what a
+    call brings is known from other loads.
     """
 
     # after so many tokens of plain decoding, and steps, an observation has lost most of its weight
@@ -33,7 +34,7 @@ class Comparison:
     BEGIN = 8.0  # how many steps earlier texts count for in the next one that runs alone
     FIRST = 4  # so many of the first steps explore what a call brings, where it costs little
 
-    def __init__(self, guess: Mapping[str, float]) -> None:
+    def __init__(self, guess: Mapping[str, float], explored: bool = False) -> None:
         self._tokens = {mode: speed * self.TRUST for mode, speed in guess.items()}
         self._seconds = dict.fromkeys(guess, self.TRUST)
         self._steps = dict.fromkeys(guess, self.TRUST)
@@ -42,7 +43,8 @@ class Comparison:
         self._longer = dict.fromkeys(guess, 1)
         self._left, self._lost = 0, 0.0  # of a turn: steps, and tokens lost so far
         self._changed = False  # whether the next step is the first of a mode
-        self._asked, self._silent = 0, 0.0  # steps with calls; time since the last of them
+        # steps with calls; time since the last of them
+        self._asked, self._silent = self.FIRST * explored, 0.0
 
     def speed(self, mode: str) -> float:
         """Return the speed of a mode, by that of plain decoding."""

@@ -18,7 +18,7 @@ from quickbeam.engine.budget import Budget, worth_asking
 from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.base import Grown, Growth, NoDraft
 from quickbeam.methods.constrained import constrained
 from quickbeam.models.base import Draft, Model
 
@@ -83,6 +83,7 @@ class Drafting:
         self._explored = False  # one sequence is enough to explore
         self.asked = False  # whether the drafter was asked
         self.reading = 0.0  # seconds in which it read what it had missed
+        self._plain = NoDraft()
 
     @cached_property
     def budget(self) -> Budget:
@@ -152,7 +153,8 @@ class Drafting:
             if nodes == 1:
                 self.budget.doubt(self.model)
         depth = sequence.remaining - 1
-        growth = policy.grow(context, nodes, depth)
+        # without nodes nothing is looked for
+        growth = (policy if nodes > 1 else self._plain).grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context, nodes, depth)
         return TreeDraft(sequence, growth)
