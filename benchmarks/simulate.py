@@ -3,22 +3,21 @@
     python benchmarks/simulate.py --traces benchmarks/traces.json --machine h100 --shape 8b
     python benchmarks/simulate.py --traces benchmarks/traces.json --machine here --loads 1,4,16,32
 
-A load of B sequences takes the entry of a trace (`traces.py`) with the most tokens a second,
-B * tokens / (pass of B * rows + calls + host), plain decoding among them. A pass takes the longer
-of reading its bytes (weights, the experts that its rows wake, keys and values) and of its
-arithmetic, at the shares of a data sheet's figures in REACHED.
-
-`here` takes passes and calls as this machine's budget measured them, and the host's time of a step
-from the run itself. Its table has what decoding really gave beside the simulated figure.
+A load of B sequences takes the entry of a trace (`traces.py`), or plain decoding, with the most
+tokens a second, B * tokens / (pass of B * rows + calls + host). A pass takes the longer of its
+arithmetic and of reading its bytes (weights, experts that its rows wake, keys and values), at the
+shares of a data sheet's figures in REACHED. `here` takes passes and calls as this machine's budget
+measured them, and the rest of a step from the run; its table has what decoding gave beside it.
 """
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import NamedTuple
 
 from common import arguments, finish, load, numbers, params_of, prompts, script
@@ -30,6 +29,8 @@ from traces import Entry
 REACHED = 0.8, 0.6  # shares of bandwidth and arithmetic that good kernels reach
 PLAIN: Entry = (1.0, 1.0, 0.0)
 Seconds = Callable[[Entry, int], float]  # of a step: an entry for so many sequences
+Row = dict[str, object]
+COLUMNS = "requests", "method", "measured", "simulated", "ratio"
 
 
 class Device(NamedTuple):
@@ -98,29 +99,28 @@ def here(cost: CostModel, drafter: Drafter | None, host: float, context: int) ->
     """Return a step's time by a budget's costs; `host`: seconds of it that are no pass or call."""
 
     def seconds(entry: Entry, many: int) -> float:
-        whole = (
-            cost.alone(round(many * entry[0]), many) + host + entry[2] * cost.call(drafter, many)
-        )
-        return whole + many * cost.reading(round(entry[0]), context)
+        whole = cost.alone(round(many * entry[0]), many) + entry[2] * cost.call(drafter, many)
+        return host + whole + many * cost.reading(round(entry[0]), context)
 
     return seconds
 
 
-def compared(
-    llm: LLM, curves: dict[str, list[Entry]], given: Namespace
-) -> Iterator[dict[str, object]]:
+def compared(llm: LLM, curves: dict[str, list[Entry]], given: Namespace) -> Iterator[Row]:
     """Yield the rows of the table of `here`."""
-    asked = prompts(llm, given)
+    asked, cells = prompts(llm, given), defaultdict[tuple[int, str], list[Entry]](list)
     context = round(mean(map(len, asked))) + given.max_tokens // 2
-    for many in map(int, numbers(given.loads)):
+    cost = llm.engine.budget.cost  # before the first run, since passes correct it
+    for many in list(map(int, numbers(given.loads))) * given.rounds:
         llm.engine.scheduler.most = many
         enough = asked * -(-4 * many // len(asked))  # as many run for most of the time
         for name in ("ar", "logitspec", "auto"):
             rate, host = decoded(llm, enough, name, given)
-            seconds = here(llm.engine.budget.cost, llm.drafting.drafter, host, context)
+            seconds = here(cost, llm.drafting.drafter, host, context)
             guess = best([] if name == "ar" else curves[name], many, seconds)[1]
-            row = {"measured": f"{rate:.1f}", "simulated": f"{guess:.1f}"}
-            yield {"requests": many, "method": name, **row, "ratio": f"{guess / rate:.2f}"}
+            cells[many, name].append((rate, guess, guess / rate))
+    for (many, name), turns in cells.items():
+        of = (f"{median(column):.2f}" for column in zip(*turns, strict=True))
+        yield dict(zip(COLUMNS, (many, name, *of), strict=True))
 
 
 def main() -> None:
@@ -130,19 +130,19 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each tree")
     parser.add_argument("--loads", default="1,4,16,64,256,1024", help="requests at a time")
+    parser.add_argument("--rounds", type=int, default=3, help="of the table of `here`, in turn")
     given = parser.parse_args()
-    curves, rows = json.loads(given.traces.read_text())["curves"], list[dict[str, object]]()
+    curves, rows = json.loads(given.traces.read_text())["curves"], list[Row]()
     if given.machine == "here":
-        rows = list(compared(load(given), curves, given))
+        rows += compared(load(given), curves, given)
     else:
         seconds = roofline(DEVICES[given.machine], SHAPES[given.shape], given.context)
         for many in map(int, numbers(given.loads)):
             plain = many / seconds(PLAIN, many)
-            row: dict[str, object] = {"requests": many, "ar, tokens/s": f"{plain:.0f}"}
+            rows.append({"requests": many, "ar, tokens/s": f"{plain:.0f}"})
             for name, curve in curves.items():
                 (nodes, tokens, _), rate = best(curve, many, seconds)
-                row[name] = f"{rate / plain:.2f} ({nodes:.1f} rows, MAT {tokens:.2f})"
-            rows.append(row)
+                rows[-1][name] = f"{rate / plain:.2f} ({nodes:.1f} rows, MAT {tokens:.2f})"
     finish(given, rows, table=rows)
 
 
