@@ -81,10 +81,13 @@ class Context:
         """Return the only token that the grammar allows after `path`; None if there isn't one."""
         return None if self.grammar is None else self.grammar.forced(path)
 
-    def begin(self, sources: Sequence[Source]) -> Context:
+    def begin(self, sources: Sequence[Source], shortlist: Shortlist | None = None) -> Context:
         """Let the sources read the text so far, keep their states, and return this context."""
         for source in sources:
-            self.states[source.name] = source.begin(self.ids)
+            if isinstance(source, Drafter):
+                self.states[source.name] = source.begin(self.ids, shortlist)
+            else:
+                self.states[source.name] = source.begin(self.ids)
         return self
 
     def extend(self, tokens: Sequence[int]) -> None:

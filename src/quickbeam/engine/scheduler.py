@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from quickbeam.engine.growing import TreeDraft, fail
@@ -30,8 +31,7 @@ class Ready(NamedTuple):
     growing: TreeDraft | None = None
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.arrival
+_arrival = attrgetter("arrival")
 
 
 class FairQueue:
@@ -131,7 +131,6 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _next(self) -> SequenceState | None:
-        """Return the sequence that is admitted next, if there is a place for it."""
         free = self.most - len(self.active)
         if free <= 0 or not self.waiting:
             return None
@@ -208,8 +207,7 @@ class Scheduler:
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Free everything of an active sequence but its text, and let it wait for its turn
-        again."""
+        """Free all of an active sequence but its text, and let it wait for its turn again."""
         sequence.release()
         sequence.statistics.preemptions += 1
         self.active.remove(sequence)
@@ -273,7 +271,6 @@ class Scheduler:
         ]
 
     def _text(self, sequence: SequenceState, count: int) -> Part:
-        """Return the next `count` tokens to be read, as a part of a pass."""
         assert sequence.cache is not None
         cache, read = sequence.cache, sequence.read
         tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)

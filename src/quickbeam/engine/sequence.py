@@ -184,11 +184,7 @@ class SequenceState:
             cache=cache,
             tenant=self.request.tenant,
         )
-        for source in self.policy.sources:
-            if isinstance(source, Drafter):
-                self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
-            else:
-                self.context.states[source.name] = source.begin(self.ids)
+        self.context.begin(self.policy.sources, self.request.shortlist)
 
     def release(self) -> None:
         """Free keys and values and what sources keep. The text stays."""
