@@ -11,7 +11,6 @@ from typing import NamedTuple
 from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.kv import NoRoom
 
@@ -91,20 +90,6 @@ class Scheduler:
         self.pool = model.pool
         self.waiting = FairQueue()
         self.active: list[SequenceState] = []
-
-    def check(self, sequence: SequenceState) -> None:
-        """Raise `InvalidInput` for a request for which there can never be room."""
-        tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
-        if limit is None:
-            return
-        room = (limit - self.pool.most_state_pages) * self.pool.page
-        if tokens + 1 > room:
-            raise InvalidInput(
-                f"a prompt of {len(sequence.request.prompt)} tokens and "
-                f"max_tokens={sequence.params.max_tokens} need more keys and values "
-                f"than the {max(0, room)} tokens that there is memory for: raise "
-                "--kv-memory or ask for less"
-            )
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over, and free what it holds."""
