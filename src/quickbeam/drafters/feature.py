@@ -102,11 +102,6 @@ class FeatureState(DrafterState):
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
-    def commit(self, count: int) -> None:
-        """Commit the next `count` rows, and drop the hidden states that they were computed from."""
-        self.unread.drop(count)
-        self.cache.commit(range(count))
-
     def share(self, chunk: int, tokens: int) -> Any:
         """Return the rows of these tokens, or None if they were not read yet."""
         whole = (chunk + 1) * tokens <= self.cache.length

@@ -8,7 +8,6 @@ were trained for one depth each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
-from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
+from quickbeam.drafters.eagle_passes import Passed
 from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput, refuse_incomplete
-from quickbeam.models.base import Model
+from quickbeam.models.base import Batch, Model
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
@@ -34,7 +33,7 @@ from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
-from quickbeam.models.native_model import NativeModel
+from quickbeam.models.native_model import NativeModel, list_rows
 from quickbeam.models.pages import PagePool
 from quickbeam.models.prequantised import method_of
 from quickbeam.models.shapes import expected
@@ -185,12 +184,12 @@ class MtpPasses:
         self._width = int(model.config.hidden_size)
         self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
 
-    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
-        listed = list_rows(rows, wanted=False)
-        self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+        listed = list_rows(batch)
+        self._compiled.states = hidden.contiguous()
         self._compiled(listed.rows(), max(listed.positions))
-        hidden, d = self._compiled.hidden, self._width
-        return Passed(hidden[:, :d], hidden[:, -d:])
+        given, d = self._compiled.hidden, self._width
+        return Passed(given[:, :d], given[:, -d:])
 
 
 def runs_mtp(model: Model) -> bool:
