@@ -208,11 +208,6 @@ class HeadUse:
     tokens: int = 0
     seconds: float = 0.0
 
-    def plus(self, other: HeadUse) -> HeadUse:
-        """Return the sums of both."""
-        tokens, seconds = self.tokens + other.tokens, self.seconds + other.seconds
-        return HeadUse(self.calls + other.calls, tokens, seconds)
-
 
 class DrafterState(SourceState):
     """What a drafter keeps of one sequence."""

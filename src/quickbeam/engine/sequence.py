@@ -185,13 +185,12 @@ class SequenceState:
             tenant=self.request.tenant,
         )
         self.context.begin(self.policy.sources, self.request.shortlist)
+        if (state := self.draft_state) is not None and state.used is not None:
+            state.used = self.statistics.head = self.statistics.head or state.used
 
     def release(self) -> None:
         """Free keys and values and what sources keep. The text stays."""
         if (state := self.draft_state) is not None:
-            if (used := state.used) is not None:
-                head = self.statistics.head
-                self.statistics.head = used if head is None else head.plus(used)
             state.release()
         if self.cache is not None:
             self.cache.release()
