@@ -150,10 +150,10 @@ class EagleDrafter(FeatureDrafter):
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[at + 1 : at + 1 + count], wanted)
                 works.append(Work(state, rows, state.unread.first(count)))
-            for (state, rows, _), out, feature in self._run(works):
-                state.unread.drop(rows.rows)
-                state.cache.commit(range(rows.rows - rows.wanted))
-                if rows.wanted:
+            for (state, chain, _), out, feature in self._run(works):
+                state.unread.drop(chain.rows)
+                state.cache.commit(range(chain.rows - chain.wanted))
+                if chain.wanted:
                     state.shadow = TokenTree(state.ids[-1])
                     state.out, state.feature = out[-1:], feature[-1:]
 

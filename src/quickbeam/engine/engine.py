@@ -114,7 +114,7 @@ class Engine:
             (context, "the drafter's context", ", or take a method without a drafter"),
             (room, "the memory for keys and values", ", or raise --kv-memory"),
         )
-        return [(most, *rest) for most, *rest in limits if most is not None]
+        return [(most, what, advice) for most, what, advice in limits if most is not None]
 
     def start(self, sequence: SequenceState) -> None:
         """Let a sequence wait for its turn, unless it is over."""
