@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rotary_angles
+from quickbeam.drafters.folder import rope_of
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -92,7 +92,7 @@ class Beside(nn.Module):
     @cached_property
     def angles(self) -> Angles:
         """Of its layers. They stay float32, whatever the module is moved to."""
-        return rotary_angles(self.config.rope, self.config.head_dim)
+        return Angles(rope_of(self.config.rope), self.config.head_dim)
 
     def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the rotary angles of `positions` `[..., n]` to `[..., n, heads, head_dim]`."""
