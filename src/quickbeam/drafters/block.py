@@ -24,14 +24,13 @@ from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
-    NativeHead,
     NativePacker,
     usable_kernels,
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, inference
 from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config
 from quickbeam.models.gathered import Behind, GatheredStep, behind
@@ -63,10 +62,8 @@ class TorchBlocks(TorchPasses):
 
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
-        step, fused = (
-            GatheredStep([*map(behind, batch.parts)], self.pool),
-            self.network.fuse(hidden),
-        )
+        step = GatheredStep([*map(behind, batch.parts)], self.pool)
+        fused = self.network.fuse(hidden)
         for i in range(self.network.config.depth):
             self.write(step, i, *self.network.key_value(i, fused, step.positions))
 
@@ -110,9 +107,9 @@ class NativeBlocks:
         self._reading = self._make_reading(network, self._compiled.packed(stack.head))
 
     @cached_property
-    def logits(self) -> NativeHead:
+    def logits(self) -> NativeLinear:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self._pack.head(self._head), self._pack.kernels)
+        return self._pack.head(self._head)
 
     def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """See `TorchBlocks.read`."""

@@ -13,11 +13,12 @@ import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
-from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.native import NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
 from quickbeam.models.base import Batch, Chain, Model
+from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.gathered import GatheredStep, behind
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -94,9 +95,9 @@ class NativeEagle:
         self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
 
     @cached_property
-    def logits(self) -> NativeHead:
+    def logits(self) -> NativeLinear:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self.pack.head(self.network.head), self.kernels)
+        return self.pack.head(self.network.head)
 
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
         """See `TorchEagle.run`."""
