@@ -116,7 +116,7 @@ class Commit:
         path, token = self._accept(sequence, tree, passed)
         assert growing.grown is not None
         growing.grown.learn(tree, path)
-        if sequence.drafter is not None and sequence.context is not None:
+        if sequence.drafter is not None:
             sequence.drafter.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]

@@ -122,7 +122,7 @@ class Engine:
             return
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
         if self._memory is not None:
-            sequence.texts = self._memory.of(sequence.request.tenant)
+            sequence.context.texts = self._memory.of(sequence.request.tenant)
         self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -234,8 +234,8 @@ class Engine:
         """
         if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
-        if sequence.texts is not None and sequence.started:
-            sequence.texts.add(sequence.ids)
+        if (texts := sequence.context.texts) is not None and sequence.started:
+            texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
 
