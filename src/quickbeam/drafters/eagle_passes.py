@@ -6,7 +6,7 @@ those of the last committed tokens.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class NativeEagle:
         self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
         self._qkv, self._out = pack(network.qkv), pack(network.out)
         self._up, self._down = pack(network.gate_up, True), pack(network.down)
-        self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
+        self._program = cache(self._make)
 
     @cached_property
     def logits(self) -> NativeLinear:
@@ -104,9 +104,6 @@ class NativeEagle:
         listed, committed = list_rows(batch), isinstance(batch.parts[0], Chain)
         router = None if shortlist is None else shortlist.native_router
         wanted = len(listed.wanted)
-        key = committed, bool(wanted), router
-        if key not in self._programs:
-            self._programs[key] = self._make(*key)
         size, given = (batch.rows, self.network.config.hidden_size), {"states": hidden.contiguous()}
         out, feature, routed = NOTHING
         if wanted:
@@ -116,7 +113,8 @@ class NativeEagle:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
         if (last := max(listed.positions)) >= len(self._angles[0]):
             self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
-        self._programs[key].run(listed.rows(), given, self._angles)
+        program = self._program(committed, bool(wanted), router)
+        program.run(listed.rows(), given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:

@@ -156,11 +156,7 @@ class TorchPasses:
         shapes = [KVShape(network.config.kv_heads, size, size)] * layers
         self.pool = RowPool(shapes, model.dtype, model.device)
         self._layers = [Layer(i, size**-0.5, None, None, None) for i in range(layers)]
-
-    @property
-    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
-        return self.network.head  # type: ignore[no-any-return]
+        self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
 
     def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the rows' keys and values of layer i, `[n, kv_heads, head_dim]` each."""
