@@ -248,19 +248,14 @@ class Scheduler:
             room = self.model.beside
         elif tenants != {None}:
             room = min(room, 2 * self.model.beside)
-        counts = shares([one.unread for one in reading], room)
-        return [
-            Ready(one, self._text(one, count))
-            for one, count in zip(reading, counts, strict=True)
-            if count
-        ]
-
-    def _text(self, sequence: SequenceState, count: int) -> Part:
-        assert sequence.cache is not None
-        cache, read = sequence.cache, sequence.read
-        tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
-        last = not sequence.started and read + count == prompt
-        return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
+        parts = list[Ready]()
+        for one, count in zip(reading, shares([one.unread for one in reading], room), strict=True):
+            if count and one.cache is not None:
+                end = one.read + count
+                last = not one.started and end == len(one.request.prompt)
+                wanted = count if one.scoring else int(last)
+                parts.append(Ready(one, Chain(one.cache, one.ids[one.read : end], wanted)))
+        return parts
 
 
 def shares(unread: Sequence[int], room: int) -> list[int]:
