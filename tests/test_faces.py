@@ -152,7 +152,7 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
     monkeypatch.setattr(llm.model, "forward", broken)
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
-    assert not llm.engine.busy and all(one.over for one in seen)
+    assert not llm.engine.busy and all(one.sequence.over for one in seen)
 
 
 def test_asynchronous_conversations_have_the_same_answers(llm):

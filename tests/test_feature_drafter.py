@@ -62,9 +62,9 @@ def counted(monkeypatch, chunk):
     pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter.passes.run
 
-    def counting(rows, router):
-        passes.append([len(one.tokens) for one in rows])
-        return run(rows, router)
+    def counting(batch, hidden, router):
+        passes.append([part.rows for part in batch.parts])
+        return run(batch, hidden, router)
 
     monkeypatch.setattr(pair.drafter.passes, "run", counting)
     monkeypatch.setattr(feature, "CHUNK", chunk)
@@ -140,9 +140,9 @@ def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs
     with pytest.raises(ValueError, match="ask for its root first"):
         text.distributions(tree, [1])
     probs = text.distributions(tree, [0])
-    with pytest.raises(ValueError, match="parent 1 first"):
+    with pytest.raises(ValueError, match="their parents first"):
         text.distributions(tree, [2])
-    with pytest.raises(ValueError, match="parent 1 first"):
+    with pytest.raises(ValueError, match="their parents first"):
         text.distributions(tree, [1, 2])
     with pytest.raises(ValueError, match="alone"):
         text.distributions(tree, [0, 1])

@@ -184,7 +184,6 @@ def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(cap
 
 def test_a_request_beyond_the_drafters_context_is_refused(target):
     drafter = LMDrafter(make_model(tiny("gpt2")), VOCAB)
-    drafter.check_length(500, 12)
     words = r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 tokens"
     with pytest.raises(InvalidInput, match=words):
         answer(target, make_method("chain", drafter), SamplingParams(max_tokens=13), [1] * 500)

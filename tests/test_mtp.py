@@ -49,8 +49,7 @@ every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3
 class Head(Pair):
     """A tiny model and its MTP head, which is of transformers' class.
 
-    `folder`: where both are written as published checkpoints have them. `normed`, `weights`: as of
-    `load_mtp`.
+    `folder`: where both are written as published checkpoints have them.
     """
 
     def __init__(self, kind, dtype=torch.float32, config=None):
@@ -91,7 +90,6 @@ class Head(Pair):
         tensors = {name: one.to(dtype).contiguous() for name, one in self.stored().items()}
         save_file(tensors, folder / "model.safetensors")
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
-        self.normed = options.get("normed", True)
         self.drafter = load_mtp(folder, self.target, **options)
         return self
 
@@ -101,7 +99,7 @@ class Head(Pair):
         behind = mtp_block(architecture, layers, self.layer, plus)
         write(path, architecture, self.model, kinds, behind=behind)
         self.target = open_model(str(path), dtype, torch.device("cpu")).model
-        self.normed, self.drafter = True, load_mtp(path, self.target)
+        self.drafter = load_mtp(path, self.target)
         return self
 
     def run(self, hidden, tokens):
@@ -115,9 +113,9 @@ class Head(Pair):
         return self.layer(embedded, hidden[None], angles, mask, positions, None)[0]
 
     def states(self, ids):
-        """The model's hidden states, before or behind its last norm."""
+        """The model's hidden states behind its last norm."""
         caught = list[torch.Tensor]()
-        note = lambda _, a, out: caught.append(out if self.normed else a[0])  # noqa: E731
+        note = lambda _, given, out: caught.append(out)  # noqa: E731
         hook = self.model.model.norm.register_forward_hook(note)
         self.model(torch.tensor([list(ids)]), use_cache=False)
         hook.remove()
@@ -130,7 +128,7 @@ class Head(Pair):
             tokens, hidden = ids[1:], certain
             out = self.run(hidden, tokens)
             for below in tree.path(node)[1:]:
-                last = self.layer.post_norm(out[-1:]) if self.normed else out[-1:]
+                last = self.layer.post_norm(out[-1:])
                 tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, last])
                 out = self.run(hidden, tokens)
             logits = self.model.lm_head(self.layer.post_norm(out[-1]))
@@ -164,10 +162,9 @@ def check(head):
     text.release()
 
 
-@pytest.mark.parametrize("normed", [True, False])
 @every_kind
-def test_distributions_are_those_of_transformers_class(kind, normed, tmp_path):
-    check(Head(kind).open(tmp_path, normed=normed))
+def test_distributions_are_those_of_transformers_class(kind, tmp_path):
+    check(Head(kind).open(tmp_path))
 
 
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])

@@ -169,7 +169,7 @@ def test_bias_must_fit_the_vocabulary():
         Sampler(SamplingParams(logit_bias={12: 1.0}), [], 12)
     with pytest.raises(InvalidInput, match=r"stop_token_ids names token 12: must be ids from 0"):
         Sampler(SamplingParams(stop_token_ids=[3, 12]), [], 12)
-    with pytest.raises(InvalidInput, match="bans all 2 tokens"):
+    with pytest.raises(InvalidInput, match="ban all 2 tokens"):
         Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)
 
 

@@ -118,12 +118,8 @@ class Answering:
         Context lengths and the memory for keys and values limit it. Loads the drafter if `method`
         needs it.
         """
-        limits, pool = [self.model.context_length], self.model.pool
-        if (drafter := self.prepare(self.drafting.method(method or self.method))) is not None:
-            limits.append(drafter.context_length)
-        if pool.limit is not None:
-            limits.append(pool.limit * pool.page - 1)
-        return min(most for most in limits if most is not None) - prompt
+        drafter = self.prepare(self.drafting.method(method or self.method))
+        return min(most for most, *_ in self.engine.limits(drafter)) - prompt
 
     def prepare(
         self, method: str, vocab: str | None = None, shortlist: int | None = None

@@ -1,7 +1,7 @@
 """The folder that models are kept in. What is made there appears complete or not at all.
 
-It is made in a hidden place beside, and renamed at the end. Whoever makes it next removes what an
-interrupted process left there.
+It is made in a hidden place beside, under a lock, and renamed at the end. Whoever makes it next
+removes what an interrupted process left there.
 """
 
 from __future__ import annotations
@@ -29,32 +29,6 @@ def cache_folder() -> Path:
     return Path(
         os.environ.get("QUICKBEAM_CACHE") or user_cache_dir("quickbeam", appauthor=False)
     ).expanduser()
-
-
-def make_folder(folder: Path, make: Callable[[Path], Path], waiting: Callable[[], None]) -> None:
-    """Have `make` write a model's `folder`, unless it is complete, one process at a time.
-
-    `make` gets an empty folder to work in, and returns the one in it that becomes `folder`.
-    `waiting` is called where another process is at it.
-    """
-    if is_complete(folder):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with alone(folder.with_name(f".{folder.name}.lock"), waiting):
-        if is_complete(folder):
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        sweep(folder)
-        work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        work.mkdir()
-        try:
-            made = make(work)
-            for file in made.iterdir():  # or a power cut leaves empty files under the final name
-                with open(file, "rb+") as handle:
-                    os.fsync(handle.fileno())
-            os.replace(made, folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 def is_complete(folder: Path) -> bool:

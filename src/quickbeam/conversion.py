@@ -97,11 +97,9 @@ def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """
     pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
     if pre is not None and pre.contents() == "smollm":
-        digits, byte_level = (
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        )
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        split = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
 
 
 _patching = threading.Lock()

@@ -257,36 +257,20 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
         raise InvalidInput(f"no tokenizer in {model.name_or_path!r}: {how}") from error
 
 
-def _biases(processor: Any) -> dict[str, Any]:
-    name, bias = type(processor).__name__, processor.sequence_bias
-    longer = [list(sequence) for sequence in bias if len(sequence) > 1]
-    _refuse((longer, f"{name} of the sequences {longer}: quickbeam takes single tokens alone"))
-    return {"logit_bias": {one[0]: float(value) for one, value in bias.items()}}
-
-
-def _suppressed(processor: Any) -> dict[str, Any]:
-    return {"logit_bias": dict.fromkeys(processor.suppress_tokens.tolist(), -torch.inf)}
-
-
-def _of(**names: str) -> Callable[[Any], dict[str, Any]]:
-    """Return what reads parameters from a processor's attributes of these names."""
-    return lambda processor: {name: getattr(processor, own) for name, own in names.items()}
-
-
-# How a logits processor becomes parameters: its place in the order in which `SamplingParams` are
-# applied, and what reads them.
-READERS: dict[type, tuple[int, Callable[[Any], dict[str, Any]]]] = {
-    processing.SequenceBiasLogitsProcessor: (0, _biases),
-    processing.RepetitionPenaltyLogitsProcessor: (1, _of(repetition_penalty="penalty")),
-    processing.NoBadWordsLogitsProcessor: (2, _biases),
-    processing.SuppressTokensLogitsProcessor: (2, _suppressed),
-    processing.MinLengthLogitsProcessor: (2, _of(min_length="min_length")),
-    processing.MinNewTokensLengthLogitsProcessor: (2, _of(min_tokens="min_new_tokens")),
-    processing.TemperatureLogitsWarper: (3, _of(temperature="temperature")),
-    processing.TopKLogitsWarper: (4, _of(top_k="top_k")),
-    processing.TopPLogitsWarper: (5, _of(top_p="top_p")),
-    processing.MinPLogitsWarper: (6, _of(min_p="min_p")),
-    processing.LogitNormalization: (7, _of()),
+# The logits processors that parameters stand for: the place of each in the order in which
+# `SamplingParams` are applied, the parameter, and the processor's attribute that has its value.
+PARAMETERS = {
+    processing.SequenceBiasLogitsProcessor: (0, "logit_bias", "sequence_bias"),
+    processing.RepetitionPenaltyLogitsProcessor: (1, "repetition_penalty", "penalty"),
+    processing.NoBadWordsLogitsProcessor: (2, "logit_bias", "sequence_bias"),
+    processing.SuppressTokensLogitsProcessor: (2, "logit_bias", "suppress_tokens"),
+    processing.MinLengthLogitsProcessor: (2, "min_length", "min_length"),
+    processing.MinNewTokensLengthLogitsProcessor: (2, "min_tokens", "min_new_tokens"),
+    processing.TemperatureLogitsWarper: (3, "temperature", "temperature"),
+    processing.TopKLogitsWarper: (4, "top_k", "top_k"),
+    processing.TopPLogitsWarper: (5, "top_p", "top_p"),
+    processing.MinPLogitsWarper: (6, "min_p", "min_p"),
+    processing.LogitNormalization: (7, "", ""),
 }
 
 
@@ -306,48 +290,51 @@ def params_of(
     padding = [width - len(prompt) for prompt in prompts]
     options, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
-        name = f"logits processor {type(processor).__name__}"
-        known = ", ".join(kind.__name__ for kind in READERS)
-        _refuse((type(processor) not in READERS, f"{name}: not supported; known: {known}"))
-        place, read = READERS[type(processor)]
-        own = read(processor)
+        kind = f"logits processor {type(processor).__name__}"
+        known = ", ".join(one.__name__ for one in PARAMETERS)
+        _refuse((type(processor) not in PARAMETERS, f"{kind}: not supported; known: {known}"))
+        place, name, attribute = PARAMETERS[type(processor)]
+        value: Any = getattr(processor, attribute, None)
         _refuse(
-            (place < rank, f"{name}: quickbeam applies it before those that stand in front of it; "
+            (place < rank, f"{kind}: quickbeam applies it before those that stand in front of it; "
                 "put it first"),
-            (own.keys() & options.keys() - {"min_tokens"}, f"{name}: it is there twice; leave one "
-                "out"),
+            (name in options, f"{kind}: it is there twice; leave one out"),
         )  # fmt: skip
         rank = place
-        _check(processor, own, padding, ends)
-        for token, bias in own.pop("logit_bias", {}).items():
-            biases[token] = biases.get(token, 0.0) + bias
-        least = own.get("min_tokens", 0), own.pop("min_length", 0) - width
-        own["min_tokens"] = max(options.get("min_tokens", 0), *least)
-        options.update(own)
+        _check(processor, kind, name, padding, ends)
+        if name != "logit_bias":
+            options |= {name: value} if name else {}
+            continue
+        if not isinstance(value, dict):
+            value = {(token,): -torch.inf for token in value.tolist()}
+        longer = [list(sequence) for sequence in value if len(sequence) > 1]
+        _refuse((longer, f"{kind} of the sequences {longer}: quickbeam takes single tokens alone"))
+        for (token,), bias in value.items():
+            biases[token] = biases.get(token, 0.0) + float(bias)
     options.setdefault("temperature", 1.0)
     if not config.do_sample:  # greedy: these don't change which token is the most probable
         options.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     longest = (criteria.max_length or config.max_length) - width
-    options["min_tokens"] = min(options.get("min_tokens", 0), longest)
-    fixed: dict[str, Any] = {"stop_token_ids": sorted(ends), "ignore_eos": True}
-    return SamplingParams(max_tokens=longest, logit_bias=biases, **fixed, **options)
+    least = max(options.pop("min_tokens", 0), options.pop("min_length", 0) - width)
+    options |= {"min_tokens": min(least, longest), "stop_token_ids": sorted(ends)}
+    return SamplingParams(max_tokens=longest, logit_bias=biases, ignore_eos=True, **options)
 
 
-def _check(processor: Any, own: dict[str, Any], padding: list[int], ends: set[int]) -> None:
-    """Raise `InvalidInput` for a setting of a processor that its parameters `own` can't have."""
-    name, least = type(processor).__name__, getattr(processor, "min_tokens_to_keep", 1)
+def _check(processor: Any, kind: str, name: str, padding: list[int], ends: set[int]) -> None:
+    """Raise `InvalidInput` for a setting of a processor that its parameter `name` can't have."""
+    least = getattr(processor, "min_tokens_to_keep", 1)
     filtered = least > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf
     # the first tokens of each row that are ignored must be exactly the row's padding
     ignored = getattr(processor, "prompt_ignore_length", None)
     if not isinstance(ignored, torch.Tensor):
         ignored = torch.tensor([ignored or 0] * len(padding))
-    counted = "repetition_penalty" in own and ignored.tolist() != padding
+    counted = name == "repetition_penalty" and ignored.tolist() != padding
     more = ", or give rows of one length, as this version of transformers counts padding"
-    ending = own.keys() & {"min_length", "min_tokens"}
+    ending = name in ("min_length", "min_tokens")
     _refuse(
-        (filtered, f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"),
-        (counted, f"{name}: quickbeam counts all of a prompt, and no padding; leave "
+        (filtered, f"{kind}: min_tokens_to_keep and filter_value can't be chosen; leave them out"),
+        (counted, f"{kind}: quickbeam counts all of a prompt, and no padding; leave "
             f"prompt_ignore_length out{more if any(padding) else ''}"),
-        (ending and set(processor.eos_token_id.tolist()) != ends, f"{name}: its eos_token_id is "
+        (ending and set(processor.eos_token_id.tolist()) != ends, f"{kind}: its eos_token_id is "
             f"not the one that ends the answer ({sorted(ends)}); give both the same"),
     )  # fmt: skip

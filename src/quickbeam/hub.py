@@ -18,9 +18,10 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from quickbeam.cache import Progress, cache_folder, folder_bytes, is_complete, make_folder
+from quickbeam.cache import Progress, alone, cache_folder, folder_bytes, is_complete, sweep
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.mtp import MTP, has_mtp
 
@@ -228,19 +229,34 @@ def _make(
     ends: tuple[str, ...],
     progress: Progress,
 ) -> None:
-    """Convert the .gguf file that `fetch` returns, given a folder to work in, to `folder`."""
+    """Convert the .gguf file that `fetch` returns, given a folder to work in, to `folder`.
 
-    def make(work: Path) -> Path:
-        from quickbeam.conversion import convert
-
-        gguf = fetch(work)
-        progress(f"converting {name}, once", None)
-        convert(gguf, work / "model", ends)
-        return work / "model"
-
-    waiting = f"waiting for another process that {does} {name}"
+    It does nothing where that is complete, and waits for another process that is at it.
+    """
+    waiting = partial(progress, f"waiting for another process that {does} {name}", None)
+    work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    if is_complete(folder):
+        return
     try:
-        make_folder(folder, make, lambda: progress(waiting, None))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder.with_name(f".{folder.name}.lock"), waiting):
+            if is_complete(folder):
+                return
+            shutil.rmtree(folder, ignore_errors=True)
+            sweep(folder)
+            work.mkdir()
+            try:
+                gguf, made = fetch(work), work / "model"
+                from quickbeam.conversion import convert
+
+                progress(f"converting {name}, once", None)
+                convert(gguf, made, ends)
+                for file in made.iterdir():  # or a power cut leaves empty files in the folder
+                    with open(file, "rb+") as handle:
+                        os.fsync(handle.fileno())
+                os.replace(made, folder)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise QuickbeamError(
             f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"

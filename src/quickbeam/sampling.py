@@ -124,25 +124,18 @@ class Sampler:
                     f"{name} names token {outside[0]}: must be ids from 0 to "
                     f"{vocab_size - 1}, this model's vocabulary"
                 )
-        if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
+        self.params, self.vocab_size, self.grammar = params, vocab_size, grammar
+        self._bans = Bans(
+            params.min_tokens,
+            {token for token in ends if 0 <= token < vocab_size},
+            {tuple(word) for word in bad if all(0 <= token < vocab_size for token in word)},
+        )
+        banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
+        if len(banned.union(self._bans.after(()))) >= vocab_size:
             raise InvalidInput(
-                f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one"
+                f"min_tokens, bad_words and logit_bias ban all {vocab_size} tokens of this model: "
+                "must leave one"
             )
-        self.grammar = grammar
-        self._bans: Bans | None = None
-        if params.bans:
-            self._bans = Bans(
-                params.min_tokens,
-                {token for token in ends if 0 <= token < vocab_size},
-                {tuple(word) for word in bad if all(0 <= token < vocab_size for token in word)},
-            )
-            banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
-            if len(banned.union(self._bans.after(()))) >= vocab_size:
-                raise InvalidInput(
-                    f"min_tokens, bad_words and logit_bias ban all {vocab_size} "
-                    "tokens of this model: must leave one"
-                )
-        self.params, self.vocab_size = params, vocab_size
         self._counts = TokenCounts(prompt if params.penalises else ())
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
@@ -151,8 +144,7 @@ class Sampler:
         """Record emitted tokens."""
         if self.params.penalises:
             self._counts.extend(tokens)
-        if self._bans is not None:
-            self._bans.extend(tokens)
+        self._bans.extend(tokens)
         if self.grammar is not None:
             self.grammar.extend(tokens)
 
@@ -179,7 +171,7 @@ class Sampler:
             scores[tokens] = (
                 seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
             )
-        if self._bans is not None and (banned := self._bans.after(path)):
+        if banned := self._bans.after(path):
             scores[torch.tensor(banned, device=scores.device)] = -math.inf
         return scores if self.grammar is None else self.grammar.ban(scores, path)
 

@@ -142,8 +142,7 @@ def check(source: Path, journal: Journal) -> int:
         if journal.done.get(name, request.id) != request.id:
             raise InvalidInput(
                 f"{source}, line {request.line}: {journal.path} answers another request with "
-                f"custom_id {name!r}; "
-                "give another output, or the requests as they were"
+                f"custom_id {name!r}; give another output, or the requests as they were"
             )
     if unasked := sorted(journal.done.keys() - seen.keys()):
         more = f" and {len(unasked) - 1} more" if len(unasked) > 1 else ""

@@ -28,13 +28,14 @@ from quickbeam.drafters.folder import (
     read_tensors,
     refuse_other_target,
 )
-from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
+from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist, usable_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
+from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.families.gemma import gemma4
 from quickbeam.models.families.reading import Config
 from quickbeam.models.native.operands import RowList
@@ -42,7 +43,7 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import FLOAT32
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.models.shapes import expected
-from quickbeam.models.stack import Attention, Linear, Stack, Tensor
+from quickbeam.models.stack import Linear, Stack, Tensor
 from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.tree import TokenTree
 
@@ -66,30 +67,6 @@ Head = Callable[[Sequence[torch.Tensor]], Sequence[Scored]]  # of each request's
 # --- layers and head ---
 
 
-def borrowing(stack: Stack, kinds: Sequence[str], sources: Mapping[str, int]) -> Stack:
-    """Return an assistant's stack: its layers read the target's keys and values.
-
-    `stack`: as if the layers had their own. `kinds`: of the layers. `sources`: the layer of the
-    target whose keys and values layers of a kind read. In the place of the head is what joins the
-    input.
-    """
-
-    def attention(of: Attention, kind: str) -> Attention:
-        assert of.norms is not None
-        own = Linear(of.qkv.weights[:1], of.qkv.biases[:1])
-        norms, source = (of.norms[0], of.norms[0]), sources[kind]
-        # transformers' mask is inclusive: it reaches `window` tokens back from the last one
-        window = None if of.window is None else of.window + 1
-        changed: dict[str, Any] = {"qkv": own, "norms": norms, "source": source, "window": window}
-        return replace(of, **changed, values_are_keys=False)
-
-    layers = []
-    for layer, kind in zip(stack.layers, kinds, strict=True):
-        assert layer.attention is not None
-        layers.append(replace(layer, attention=attention(layer.attention, kind)))
-    return replace(stack, layers=tuple(layers), head=Linear((Tensor(JOIN),)))
-
-
 class CompiledAssistant(CompiledDrafter):
     """An assistant's layers. `states`: `[rows, 2 * width]`, what is joined."""
 
@@ -101,14 +78,15 @@ class CompiledAssistant(CompiledDrafter):
 class AssistantPasses:
     """An assistant in the native kernels, which read the pages of the target's pool.
 
-    `stack`: as of `borrowing`. `weights`: the format of its weights.
+    `stack`: its layers read the keys and values of layers of the target; in the place of the head
+    is what joins the input. `weights`: the format of its weights.
     """
 
     def __init__(self, parameters: Parameters, stack: Stack, pool: PagePool, weights: str) -> None:
         self._compiled = CompiledAssistant(parameters, stack, pool, weights)
         self._compiled.watch([len(stack.layers) + 1])
         packed = NativePacker(pool.kernels, weights)(parameters(SPLIT))
-        self._split, self._dtype = NativeHead(packed, pool.kernels), parameters.dtype
+        self._split = NativeLinear(pool.kernels, packed)
 
     def __call__(
         self, caches: Sequence[PagedStore], joined: Sequence[torch.Tensor]
@@ -128,7 +106,7 @@ class AssistantPasses:
         self._compiled.states = torch.cat(list(joined)).contiguous()
         self._compiled(listed.rows(), max(listed.positions))
         feature = self._compiled.hidden
-        return self._split(feature).to(self._dtype), feature
+        return self._split(feature), feature
 
 
 class OrderedHead:
@@ -148,7 +126,7 @@ class OrderedHead:
         self._native = None
         if (found := usable_kernels(weight)) is not None:
             self._native = NativeBlocks(weight, layout, found)
-            self._rank = NativeHead(NativePacker(found)(centroids), found)
+            self._rank = NativeLinear(found, NativePacker(found)(centroids), logits=True)
 
     def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
         """Return the scores of each call's rows `[n, d]`."""
@@ -254,27 +232,28 @@ def is_assistant(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in KINDS
 
 
-def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> AssistantDrafter:
+def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     """Load the assistant in `folder` for `model`, which the native kernels must run.
 
-    `normed`: whether it reads the target's hidden states behind the last norm, as transformers
-    gives them; else before it.
-
+    It reads the target's hidden states behind the last norm, as transformers gives them.
     Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
         whole: Any = ModelConfig(DEFAULTS | read_config(folder).to_dict())
         fields: dict[str, Any] = dict(whole.text_config)
-        config: Any = ModelConfig(fields | {"num_kv_shared_layers": 0})
-        sources = _sources(whole, config, model)
+        if window := fields.get("sliding_window"):
+            # transformers' mask is inclusive: it reaches `window` tokens back from the last one
+            fields["sliding_window"] = window + 1
+        config: Any = ModelConfig(fields)
+        config = ModelConfig(fields | {"_kv_layers": _sources(whole, config, model)})
         if not isinstance(model.pool, PagePool):
             raise InvalidInput(
                 f"an assistant needs the native kernels, and this model runs on "
                 f"{model.describe()}; name another drafter"
             )
-        stack = gemma4(Config(config, model.dtype))
-        ready = borrowing(stack, config.layer_types, sources)
-        for of in ready.attentions:
+        described = gemma4(Config(config, model.dtype))
+        stack = replace(described, head=Linear((Tensor(JOIN),)))
+        for of in stack.attentions:
             kept = model.pool.shapes[of.source or 0]
             if kept.key_dim != of.head_dim or of.heads % kept.kv_heads:
                 raise InvalidInput(
@@ -285,14 +264,13 @@ def load_assistant(folder: Path, model: Model, *, normed: bool = True) -> Assist
             f"model.{name}" if name.startswith(MODULES) else name: tensor
             for name, tensor in read_tensors(folder).items()
         }
-        _check_shapes(stored, whole, config, stack, ready)
+        _check_shapes(stored, whole, config, stack)
         parameters = DrafterParameters(config, model.dtype, stored)
         wide = model.dtype is torch.float32
         weights = FLOAT32 if wide else rows_format(parameters(TABLE))
-        passes = AssistantPasses(parameters, ready, model.pool, weights)
+        passes = AssistantPasses(parameters, stack, model.pool, weights)
         head = _head(parameters, whole, model.pool)
-    layer = model.config.num_hidden_layers + normed
-    drafter = AssistantDrafter(passes, head, model, layer)
+    drafter = AssistantDrafter(passes, head, model, model.config.num_hidden_layers + 1)
     drafter.folder = folder
     return drafter
 
@@ -312,13 +290,13 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
 
 
 def _check_shapes(
-    stored: Mapping[str, torch.Tensor], whole: Any, config: Any, stack: Stack, ready: Stack
+    stored: Mapping[str, torch.Tensor], whole: Any, config: Any, stack: Stack
 ) -> None:
     width, d = whole.backbone_hidden_size, config.hidden_size
     shapes = expected(stack, config) | {JOIN: [d, 2 * width], SPLIT: [width, d]}
-    for of in ready.attentions:
+    for of in stack.attentions:
         shapes[of.qkv.weights[0].name] = [of.heads * of.head_dim, d]
-    wanted = names(ready) | {SPLIT, TABLE}
+    wanted = names(stack) | {SPLIT, TABLE}
     if whole.use_ordered_embeddings:
         shapes |= {CENTROIDS: [whole.num_centroids, d], ORDER: [config.vocab_size]}
         wanted |= {CENTROIDS, ORDER}
@@ -335,7 +313,7 @@ def _head(parameters: DrafterParameters, whole: Any, pool: PagePool) -> Head:
         top = whole.centroid_intermediate_top_k
         return OrderedHead(table, layout, parameters(CENTROIDS), top)
     name = FLOAT32 if table.dtype is torch.float32 else None
-    product = NativeHead(NativePacker(pool.kernels, name)(table), pool.kernels)
+    product = NativeLinear(pool.kernels, NativePacker(pool.kernels, name)(table), logits=True)
 
     def head(features: Sequence[torch.Tensor]) -> list[Scored]:
         logits = product(torch.cat(list(features)))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
@@ -81,10 +80,13 @@ class Context:
         """Return the only token that the grammar allows after `path`; None if there isn't one."""
         return None if self.grammar is None else self.grammar.forced(path)
 
-    def begin(self, sources: Sequence[Source]) -> Context:
+    def begin(self, sources: Sequence[Source], shortlist: Shortlist | None = None) -> Context:
         """Let the sources read the text so far, keep their states, and return this context."""
         for source in sources:
-            self.states[source.name] = source.begin(self.ids)
+            if isinstance(source, Drafter):
+                self.states[source.name] = source.begin(self.ids, shortlist)
+            else:
+                self.states[source.name] = source.begin(self.ids)
         return self
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -206,11 +208,6 @@ class HeadUse:
     tokens: int = 0
     seconds: float = 0.0
 
-    def plus(self, other: HeadUse) -> HeadUse:
-        """Return the sums of both."""
-        tokens, seconds = self.tokens + other.tokens, self.seconds + other.seconds
-        return HeadUse(self.calls + other.calls, tokens, seconds)
-
 
 class DrafterState(SourceState):
     """What a drafter keeps of one sequence."""
@@ -270,25 +267,12 @@ class Drafter(Source):
     one_call = False  # whether only a tree's first request takes time
     routes = False  # whether a router can choose what its head scores
 
-    @abstractmethod
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
         """Return the state of a sequence that begins with `ids`.
 
         `shortlist`: the part of the vocabulary that the head scores for it; None: all of it.
         """
-
-    def check_length(self, prompt: int, max_tokens: int) -> None:
-        """Raise `InvalidInput` if prompt and answer might exceed the drafter's context length.
-
-        The prompt has `prompt` tokens, the answer at most `max_tokens`.
-        """
-        limit = self.context_length
-        if limit is not None and prompt + max_tokens > limit:
-            raise InvalidInput(
-                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the drafter's "
-                f"context of {limit}: shorten the prompt, ask for at most "
-                f"{max(0, limit - prompt)} tokens, or take a method without a drafter"
-            )
+        return DrafterState()
 
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         """Let states read committed tokens ahead of the next tree.

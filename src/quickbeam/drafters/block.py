@@ -24,22 +24,22 @@ from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
-    NativeHead,
     NativePacker,
     usable_kernels,
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
-from quickbeam.models.base import Model, inference
+from quickbeam.models.base import Batch, Chain, Model, inference
 from quickbeam.models.checkpoint import ModelConfig
-from quickbeam.models.compiled import kv_shapes
+from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config
-from quickbeam.models.gathered import Behind, GatheredStep
+from quickbeam.models.gathered import Behind, GatheredStep, behind
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
+from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Linear, Tensor
 from quickbeam.tree import TokenTree
@@ -57,14 +57,13 @@ class TorchBlocks(TorchPasses):
         visible = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
         self._visible = (visible.tril() if config.causal else visible).numpy()
 
-    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
-        """Write keys and values of the next tokens of each sequence, which are not committed yet.
+    def read(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Write keys and values of chains of tokens, which are not committed yet.
 
-        `hidden`: the target's hidden states `[n, len(taps) * target_size]` of each sequence.
+        `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
-        pairs = zip(caches, hidden, strict=True)
-        parts = [Behind(cache, range(len(rows))) for cache, rows in pairs]
-        step, fused = GatheredStep(parts, self.pool), self.network.fuse(torch.cat(list(hidden)))
+        step = GatheredStep([*map(behind, batch.parts)], self.pool)
+        fused = self.network.fuse(hidden)
         for i in range(self.network.config.depth):
             self.write(step, i, *self.network.key_value(i, fused, step.positions))
 
@@ -108,16 +107,13 @@ class NativeBlocks:
         self._reading = self._make_reading(network, self._compiled.packed(stack.head))
 
     @cached_property
-    def logits(self) -> NativeHead:
+    def logits(self) -> NativeLinear:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self._pack.head(self._head), self._pack.kernels)
+        return self._pack.head(self._head)
 
-    def read(self, caches: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+    def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """See `TorchBlocks.read`."""
-        listed = RowList()
-        for cache, rows in zip(caches, hidden, strict=True):
-            cache.add_chain(listed, [0] * len(rows), ())
-        given = {"states": torch.cat(list(hidden)).contiguous()}
+        listed, given = list_rows(batch), {"states": hidden.contiguous()}
         self._reading.run(listed.rows(), given, self._compiled.angles(max(listed.positions)))
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
@@ -229,10 +225,13 @@ class BlockDrafter(FeatureDrafter):
 
     def _read(self, states: Sequence[BlockState]) -> None:
         for part in in_parts(states, BlockState.readable):
-            hidden = [state.unread.first(count) for state, count in part]
-            self.passes.read([state.cache for state, _ in part], hidden)
+            hidden = torch.cat([state.unread.first(count) for state, count in part])
+            # a row depends on its hidden state alone, whatever its token
+            batch = Batch([Chain(state.cache, [0] * count, 0) for state, count in part])
+            self.passes.read(batch, hidden)
             for state, count in part:
-                state.commit(count)
+                state.unread.drop(count)
+                state.cache.commit(range(count))
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
         self._read(states)

@@ -245,7 +245,7 @@ class LMDrafter(Drafter):
 
     def _fits(self, state: LMState, depth: int) -> bool:
         """Whether a text that was translated, and so many tokens below it, are within the model's
-        context. Of others the engine knows it before (`check_length`)."""
+        context. Of others the engine knows it before."""
         limit = self.context_length if self.translation is not None else None
         return limit is None or len(state.ids) + state.skipped + depth < limit
 

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
-from quickbeam.drafters.eagle_passes import NativeEagle, Rows, TorchEagle
+from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
 from quickbeam.drafters.native import usable_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
-from quickbeam.models.base import Model, inference
+from quickbeam.models.base import Batch, Chain, Draft, Model, Part, inference
 from quickbeam.models.kv import SequenceCache
-
-Works = list[tuple["EagleState", Rows]]
-"""Sequences and their rows of a pass."""
+from quickbeam.tree import TokenTree
 
 
 class EagleState(FeatureState):
@@ -30,9 +28,9 @@ class EagleState(FeatureState):
     It holds a key and a value for every row of the committed text, and what is known of the tree
     that is being grown. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`).
 
-    - `out`, `feature`: `[k, d]`, of the root's row, then of the rows of the requested nodes.
-    - `place`: by node, its row in `out`. `paths`: for each row below the root, the rows that it
-      sees, counted from the first below the root, itself last.
+    - `shadow`: the root and the requested nodes, in the order of their rows. The root's row is
+      committed once its tree is over. `place`: by node of the tree, that of the shadow.
+    - `out`, `feature`: `[k, d]`, of the shadow's nodes that were run.
     - `routed`, `root_routed`: the clusters that the last call scored, and that of the root.
     """
 
@@ -41,8 +39,8 @@ class EagleState(FeatureState):
     ) -> None:
         super().__init__(cache, ids, shortlist)
         self.out = self.feature = torch.empty(0)
+        self.shadow: TokenTree | None = None
         self.place: dict[int, int] = {}
-        self.paths: list[list[int]] = []
         self.routed: torch.Tensor | None = None
         self.root_routed: torch.Tensor | None = None
 
@@ -52,10 +50,13 @@ class EagleState(FeatureState):
     @property
     def unread_rows(self) -> int:
         """How many committed tokens before the root have no row yet."""
-        return len(self.ids) - 1 - self.cache.length
+        return len(self.ids) - 1 - self.cache.length - (self.shadow is not None)
 
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
+        if self.shadow is not None:
+            self.cache.commit([0])
+            self.shadow = None
         self.routed = self.root_routed = None
 
     def adopt(
@@ -67,7 +68,15 @@ class EagleState(FeatureState):
 
     def release(self) -> None:
         super().release()
-        self.out = self.feature = torch.empty(0)
+        self.shadow, self.out, self.feature = None, torch.empty(0), torch.empty(0)
+
+
+class Work(NamedTuple):
+    """A sequence's part of a pass, and what its rows read besides tokens (`TorchEagle.run`)."""
+
+    state: EagleState
+    part: Part
+    hidden: torch.Tensor
 
 
 class EagleDrafter(FeatureDrafter):
@@ -117,16 +126,14 @@ class EagleDrafter(FeatureDrafter):
         self._read([one.state for one in firsts if one.state.waiting], early=False)
         for request in firsts:
             state = request.state
-            state.tree, state.place, state.paths = request.tree, {0: 0}, []
+            state.tree, state.place = request.tree, {0: 0}
+            state.shadow = TokenTree(request.tree.token[0])
             state.out, state.feature = state.out[:1], state.feature[:1]
         works = [self._below(request) for request in requests if list(request.nodes) != [0]]
         # all passes go before any change: a call that fails is made again
-        for state, _, out, feature in list(self._run(works)):
-            state.out = torch.cat([state.out, out])
-            state.feature = torch.cat([state.feature, feature])
-        for request in requests:
-            place = request.state.place
-            place.update({n: len(place) + i for i, n in enumerate(request.nodes) if n})
+        for work, out, feature in list(self._run(works)):
+            work.state.out = torch.cat([work.state.out, out])
+            work.state.feature = torch.cat([work.state.feature, feature])
         return self._distributions(requests)
 
     def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
@@ -137,54 +144,53 @@ class EagleDrafter(FeatureDrafter):
         tree is requested, so that row is left out.
         """
         for part in in_parts(states, lambda state: state.readable(early)):
-            works: Works = []
+            works = list[Work]()
             for state, count in part:
                 at = state.cache.length
                 wanted = int(not early and state.waiting == count)
-                tokens = state.ids[at + 1 : at + 1 + count]
-                hidden = state.unread.first(count)
-                works.append((state, Rows(state.cache, hidden, tokens, wanted)))
-            for state, rows, out, feature in self._run(works):
-                state.commit(len(rows.tokens))
-                if rows.wanted:
+                rows = Chain(state.cache, state.ids[at + 1 : at + 1 + count], wanted)
+                works.append(Work(state, rows, state.unread.first(count)))
+            for (state, chain, _), out, feature in self._run(works):
+                state.unread.drop(chain.rows)
+                state.cache.commit(range(chain.rows - chain.wanted))
+                if chain.wanted:
+                    state.shadow = TokenTree(state.ids[-1])
                     state.out, state.feature = out[-1:], feature[-1:]
 
-    def _below(self, request: DraftRequest) -> tuple[EagleState, Rows]:
+    def _below(self, request: DraftRequest) -> Work:
         state, tree, nodes = request.state, request.tree, request.nodes
-        if tree is not state.tree or nodes[0] == 0:
+        if tree is not state.tree or state.shadow is None or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
-        del state.paths[len(state.place) - 1 :]  # those of a call that failed
-        above = []
-        for node in nodes:
-            if (place := state.place.get(tree.parent[node])) is None:
-                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
-            state.paths.append([*(state.paths[place - 1] if place else ()), len(state.paths)])
-            above.append(place)
-        tokens = [tree.token[node] for node in nodes]
-        return state, Rows(state.cache, state.out[above], tokens, len(nodes), state.paths)
+        run = len(state.out)
+        above = [state.place.get(tree.parent[node], run) for node in nodes]
+        if max(above) >= run:
+            raise ValueError(f"nodes {list(nodes)}: ask for their parents first")
+        for node, parent in zip(nodes, above, strict=True):
+            if node not in state.place:  # known where a failed call is made again
+                state.place[node] = state.shadow.add(parent, tree.token[node], self.name)
+        return Work(state, Draft(state.cache, state.shadow, run), state.out[above])
 
-    def _run(self, works: Works) -> Iterator[tuple[EagleState, Rows, torch.Tensor, torch.Tensor]]:
+    def _run(self, works: Sequence[Work]) -> Iterator[tuple[Work, torch.Tensor, torch.Tensor]]:
         """Run the works, and yield each with its outputs and the features that the head reads."""
-        groups: dict[Shortlist | None, Works] = {}  # works with the same router: one pass
-        for state, rows in works:
-            shared = None if state.shortlist is None else state.shortlist.shared
-            groups.setdefault(shared, []).append((state, rows))
+        groups: dict[Shortlist | None, list[Work]] = {}  # works with the same router: one pass
+        for work in works:
+            shortlist = work.state.shortlist
+            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(work)
         for shared, group in groups.items():
-            every, first = [rows for _, rows in group], 0
-            asked = any(rows.wanted for rows in every)
-            out, feature, scores = self.passes.run(every, shared if asked else None)
-            for state, rows in group:
-                if shared is not None and rows.wanted:
-                    began, mine = perf_counter(), slice(first, first + rows.wanted)
+            batch, first = Batch([work.part for work in group]), 0
+            hidden = torch.cat([work.hidden for work in group])
+            out, feature, scores = self.passes.run(batch, hidden, shared if batch.wanted else None)
+            for state, part, _ in group:
+                if shared is not None and part.wanted:
+                    began, mine = perf_counter(), slice(first, first + part.wanted)
                     state.routed = shared.none if scores is None else shared.choose(scores[mine])
-                    if rows.paths is None:
+                    if isinstance(part, Chain):
                         state.root_routed = state.routed
                     state.used.seconds += perf_counter() - began
-                first += rows.wanted
-            sizes = [len(rows.tokens) if len(out) else 0 for rows in every]
+                first += part.wanted
+            sizes = [part.rows if len(out) else 0 for part in batch.parts]
             parts = out.split_with_sizes(sizes), feature.split_with_sizes(sizes)
-            for (state, rows), *results in zip(group, *parts, strict=True):
-                yield state, rows, *results
+            yield from zip(group, *parts, strict=True)
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()

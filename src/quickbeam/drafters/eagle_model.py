@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rotary_angles
+from quickbeam.drafters.folder import rope_of
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,18 +68,6 @@ class EagleConfig:
         return self.draft_vocab_size is not None
 
 
-class Norm(nn.Module):
-    """RMS norm over the last dimension."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
-
-
 class Beside(nn.Module):
     """A network beside a target whose `embedding` and `head` it uses.
 
@@ -104,7 +92,7 @@ class Beside(nn.Module):
     @cached_property
     def angles(self) -> Angles:
         """Of its layers. They stay float32, whatever the module is moved to."""
-        return rotary_angles(self.config.rope, self.config.head_dim)
+        return Angles(rope_of(self.config.rope), self.config.head_dim)
 
     def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the rotary angles of `positions` `[..., n]` to `[..., n, heads, head_dim]`."""
@@ -129,26 +117,26 @@ class EagleHead(Beside):
         wide = config.join == "attention"
         if wide:
             self.fc = nn.Linear(len(config.layers) * config.target_size, d, bias=config.fc_bias)
-            self.hidden_norm = Norm(d, config.eps)
+            self.hidden_norm = nn.RMSNorm(d, config.eps)
             if config.lift:
                 self.lift = nn.Linear(d, d, bias=False)
             if config.fused_norm:
-                self.fused_norm = Norm(len(config.layers) * config.target_size, config.eps)
+                self.fused_norm = nn.RMSNorm(len(config.layers) * config.target_size, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.feature_norms:
             self.feature_norms = nn.ModuleList(
-                Norm(config.target_size, config.eps) for _ in config.layers
+                nn.RMSNorm(config.target_size, config.eps) for _ in config.layers
             )
         if wide:
-            self.input_norm = Norm(d, config.eps)
+            self.input_norm = nn.RMSNorm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
         self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
-        self.mlp_norm = Norm(d, config.eps)
+        self.mlp_norm = nn.RMSNorm(d, config.eps)
         self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, d, bias=False)
         if config.final_norm:
-            self.norm = Norm(d, config.eps)
+            self.norm = nn.RMSNorm(d, config.eps)
         if config.own_embedding:
             self.own_embedding = nn.Embedding(config.vocab_size, d)
         if config.draft_vocab_size is not None:

@@ -1,49 +1,31 @@
 """The passes of an EAGLE drafter, by PyTorch's operators and by the native kernels.
 
-The rows of a pass are all of committed tokens, or all of nodes. A committed row sees the committed
-rows up to itself, a node's row sees all of these and its path.
+The parts of a pass are all chains of committed tokens, or all draft trees, whose roots' rows are
+those of the last committed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import TorchPasses
-from quickbeam.drafters.native import NativeHead, NativePacker
+from quickbeam.drafters.native import NativePacker
 from quickbeam.drafters.shortlist.native import NativeRouter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
-from quickbeam.models.base import Model
-from quickbeam.models.gathered import Behind, GatheredStep
+from quickbeam.models.base import Batch, Chain, Model
+from quickbeam.models.compiled import NativeLinear
+from quickbeam.models.gathered import GatheredStep, behind
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer, Program
+from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
-
-
-class Rows(NamedTuple):
-    """The rows of one sequence in a pass.
-
-    - `hidden`: the target's hidden states `[n, len(layers) * target_size]` of committed tokens, or
-      for nodes the outputs `[n, d]` of their parents' rows.
-    - `tokens`: the tokens that follow.
-    - `wanted`: how many of the last rows have a distribution computed.
-    - `paths`: for nodes, the paths of all rows of the tree so far, these last: numbers of the
-      tree's rows, itself last. None for committed rows.
-    """
-
-    cache: Any
-    hidden: torch.Tensor
-    tokens: Sequence[int]
-    wanted: int
-    paths: Sequence[Sequence[int]] | None = None
 
 
 class Passed(NamedTuple):
@@ -67,52 +49,27 @@ class TorchEagle(TorchPasses):
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, 1, model)
 
-    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
-        """Run the layer once, and the router of `shortlist` where one is given."""
-        network, step = self.network, GatheredStep([_behind(one) for one in rows], self.pool)
-        hidden = torch.cat([one.hidden for one in rows])
-        if rows[0].paths is None:
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+        """Run the layer once, and the router of `shortlist` where one is given.
+
+        `hidden`: what each row reads besides its token. In chains that is the target's hidden state
+        after the token before, `[n, len(layers) * target_size]`, in trees the output of the
+        parent's row, `[n, d]`.
+        """
+        network, step = self.network, GatheredStep([*map(behind, batch.parts)], self.pool)
+        if isinstance(batch.parts[0], Chain):
             hidden = network.fuse(hidden)
-        tokens = [token for one in rows for token in one.tokens]
-        embedded = network.embedding(torch.tensor(tokens, device=hidden.device))
+        embedded = network.embedding(torch.tensor(batch.tokens, device=hidden.device))
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             self.write(step, 0, key, value)
             return self.attend(step, 0, query)
 
-        routed, ends = None, np.cumsum([len(one.tokens) for one in rows])
+        routed = None
         if shortlist is not None and shortlist.router is not None:
-            pairs = zip(rows, ends.tolist(), strict=True)
-            wanted = [row for one, end in pairs for row in range(end - one.wanted, end)]
-            routed = shortlist.router(hidden[wanted], embedded[wanted])
+            routed = shortlist.router(hidden[batch.wanted], embedded[batch.wanted])
         out = network(hidden, embedded, step.positions, attend)
         return Passed(out, network.feature(out), routed)
-
-
-def _behind(rows: Rows) -> Behind:
-    cache, paths, n = rows.cache, rows.paths, len(rows.tokens)
-    if paths is None:
-        return Behind(cache, range(n))
-    visible = np.zeros((n, len(paths)), np.bool_)
-    for seen, path in zip(visible, paths[-n:], strict=True):
-        seen[path] = True
-    return Behind(cache, [len(path) - 1 for path in paths], len(paths) - n, visible)
-
-
-def list_rows(rows: Sequence[Rows], wanted: bool = True) -> RowList:
-    """Return the rows as the kernels take them. `wanted`: whether some go through a head."""
-    listed = RowList()
-    for one in rows:
-        n, length = len(one.tokens), one.cache.length
-        asked = range(n - one.wanted if wanted else n, n)
-        if one.paths is None:
-            one.cache.add_chain(listed, one.tokens, asked)
-            continue
-        one.cache.reserve(length + len(one.paths))
-        paths = [[length + row for row in path] for path in one.paths[-n:]]
-        orders, positions = [path[-1] for path in paths], [length + len(p) - 1 for p in paths]
-        listed.add(one.cache.table, one.tokens, positions, orders, [length] * n, paths, asked)
-    return listed
 
 
 class NativeEagle:
@@ -135,31 +92,29 @@ class NativeEagle:
         self._fc, self._lift = pack(network.fc), pack(network.lift) if config.lift else None
         self._qkv, self._out = pack(network.qkv), pack(network.out)
         self._up, self._down = pack(network.gate_up, True), pack(network.down)
-        self._programs: dict[tuple[bool, bool, NativeRouter | None], Program] = {}
+        self._program = cache(self._make)
 
     @cached_property
-    def logits(self) -> NativeHead:
+    def logits(self) -> NativeLinear:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
-        return NativeHead(self.pack.head(self.network.head), self.kernels)
+        return self.pack.head(self.network.head)
 
-    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
         """See `TorchEagle.run`."""
-        listed, committed = list_rows(rows), rows[0].paths is None
+        listed, committed = list_rows(batch), isinstance(batch.parts[0], Chain)
         router = None if shortlist is None else shortlist.native_router
         wanted = len(listed.wanted)
-        key = committed, bool(wanted), router
-        if key not in self._programs:
-            self._programs[key] = self._make(*key)
-        states = torch.cat([one.hidden for one in rows]).contiguous()
-        size = len(listed.tokens), self.network.config.hidden_size
-        out, feature = torch.empty(2, *size, dtype=torch.bfloat16) if wanted else NOTHING[:2]
-        given = {"states": states, **({"out": out, "feature": feature} if wanted else {})}
-        routed = None
+        size, given = (batch.rows, self.network.config.hidden_size), {"states": hidden.contiguous()}
+        out, feature, routed = NOTHING
+        if wanted:
+            out, feature = torch.empty(2, *size, dtype=torch.bfloat16)
+            given |= {"out": out, "feature": feature}
         if router is not None:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
         if (last := max(listed.positions)) >= len(self._angles[0]):
             self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
-        self._programs[key].run(listed.rows(), given, self._angles)
+        program = self._program(committed, bool(wanted), router)
+        program.run(listed.rows(), given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:

@@ -102,11 +102,6 @@ class FeatureState(DrafterState):
     def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
-    def commit(self, count: int) -> None:
-        """Commit the next `count` rows, and drop the hidden states that they were computed from."""
-        self.unread.drop(count)
-        self.cache.commit(range(count))
-
     def share(self, chunk: int, tokens: int) -> Any:
         """Return the rows of these tokens, or None if they were not read yet."""
         whole = (chunk + 1) * tokens <= self.cache.length
@@ -161,11 +156,7 @@ class TorchPasses:
         shapes = [KVShape(network.config.kv_heads, size, size)] * layers
         self.pool = RowPool(shapes, model.dtype, model.device)
         self._layers = [Layer(i, size**-0.5, None, None, None) for i in range(layers)]
-
-    @property
-    def logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The whole head, `[n, d]` to `[n, draft vocabulary]`."""
-        return self.network.head  # type: ignore[no-any-return]
+        self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
 
     def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the rows' keys and values of layer i, `[n, kv_heads, head_dim]` each."""

@@ -66,16 +66,8 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     said.setdefault("head_dim", said["hidden_size"] // said["num_attention_heads"])
     sizes = {field: int(said[name]) for field, name in SIZES.items()}
     rope = {name: said[name] for name in ROPE if name in said}
-    rotary_angles(rope, sizes["head_dim"])  # raises for unknown ones
+    Angles(rope_of(rope), sizes["head_dim"])  # raises for unknown ones
     return sizes | {"eps": float(said.get("rms_norm_eps", 1e-6)), "rope": rope}
-
-
-def rotary_angles(fields: Mapping[str, Any], dim: int) -> Angles:
-    """Return the angles of a drafter's own layers, whose halves turn together.
-
-    Raises `InvalidInput` as `Angles` does.
-    """
-    return Angles(rope_of(fields), dim)
 
 
 def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:

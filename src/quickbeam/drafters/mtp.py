@@ -8,7 +8,6 @@ were trained for one depth each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
-from quickbeam.drafters.eagle_passes import Passed, Rows, list_rows
+from quickbeam.drafters.eagle_passes import Passed
 from quickbeam.drafters.folder import named_errors
-from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativeHead, NativePacker
+from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput, refuse_incomplete
-from quickbeam.models.base import Model
+from quickbeam.models.base import Batch, Model
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
@@ -34,7 +33,7 @@ from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
-from quickbeam.models.native_model import NativeModel
+from quickbeam.models.native_model import NativeModel, list_rows
 from quickbeam.models.pages import PagePool
 from quickbeam.models.prequantised import method_of
 from quickbeam.models.shapes import expected
@@ -158,11 +157,11 @@ class CompiledMtp(CompiledDrafter):
 class MtpPasses:
     """The passes of an MTP head in the native kernels, with the pages of its keys and values.
 
-    `normed`: whether it reads what the model's head reads, and its own row stands in for that
-    behind its norm; else both are taken before their norms. vLLM, SGLang and transformers take them
-    behind for all families; for Qwen3.5 that accepts half as many tokens again (llama.cpp's pull
-    request 24025, LightLLM's 1402). `weights`: the format of its weights; None: 8 bits, as a wrong
-    draft costs only its time, and float32 beside a model in float32.
+    It reads what the model's head reads, and its own row stands in for that behind its norm, as in
+    vLLM, SGLang and transformers. For Qwen3.5 that accepts half as many tokens again as states
+    before the norms (llama.cpp's pull request 24025, LightLLM's 1402). `weights`: the format of its
+    weights; None: 8 bits, as a wrong draft costs only its time, and float32 beside a model in
+    float32.
     """
 
     def __init__(
@@ -171,7 +170,6 @@ class MtpPasses:
         stack: Stack,
         layout: MtpLayout,
         model: Model,
-        normed: bool = True,
         weights: str | None = None,
     ) -> None:
         kernels, head = library.kernels(), model.head
@@ -181,16 +179,14 @@ class MtpPasses:
             weights = FLOAT32
         weights = weights or (INT8 if parameters.finite else BFLOAT16)
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
-        self._compiled.watch([2] if normed else [1, 2])
-        self._width = int(model.config.hidden_size)
-        self.logits = NativeHead(NativePacker(kernels, weights).head(head), kernels)
+        self._compiled.watch([2])
+        self.logits = NativePacker(kernels, weights).head(head)
 
-    def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
-        listed = list_rows(rows, wanted=False)
-        self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+        listed = list_rows(batch)
+        self._compiled.states = hidden.contiguous()
         self._compiled(listed.rows(), max(listed.positions))
-        hidden, d = self._compiled.hidden, self._width
-        return Passed(hidden[:, :d], hidden[:, -d:])
+        return Passed(self._compiled.hidden, self._compiled.hidden)
 
 
 def runs_mtp(model: Model) -> bool:
@@ -198,12 +194,10 @@ def runs_mtp(model: Model) -> bool:
     return isinstance(model, NativeModel) and model.streamed is None
 
 
-def load_mtp(
-    place: Path, model: Model, *, normed: bool = True, weights: str | None = None
-) -> Drafter:
+def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafter:
     """Load the MTP head in the folder of `model`, or its `.gguf` file.
 
-    `normed`, `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
+    `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
     layout, where the native kernels don't run the model, and for a head that is not whole.
     """
     config, layers = model.config, model.config.num_hidden_layers
@@ -215,8 +209,8 @@ def load_mtp(
     with named_errors(place):
         read = _of_file if place.suffix == ".gguf" else _of_folder
         parameters, stack, layout = read(place, model)
-    passes = MtpPasses(parameters, stack, layout, model, normed, weights)
-    return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
+    passes = MtpPasses(parameters, stack, layout, model, weights)
+    return EagleDrafter(passes, model, [layers + 1], config.hidden_size, routes=False)
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:

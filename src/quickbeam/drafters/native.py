@@ -13,7 +13,7 @@ from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.base import Model
 from quickbeam.models.compiled import CompiledStack, NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import Rows, plain_rows
+from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.stack_tensors import Parameters
@@ -51,13 +51,15 @@ class NativePacker:
         packed: Packed = Packer(self.kernels, name).pack(list(weights), bias, gated)
         return packed
 
-    def head(self, head: Any) -> Packed:
-        """Pack a head. If the target keeps it quantised, its own rows are used."""
+    def head(self, head: Any) -> NativeLinear:
+        """Return a head, packed. If the target keeps it quantised, its own rows are used."""
         if not isinstance(head, NativeLinear):
-            return self(head.weight, bias=head.bias)
-        if head.packed.name not in WHOLE:
-            return head.packed
-        return self(head.packed.rows(), bias=head.packed.bias)
+            packed = self(head.weight, bias=head.bias)
+        elif head.packed.name in WHOLE:
+            packed = self(head.packed.rows(), bias=head.packed.bias)
+        else:
+            packed = head.packed
+        return NativeLinear(self.kernels, packed, logits=True)
 
 
 class DrafterParameters(Parameters):
@@ -95,24 +97,6 @@ class DrafterParameters(Parameters):
     def finite(self) -> bool:
         """Whether all numbers that are stored are finite."""
         return all(bool(self(name).isfinite().all()) for name in self._stored)
-
-
-class NativeHead:
-    """A head in the native kernels: `[n, d]` to `[n, vocab]` float32."""
-
-    def __init__(self, packed: Packed, kernels: Kernels) -> None:
-        self._program, self.outputs = Program(kernels), packed.outputs
-        self._dtype = packed.dtype
-        wide = self._dtype is torch.float32
-        source = self._program.given("feature", packed.inputs, wide)
-        self._program.linear(packed, source, self._program.given("logits", packed.outputs, True))
-
-    def __call__(self, feature: torch.Tensor) -> torch.Tensor:
-        logits = torch.empty(len(feature), self.outputs)
-        rows = plain_rows(len(feature))
-        feature = feature.to(self._dtype).contiguous()
-        self._program.run(rows, {"feature": feature, "logits": logits})
-        return logits
 
 
 class CompiledDrafter(CompiledStack):

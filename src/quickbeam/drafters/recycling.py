@@ -8,15 +8,14 @@ of `auto` and the noise of sampling (`methods/children.py`) treat them as any dr
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 
-from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs, DraftRequest
+from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.texts import TENANTS
 from quickbeam.tree import TokenTree
 
@@ -77,18 +76,7 @@ class TokenRecycling(Drafter):
     one_call = True
 
     def __init__(self) -> None:
-        self._known = OrderedDict[Hashable, Successors]()
-
-    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
-        return DrafterState()
-
-    def _of(self, tenant: Hashable) -> Successors:
-        if tenant not in self._known:
-            while len(self._known) >= TENANTS:
-                self._known.popitem(last=False)
-            self._known[tenant] = Successors()
-        self._known.move_to_end(tenant)
-        return self._known[tenant]
+        self._of = lru_cache(TENANTS)(lambda tenant: Successors())
 
     def learn(self, context: Context, tree: TokenTree, logits: torch.Tensor) -> None:
         known = self._of(context.tenant)

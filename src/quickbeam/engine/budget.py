@@ -111,16 +111,11 @@ class Budget:
     def marginal_cost(self, rate: float) -> MarginalCost:
         """Return what one more node of a tree costs at `rate`, the same for all trees of a step."""
         step, beside, cost = self._held
-        if (
-            cost is None
-            or self._step - step >= self.HOLD
-            or abs(self._beside - beside) * 4 > beside
-        ):
-            passes = [
-                rate * (self.cost.alone(self._beside + n) + self.cost.reading(n, self._context))
-                for n in self._widths
-            ]
-            cost = MarginalCost.of_passes(self._widths, passes)
+        old = self._step - step >= self.HOLD or abs(self._beside - beside) * 4 > beside
+        if cost is None or old:
+            alone, reading = self.cost.alone, self.cost.reading
+            passes = [alone(self._beside + n) + reading(n, self._context) for n in self._widths]
+            cost = MarginalCost.of_passes(self._widths, [rate * one for one in passes])
             self._held = self._step, self._beside, cost
         return cost
 

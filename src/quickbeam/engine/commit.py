@@ -1,5 +1,4 @@
-"""What a pass says of one sequence: accepted path, committed rows, emitted tokens, and what
-learns from them."""
+"""What a pass says of one sequence: accepted path, committed rows, emitted tokens."""
 
 from __future__ import annotations
 
@@ -96,10 +95,8 @@ class Commit:
             return 0
 
     def _text(self, one: Ready, passed: Passed) -> None:
-        """Commit tokens of a text that was read. After the last token of a prompt, emit the first
-        token, if one is wanted."""
-        sequence, part = one.sequence, one.part
-        self._rows(sequence, list(range(part.rows)), passed)
+        sequence = one.sequence
+        self._rows(sequence, list(range(one.part.rows)), passed)
         if sequence.scoring:
             sequence.score(passed.logits)
         if sequence.started or sequence.unread:
@@ -113,18 +110,13 @@ class Commit:
         sequence.extend([token], logits)
 
     def _tree(
-        self,
-        sequence: SequenceState,
-        growing: TreeDraft,
-        tree: TokenTree,
-        passed: Passed,
+        self, sequence: SequenceState, growing: TreeDraft, tree: TokenTree, passed: Passed
     ) -> int:
         """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
         path, token = self._accept(sequence, tree, passed)
-        grown = growing.grown
-        assert grown is not None
-        grown.learn(tree, path)
-        if sequence.drafter is not None and sequence.context is not None:
+        assert growing.grown is not None
+        growing.grown.learn(tree, path)
+        if sequence.drafter is not None:
             sequence.drafter.learn(sequence.context, tree, passed.logits)
         self._rows(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]

@@ -56,10 +56,6 @@ class Comparison:
             for sums in (self._tokens, self._seconds, self._steps):
                 sums[mode] *= min(1.0, self.BEGIN / steps)
 
-    def others(self, mode: str) -> list[str]:
-        """Return the possible modes but this one."""
-        return [one for one in self._tokens if one != mode]
-
     def explores(self, call: float, reading: float) -> bool:
         """Whether the first call of this step is made, whatever it seems to bring.
 
@@ -100,7 +96,6 @@ class Comparison:
         self._changed = self.mode != before
 
     def _choose(self, sequences: int) -> None:
-        """Go on with the fastest mode, or begin a turn of the one that is most overdue."""
         fastest = max(self._tokens, key=self.speed)
         if fastest != self.best:
             self.best, self._longer = fastest, dict.fromkeys(self._longer, 1)

@@ -163,13 +163,7 @@ class CostModel:
         """Return the seconds that `context` tokens before a tree of `nodes` nodes add."""
         return context * interpolate(self._per_token, nodes)
 
-    def observe(
-        self,
-        rows: int,
-        seconds: float,
-        reading: float = 0.0,
-        sequences: int = 1,
-    ) -> None:
+    def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
         """Record that a pass over trees of `sequences` sequences took `seconds`.
 
         `reading` of these seconds are expected for the tokens before the trees. Of two measured
@@ -231,8 +225,7 @@ class CostModel:
 
 @torch.inference_mode()
 def _time(model: Model, nodes: int, context: int, sequences: int) -> float:
-    """Return the seconds of a pass over trees of `nodes` nodes behind `context` tokens, one in each
-    of `sequences` sequences."""
+    """Return the seconds of a pass over `sequences` trees, each behind `context` tokens."""
     tree = TokenTree(0)
     for node in range(1, nodes):
         tree.add((node - 1) // 2, node % model.vocab_size, "probe")

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
@@ -90,18 +91,30 @@ class Engine:
         """
         self.model.check_prompt(request.prompt)
         prompt, most = len(request.prompt), request.params.max_tokens
-        limit = self.model.context_length
-        if limit is not None and prompt + most > limit:
-            raise InvalidInput(
-                f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of "
-                f"{limit}: shorten the prompt, or lower max_tokens (at most "
-                f"{max(0, limit - prompt)} tokens fit)"
-            )
         sequence = SequenceState(request, self._noise)
-        if (drafter := sequence.drafter) is not None:
-            drafter.check_length(prompt, most)
-        self.scheduler.check(sequence)
+        for limit, what, advice in self.limits(sequence.drafter):
+            if prompt + most > limit:
+                raise InvalidInput(
+                    f"a prompt of {prompt} tokens and max_tokens={most} exceed {what} of {limit} "
+                    f"tokens: shorten the prompt, lower max_tokens (at most "
+                    f"{max(0, limit - prompt)} tokens fit){advice}"
+                )
         return sequence
+
+    def limits(self, drafter: Drafter | None) -> list[tuple[int, str, str]]:
+        """Return how many tokens a prompt and its answer may have together.
+
+        By each thing that limits them: the number, its name, and what else may be done about it.
+        """
+        pool, context = self.model.pool, None if drafter is None else drafter.context_length
+        pages = None if pool.limit is None else max(0, pool.limit - pool.most_state_pages)
+        room = None if pages is None else max(0, pages * pool.page - 1)
+        limits = (
+            (self.model.context_length, "the model's context", ""),
+            (context, "the drafter's context", ", or take a method without a drafter"),
+            (room, "the memory for keys and values", ", or raise --kv-memory"),
+        )
+        return [(most, what, advice) for most, what, advice in limits if most is not None]
 
     def start(self, sequence: SequenceState) -> None:
         """Let a sequence wait for its turn, unless it is over."""
@@ -109,7 +122,7 @@ class Engine:
             return
         self.prefixes.drafter = self.prefixes.drafter or sequence.drafter
         if self._memory is not None:
-            sequence.texts = self._memory.of(sequence.request.tenant)
+            sequence.context.texts = self._memory.of(sequence.request.tenant)
         self.scheduler.waiting.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
@@ -221,8 +234,8 @@ class Engine:
         """
         if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
-        if sequence.texts is not None and sequence.started:
-            sequence.texts.add(sequence.ids)
+        if (texts := sequence.context.texts) is not None and sequence.started:
+            texts.add(sequence.ids)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
 

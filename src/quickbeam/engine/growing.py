@@ -59,8 +59,7 @@ class TreeDraft:
     @property
     def measured(self) -> bool:
         """Whether each of its nodes has to be worth its marginal cost."""
-        context = self.sequence.context
-        return context is not None and context.marginal_cost is not None
+        return self.sequence.context.marginal_cost is not None
 
 
 class Drafting:
@@ -140,7 +139,6 @@ class Drafting:
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
         request, policy, context = sequence.request, sequence.policy, sequence.context
-        assert context is not None and sequence.cache is not None
         nodes, context.marginal_cost = request.budget or 1, None
         if request.budget is None and policy.sources and self._mode(sequence) != PLAIN:
             nodes = UNPRICED
@@ -236,7 +234,7 @@ def _modes(sequence: SequenceState) -> list[str]:
     """
     policy, context = sequence.policy, sequence.context
     asks = [ASKED] if sequence.drafter is not None else []
-    leaves_out = policy.priced and context is not None and not context.draws
+    leaves_out = policy.priced and not context.draws
     free = [UNASKED] if not asks or (len(policy.sources) > 1 and leaves_out) else []
     return asks + free + ([PLAIN] if sequence.params.grammar is None else [])
 

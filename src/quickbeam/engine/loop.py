@@ -105,7 +105,6 @@ class EngineLoop:
         self._notify(list(self.clients))
 
     def _notify(self, sequences: Sequence[SequenceState]) -> None:
-        """Notify each client once of all its sequences among these."""
         changed: dict[Client, list[SequenceState]] = {}
         for sequence in sequences:
             for client in self.clients.get(sequence, ()):

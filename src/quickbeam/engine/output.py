@@ -1,5 +1,4 @@
-"""From token ids to text, one token at a time, and where the answer ends. Knows nothing of
-drafting."""
+"""From token ids to text, token by token, and where an answer ends. Knows nothing of drafting."""
 
 from __future__ import annotations
 
@@ -54,9 +53,7 @@ class Detokenizer:
         self._text = text
         whole = text.rstrip(INCOMPLETE)
         self._waiting = self._waiting + 1 if len(whole) < len(text) else 0
-        # A character has 4 bytes at most. What is no character after as many tokens never will be
-        # one.
-        if self._waiting > 4:
+        if self._waiting > 4:  # a character has 4 bytes at most: these never will be one
             whole = text
         if len(whole) <= len(self._shown):
             # only endless spaces, with a tokenizer that strips them, get here
@@ -81,18 +78,13 @@ class Detokenizer:
         return self._decode(self._window[self._context :])
 
     def _left_out(self, token: int) -> bool:
-        """Whether decoding leaves `token` out: it shows nothing alone and nothing in the middle of
-        a text.
-
-        The first test is not enough, since some tokenizers strip spaces at both ends of a text.
-        That test decodes the token twice in a row, since other tokenizers strip one space.
-        """
+        # Alone is not enough, since some tokenizers strip spaces at both ends of a text. Twice in a
+        # row, since other tokenizers strip one space.
         if token not in self._blank:
             self._blank[token] = not self._decode([token, token])
         window = self._window
-        return self._blank[token] and self._decode(
-            [*window, token, token, *window]
-        ) == self._decode([*window, *window])
+        inside = [*window, token, token, *window]
+        return self._blank[token] and self._decode(inside) == self._decode([*window, *window])
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._decoder(tokens, skip_special_tokens=self._skip_special_tokens))
@@ -158,8 +150,7 @@ class Output:
         return self._text
 
     def _decode(self) -> bool:
-        """Append the text of tokens that have none yet. Returns whether it completes a stop
-        string."""
+        """Append the text of tokens that have none yet. Returns whether a stop string is in it."""
         with self._reading:
             while self._undecoded:
                 if self._add(self._detokenizer.append(self._undecoded.popleft())):
@@ -167,8 +158,7 @@ class Output:
         return False
 
     def close(self, reason: str) -> None:
-        """End the answer here, with the text that the detokenizer held back. Does nothing after the
-        end."""
+        """End the answer here, with the text that was held back. Does nothing after the end."""
         if self.finish_reason is not None:
             return
         try:

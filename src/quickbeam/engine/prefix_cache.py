@@ -163,7 +163,8 @@ class PrefixCache:
 
         Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        if (first := next(filter(self._is_idle, self._order), None)) is not None:
+        idle = (chunk for chunk in self._order if self._pool.idle(chunk.held))
+        if (first := next(idle, None)) is not None:
             below = [first]
             for chunk in below:  # grows meanwhile
                 below += chunk.children.values()
@@ -173,9 +174,6 @@ class PrefixCache:
         if (oldest := next(iter(self._snapshots), None)) is not None:
             self._drop_snapshot(oldest)
         return oldest is not None
-
-    def _is_idle(self, chunk: Chunk) -> bool:
-        return self._pool.idle(chunk.held)
 
     def clear(self) -> None:
         """Drop all chunks."""

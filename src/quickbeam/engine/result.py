@@ -62,11 +62,8 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         """Tokens after prefill's, over `seconds`: decoding only."""
-        return (
-            (self.new_tokens - 1) / self.seconds
-            if self.seconds > 0 and self.new_tokens > 1
-            else 0.0
-        )
+        later = self.new_tokens - 1
+        return later / self.seconds if later > 0 and self.seconds > 0 else 0.0
 
 
 @dataclass

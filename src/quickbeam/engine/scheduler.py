@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Chain, Draft, Model, Part
 from quickbeam.models.kv import NoRoom
 
@@ -30,8 +30,7 @@ class Ready(NamedTuple):
     growing: TreeDraft | None = None
 
 
-def _arrival(sequence: SequenceState) -> int:
-    return sequence.arrival
+_arrival = attrgetter("arrival")
 
 
 class FairQueue:
@@ -92,20 +91,6 @@ class Scheduler:
         self.waiting = FairQueue()
         self.active: list[SequenceState] = []
 
-    def check(self, sequence: SequenceState) -> None:
-        """Raise `InvalidInput` for a request for which there can never be room."""
-        tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
-        if limit is None:
-            return
-        room = (limit - self.pool.most_state_pages) * self.pool.page
-        if tokens + 1 > room:
-            raise InvalidInput(
-                f"a prompt of {len(sequence.request.prompt)} tokens and "
-                f"max_tokens={sequence.params.max_tokens} need more keys and values "
-                f"than the {max(0, room)} tokens that there is memory for: raise "
-                "--kv-memory or ask for less"
-            )
-
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over, and free what it holds."""
         sequence.release()
@@ -131,7 +116,6 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _next(self) -> SequenceState | None:
-        """Return the sequence that is admitted next, if there is a place for it."""
         free = self.most - len(self.active)
         if free <= 0 or not self.waiting:
             return None
@@ -208,8 +192,7 @@ class Scheduler:
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Free everything of an active sequence but its text, and let it wait for its turn
-        again."""
+        """Free all of an active sequence but its text, and let it wait for its turn again."""
         sequence.release()
         sequence.statistics.preemptions += 1
         self.active.remove(sequence)
@@ -265,20 +248,14 @@ class Scheduler:
             room = self.model.beside
         elif tenants != {None}:
             room = min(room, 2 * self.model.beside)
-        counts = shares([one.unread for one in reading], room)
-        return [
-            Ready(one, self._text(one, count))
-            for one, count in zip(reading, counts, strict=True)
-            if count
-        ]
-
-    def _text(self, sequence: SequenceState, count: int) -> Part:
-        """Return the next `count` tokens to be read, as a part of a pass."""
-        assert sequence.cache is not None
-        cache, read = sequence.cache, sequence.read
-        tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
-        last = not sequence.started and read + count == prompt
-        return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
+        parts = list[Ready]()
+        for one, count in zip(reading, shares([one.unread for one in reading], room), strict=True):
+            if count and one.cache is not None:
+                end = one.read + count
+                last = not one.started and end == len(one.request.prompt)
+                wanted = count if one.scoring else int(last)
+                parts.append(Ready(one, Chain(one.cache, one.ids[one.read : end], wanted)))
+        return parts
 
 
 def shares(unread: Sequence[int], room: int) -> list[int]:

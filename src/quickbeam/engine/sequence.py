@@ -13,7 +13,6 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.drafters.texts import Texts
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
@@ -74,8 +73,8 @@ class SequenceState:
     """A request and its state so far.
 
     A sequence waits, then its prompt is read, then it runs, and then it is over.
-    `output.finish_reason` then says why, or `error` holds what went wrong. `context` exists only
-    while it is active. If it is preempted, `ids`, `output` and the generators survive.
+    `output.finish_reason` then says why, or `error` holds what went wrong. `context` has sources'
+    states only while it is active. If it is preempted, `ids`, `output` and the generators survive.
 
     The request's seed, or one that is drawn, makes the noise of its places. For the residual rule
     it makes two generators: for what is emitted, and for what is drawn while drafting.
@@ -98,11 +97,8 @@ class SequenceState:
         )
         self.error: BaseException | None = None
         self.nodes = 1  # of its last tree
-        self.texts: Texts | None = None  # finished ones that it may draft from
         self.ids = list(request.prompt)
-        self.logits = torch.empty(0)  # the logits that the last of the ids was chosen from
         self.cache: SequenceCache | None = None
-        self.context: Context | None = None
         self.chunks: list[Any] = []  # chunks of the prefix cache that hold the beginning of the ids
         self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
         self.times = Times(time.perf_counter())
@@ -114,6 +110,16 @@ class SequenceState:
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
         self.noise = noise(self.seed, choice, request.sampler.vocab_size) if coupled else None
+        self.context = Context(
+            self.ids,
+            torch.empty(0),
+            self.params.temperature,
+            self.drafting,
+            noise=self.noise,
+            filters=self.params if self.params.filters else None,
+            grammar=request.sampler.grammar,
+            tenant=request.tenant,
+        )
 
     @property
     def cost(self) -> int:
@@ -164,47 +170,29 @@ class SequenceState:
     @property
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps of it, or None."""
-        if self.drafter is None or self.context is None:
-            return None
-        return self.context.states.get(self.drafter.name)
+        return None if self.drafter is None else self.context.states.get(self.drafter.name)
 
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""
-        self.cache = cache
+        self.cache = self.context.cache = cache
         self.times.began = self.times.began or time.perf_counter()
-        self.context = Context(
-            self.ids,
-            self.logits,
-            self.params.temperature,
-            self.drafting,
-            noise=self.noise,
-            filters=self.params if self.params.filters else None,
-            grammar=self.request.sampler.grammar,
-            texts=self.texts,
-            cache=cache,
-            tenant=self.request.tenant,
-        )
-        for source in self.policy.sources:
-            if isinstance(source, Drafter):
-                self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
-            else:
-                self.context.states[source.name] = source.begin(self.ids)
+        self.context.begin(self.policy.sources, self.request.shortlist)
+        if (state := self.draft_state) is not None and state.used is not None:
+            state.used = self.statistics.head = self.statistics.head or state.used
 
     def release(self) -> None:
         """Free keys and values and what sources keep. The text stays."""
         if (state := self.draft_state) is not None:
-            if (used := state.used) is not None:
-                head = self.statistics.head
-                self.statistics.head = used if head is None else head.plus(used)
             state.release()
         if self.cache is not None:
             self.cache.release()
-        self.cache = self.context = None
+        self.cache = self.context.cache = None
+        self.context.states.clear()
         self.chunks, self.edges, self.nodes = [], {}, 1
         if self.noise is not None:
             self.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
-        self.logits = torch.empty(0) if self.over else self.logits.clone()
+        self.context.logits = torch.empty(0) if self.over else self.context.logits.clone()
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
         """End the sequence. Does nothing if it is over."""
@@ -250,9 +238,5 @@ class SequenceState:
 
     def extend(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
         """Record committed tokens, the last of which was chosen from `logits` `[vocab]`."""
-        self.logits = logits
-        if self.context is None:
-            self.ids.extend(tokens)
-            return
         self.context.logits = logits
         self.context.extend(tokens)  # the context's ids are this sequence's own list

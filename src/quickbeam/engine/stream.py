@@ -126,11 +126,6 @@ class Stream(Iterator[str]):
         return self.sequence.times
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        return self.sequence.over
-
-    @property
     def error(self) -> BaseException | None:
         """The error that ended the answer, or None."""
         return self.sequence.error

@@ -16,6 +16,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
 
 FORMAT, VERSION = "quickbeam trace", 1
+COLUMNS = ("token", "parent", "depth", "source", "value", "accepted")  # of a node's record
+SECONDS = ("draft_seconds", "verify_seconds", "seconds")
 
 
 class StepRecord(NamedTuple):
@@ -39,28 +41,15 @@ class Trace:
 
     def __call__(self, record: StepRecord) -> None:
         tree, accepted = record.tree, set(record.path)
-        columns = zip(tree.token, tree.parent, tree.depth, tree.source, tree.value, strict=True)
-        nodes = [
-            {
-                "token": token,
-                "parent": parent,
-                "depth": depth,
-                "source": source,
-                "value": float(value),
-                "accepted": node in accepted,
-            }
-            for node, (token, parent, depth, source, value) in enumerate(columns)
+        values = map(float, tree.value)
+        columns = zip(tree.token, tree.parent, tree.depth, tree.source, values, strict=True)
+        nodes: list[dict[str, Any]] = [
+            dict(zip(COLUMNS, (*row, node in accepted), strict=True))
+            for node, row in enumerate(columns)
         ]
-        self._steps.append(
-            {
-                "nodes": nodes,
-                "next": {"token": record.token},
-                "emitted": len(record.emitted),
-                "draft_seconds": record.draft_seconds,
-                "verify_seconds": record.verify_seconds,
-                "seconds": record.seconds,
-            }
-        )
+        seconds = {name: getattr(record, name) for name in SECONDS}
+        own = {"nodes": nodes, "next": {"token": record.token}, "emitted": len(record.emitted)}
+        self._steps.append({**own, **seconds})
 
     def take(self, text: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the steps so far, in the form of `to_json`, and forget them.

@@ -52,8 +52,7 @@ class Compiler:
         if not closing:
             raise InvalidInput(
                 "grammar with ignore_eos: nothing could end the answer where the grammar ends; "
-                "leave ignore_eos out, "
-                "or give a special token in stop_token_ids"
+                "leave ignore_eos out, or give a special token in stop_token_ids"
             )
         return Masks(compiled, self._vocab, ends, closing)
 
@@ -93,7 +92,6 @@ class Compiler:
         return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _prepared(self) -> LLTokenizer:
-        """Return the tokenizer in llguidance's form."""
         from llguidance import LLTokenizer
 
         known = [token for token in self._eos if token < len(self._hf)]

@@ -146,11 +146,9 @@ class Masks:
         if self._over or not self._ends.isdisjoint(path):
             return 0
         before_end = list(takewhile(lambda token: token not in self._ends, tokens))
-        return (
-            self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0
-            if before_end
-            else 0
-        )
+        if not before_end:
+            return 0
+        return self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0
 
     def _is_written(self, path: tuple[int, ...]) -> bool:
         """Whether the grammar fixes the next text, so that llguidance knows it without a mask."""
@@ -181,23 +179,19 @@ class Masks:
         )
 
     def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """Return what a matcher that has read `path` answers; None if it fails, with `_reason`
-        set."""
         for _ in range(2):
             self._go(path)
             if not self._matcher.is_error():
                 answer = question(self._matcher)
                 if not self._matcher.is_error():
                     return answer
-            # The matcher's limits may be used up by many drafts, and some grammars can't be rolled
-            # back. A new matcher that reads the path from the beginning does not have these
-            # problems.
+            # many drafts may use up the matcher's limits, and some grammars can't be rolled back: a
+            # new matcher reads the path from the beginning
             self._reason = str(self._matcher.get_error()).partition("\n")[0]
             self._matcher = self._begun()
         return None
 
     def _go(self, path: Sequence[int]) -> None:
-        """Move the matcher to the end of `path`."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1
@@ -208,7 +202,6 @@ class Masks:
         self._path = list(path)
 
     def _begun(self) -> LLMatcher:
-        """Return a matcher that has read the output only."""
         matcher = self._compiled.matcher.deep_copy()
         if self._text:
             matcher.consume_tokens(self._text)

@@ -11,6 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -94,6 +95,22 @@ class Batch:
     def rows(self) -> int:
         """The number of rows of all parts."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of all rows."""
+        return [
+            token
+            for part in self.parts
+            for token in (part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens)
+        ]
+
+    @property
+    def wanted(self) -> list[int]:
+        """The numbers of the rows after which logits are wanted."""
+        ends = accumulate(part.rows for part in self.parts)
+        pairs = zip(self.parts, ends, strict=True)
+        return [row for part, end in pairs for row in range(end - part.wanted, end)]
 
 
 class Passed(NamedTuple):

@@ -44,21 +44,20 @@ from quickbeam.models.weight_file import WeightFile
 class NativeLinear(nn.Module):
     """A packed product as a module: `[..., in]` to `[..., out]`.
 
-    Both are bfloat16, or float32 for float32 weights.
+    Both are bfloat16, or float32 for float32 weights; with `logits` the results are float32.
 
     A row's bits don't depend on the other rows. `forward` raises `ValueError` for another dtype or
     width.
     """
 
-    def __init__(self, found: Kernels, packed: Packed) -> None:
+    def __init__(self, found: Kernels, packed: Packed, logits: bool = False) -> None:
         super().__init__()
         self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
         self._program, self._dtype = Program(found), packed.dtype
         wide = self._dtype is torch.float32
-        source, target = (
-            self._program.given("x", packed.inputs, wide),
-            self._program.given("y", packed.outputs, wide),
-        )
+        self._result = torch.float32 if logits else self._dtype
+        source = self._program.given("x", packed.inputs, wide)
+        target = self._program.given("y", packed.outputs, wide or logits)
         self._program.linear(packed, source, target)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ class NativeLinear(nn.Module):
                 f"{self.in_features}]"
             )
         x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], self.out_features)
+        out = x.new_empty(*x.shape[:-1], self.out_features, dtype=self._result)
         if rows := x.numel() // self.in_features:
             self._program.run(plain_rows(rows), {"x": x, "y": out})
         return out

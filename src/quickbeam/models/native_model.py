@@ -58,6 +58,18 @@ def why_not_native(model: PreTrainedModel) -> str:
     return ""
 
 
+def list_rows(batch: Batch) -> RowList:
+    """Return the rows of a batch as the kernels take them. Raises `NoRoom`."""
+    listed = RowList()
+    for part in batch.parts:
+        assert isinstance(part.cache, PagedStore)
+        if isinstance(part, Draft):
+            part.cache.add_tree(listed, part.tree, part.base)
+        else:
+            part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
+    return listed
+
+
 class NativeModel(Model):
     """Runs a model that is described by `stack`, with its `parameters`.
 
@@ -94,14 +106,7 @@ class NativeModel(Model):
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
-        listed = RowList()
-        for part in batch.parts:
-            assert isinstance(part.cache, PagedStore)
-            if isinstance(part, Draft):
-                part.cache.add_tree(listed, part.tree, part.base)
-            else:
-                part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
-        run = self._compiled
+        listed, run = list_rows(batch), self._compiled
         logits = run(listed.rows(), max(listed.positions))
         self.experts_read = run.experts_read
         return split(batch.parts, logits, run.hidden if run.watched else None, run.best)

@@ -17,7 +17,6 @@ from quickbeam.models.base import (
     CHUNK,
     STREAMED_CHUNK,
     Batch,
-    Draft,
     Model,
     Passed,
     check_layers,
@@ -74,15 +73,10 @@ class TorchModel(Model):
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
-        ids, wanted, first = list[int](), list[int](), 0
-        for part in batch.parts:
-            ids += part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens
-            wanted += range(first + part.rows - part.wanted, first + part.rows)
-            first += part.rows
-        step = GatheredStep([behind(part) for part in batch.parts], self._pool)
-        tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        step, wanted = GatheredStep([*map(behind, batch.parts)], self._pool), batch.wanted
+        tokens = torch.tensor(batch.tokens, dtype=torch.int64).to(self.device, non_blocking=True)
         rows: torch.Tensor | int = 0
-        if len(wanted) < first:
+        if len(wanted) < batch.rows:
             rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         logits = forward(self._model, self._tap, tokens, step, rows)
         if self.device.type == "mps":  # it has no float64, in which tokens are chosen

@@ -71,13 +71,15 @@ async def begin(
             )
             if not params.greedy:
                 seeds = [secrets.randbits(SEED_BITS) if one is None else one for one in seeds]
-            how = (asked.method, asked.budget, bool(getattr(request, "trace", False)))
-            jobs = []
+            how: dict[str, Any] = {"method": asked.method, "budget": asked.budget}
+            how["trace"] = bool(getattr(request, "trace", False))
+            jobs = list[Job]()
             for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
                 own = replace(params, max_tokens=most, seed=seed)
                 # the first answer scores the prompt for all, where they have any text
                 others = replace(own, prompt_logprobs=None) if most else own
-                jobs += [Job(ids, others if i else own, i, *how) for i in range(params.n)]
+                for i in range(params.n):
+                    jobs.append(Job(ids, others if i else own, {**how, "choice": i}))
             return Answers(await runner.begin(jobs, ticket), prompts, seeds)
 
 

@@ -26,7 +26,6 @@ from quickbeam.engine.stream import Delta, Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
-from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import LATER, SOON, Gate, Ticket, Unavailable
 from quickbeam.serve.errors import Interrupted, problem
@@ -42,14 +41,11 @@ BLOCK = 2**20  # bytes read at once
 
 
 class Job(NamedTuple):
-    """One answer to compute."""
+    """One answer to compute. `options`: of `AsyncLLM.stream`."""
 
     prompt: list[int]
     params: SamplingParams
-    choice: int = 0  # number of the answer among those with the same prompt and seed
-    method: str | None = None  # None: the server's default
-    budget: Budget | None = None  # likewise
-    trace: bool = False  # deltas carry steps
+    options: Json
 
 
 class Runner:
@@ -134,12 +130,11 @@ class Runner:
         return streams
 
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
-        prompt = len(job.prompt)
-        counting = RequestMetrics(self.metrics, job.params, prompt, ticket.entered)
-        how: dict[str, Any] = {"method": job.method, "budget": job.budget, "choice": job.choice}
-        watch = {"observer": counting.step, "trace": job.trace, "tenant": ticket.tenant}
+        prompt, params, options = job
+        counting = RequestMetrics(self.metrics, params, len(prompt), ticket.entered)
+        watch = {"observer": counting.step, "tenant": ticket.tenant}
         try:
-            stream = await self.loaded.stream(job.prompt, job.params, **how, **watch)
+            stream = await self.loaded.stream(prompt, params, **options, **watch)
         except Closed as error:
             why = self.unhealthy_reason or error
             raise Unavailable(f"the server can't answer: {why}", LATER) from error

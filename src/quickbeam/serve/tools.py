@@ -7,6 +7,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -151,10 +152,7 @@ def strict_grammar(
 
 def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
     """Return the rule `calls` and the rules that it needs."""
-
-    def terminals(text: str) -> str:
-        return _terminals(text, tokenizer)
-
+    terminals = partial(_terminals, tokenizer=tokenizer)
     begin, middle, end = writing.parts
     more = ""
     if several and writing.between is not None:

@@ -121,7 +121,12 @@ def _per_layer(c: Config) -> PerLayerInputs | None:
 
 
 def _source(c: Config, i: int) -> int | None:
-    """Return the layer whose keys and values layer `i` reads: the last of its kind with its own."""
+    """Return the layer whose keys and values layer `i` reads: the last of its kind with its own.
+
+    An assistant's are layers of its target, `_kv_layers` by kind (`drafters/assistant.py`).
+    """
+    if (of_target := c.get("_kv_layers")) is not None:
+        return int(of_target[c.layer_types[i]])
     first = c.num_hidden_layers - c.num_kv_shared_layers
     if i < first:
         return None
