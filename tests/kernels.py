@@ -10,7 +10,7 @@ import reference
 from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library
 from quickbeam.models.native.operands import KVShape, RowList, Rows
-from quickbeam.models.native.program import Program, place
+from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
 
@@ -94,7 +94,7 @@ def write(kernels, shape, keys, values, rows):
     small_of = program.given("small", 0, True)
     both = program.given("query", heads * dim, True), program.given("sorted", 0)
     of_key = dict(key=rest_of.index, key_stride=rest_of.width, value=small_of.index)
-    program.add(library.LATENT, *both, **of_key, heads=heads, **place(shape, 0))
+    program.add(library.LATENT, *both, **of_key, heads=heads, **shape.fields(0))
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 

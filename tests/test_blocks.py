@@ -12,7 +12,6 @@ from quantised import quantise_rows
 from quickbeam.models.native import library
 from quickbeam.models.native.formats import FORMATS
 from quickbeam.models.native.operands import Rows
-from quickbeam.models.native.operations import chosen, product
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packer, dense_rows
 
@@ -67,7 +66,7 @@ def by_package(rows):
 def run(isa, packed, outputs, x, **more):
     program = Program(load(isa))
     source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
-    product(program, packed, source, target, **more)  # type: ignore[arg-type]
+    program.linear(packed, source, target, **more)  # type: ignore[arg-type]
     y = torch.zeros(len(x), outputs)
     program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
     return y
@@ -179,7 +178,7 @@ def test_gated_weights_of_one_and_of_two_formats(isa, names):
     packed = Packer(kernels, BFLOAT16).pack(weights, gated=True)
     program = Program(kernels)
     source, target = program.given("x", 512), program.given("y", 40, True)
-    product(program, packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
+    program.linear(packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
     y = torch.zeros(5, 40)
     program.run(plain_rows(5), {"x": x, "y": y})
     gate, up = (run(isa, Packer(kernels, BFLOAT16).pack([one]), 40, x) for one in weights)
@@ -216,7 +215,7 @@ def test_inputs_in_another_order(isa, name):
     apart = torch.cat([run(isa, packed, 48, x), run(isa, plain, 48, x)], 1)
     assert torch.equal(run(isa, both, 96, x), apart)
     program = Program(kernels)
-    chosen(program, packed, program.given("x", 256), program.given("y", 16, True))
+    program.chosen(packed, program.given("x", 256), program.given("y", 16, True))
     program.set(len(program.ops) - 1, target_stride=16)
     y = torch.zeros(5, 16)
     program.run(plain_rows(5), {"x": x, "y": y}, blocks=np.array([1]))

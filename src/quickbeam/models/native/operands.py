@@ -25,6 +25,11 @@ class KVShape(NamedTuple):
         """How many numbers a token takes in a page. Values are padded to whole blocks."""
         return self.kv_heads * (self.key_dim + -(-self.value_dim // BLOCK) * BLOCK)
 
+    def fields(self, offset: int) -> dict[str, int]:
+        """Return the fields of operations on keys and values that lie at `offset` in a page."""
+        kv_heads, dim, value_dim = self
+        return {"kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim, "offset": offset}
+
 
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
