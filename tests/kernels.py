@@ -9,7 +9,7 @@ import torch
 import reference
 from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library
-from quickbeam.models.native.operands import KVShape, RowList, Rows
+from quickbeam.models.native.operands import KVShape, RowList, plain_rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
@@ -30,11 +30,6 @@ def load(isa):
 def number(*shape, like=torch.bfloat16, seed=0):
     """Random numbers, normally distributed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
-
-
-def plain_rows(n, wanted=()):
-    """Rows that no operation looks up anything of."""
-    return Rows([0] * n, [0] * n, wanted=wanted)
 
 
 def linear(kernels, packed, x, epilogue=library.STORE, **options):
@@ -71,7 +66,16 @@ def chain_rows(store, tokens):
     """Rows of tokens behind the committed ones of one sequence."""
     rows = RowList()
     store.add_chain(rows, tokens, ())
-    return rows.rows()
+    return rows
+
+
+def rows_of(spans, positions, orders, prefix, paths):
+    """Rows of several sequences: of each their number, and the address of its page table."""
+    rows, first = RowList(), 0
+    for count, table in spans:
+        its = slice(first, first := first + count)
+        rows.add(table, [0] * count, positions[its], orders[its], prefix[its], paths[its], ())
+    return rows
 
 
 def filled(kernels, keys, values, length=None):
@@ -125,7 +129,7 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
-    rows = Rows([0] * n, [0] * n, [0] * n, prefix, paths, spans)
+    rows = rows_of(spans, [0] * n, [0] * n, prefix, paths)
     program.run(rows, {"query": reference.sort_queries(query, shape.kv_heads), "out": out})
     return out
 

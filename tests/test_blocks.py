@@ -11,7 +11,7 @@ from kernels import best_set, every_set, load, plain_rows
 from quantised import quantise_rows
 from quickbeam.models.native import library
 from quickbeam.models.native.formats import FORMATS
-from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packer, dense_rows
 
@@ -102,7 +102,9 @@ def test_blocks_stand_for_the_packages_numbers(isa, name):
     program = Program(kernels)
     program.embed(rows, program.given("x", 768, True), scale=2.0)
     x, tokens = torch.zeros(5, 768), [36, 0, 7, 7, 12]
-    program.run(Rows(tokens, [0] * len(tokens)), {"x": x})
+    listed, zeros = RowList(), [0] * len(tokens)
+    listed.add(0, tokens, zeros, zeros, zeros, [()] * len(tokens), ())
+    program.run(listed, {"x": x})
     assert torch.equal(x, wanted[tokens] * 2)
 
 

@@ -77,7 +77,7 @@ def by_kernels(model, stack):
     compiled = CompiledStack(ModelParameters(model), stack, pool)
     store, rows = pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
-    return compiled(rows.rows(), len(IDS) - 1)
+    return compiled(rows)
 
 
 # --- transformers ---

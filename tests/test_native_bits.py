@@ -12,7 +12,7 @@ from features import grown
 from kernels import SETS, best_set, every_set, linear, load, number, rows_that_depend_on_others
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore
 from target import Target
@@ -96,13 +96,13 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
 def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch):
     native(isa)
-    target, init = Target(tiny(name, torch.bfloat16)), Rows.__init__
+    target, add = Target(tiny(name, torch.bfloat16)), RowList.add
 
-    def mixed(self, tokens, positions, orders=(), prefix=(), paths=(), *rest):
+    def mixed(self, table, tokens, positions, orders, prefix, paths, *rest):
         paths = [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths]
-        init(self, tokens, positions, orders, prefix, paths, *rest)
+        add(self, table, tokens, positions, orders, prefix, paths, *rest)
 
-    monkeypatch.setattr(Rows, "__init__", mixed)
+    monkeypatch.setattr(RowList, "add", mixed)
     assert wrong_rows(target, text(100), 60, 2) > 5
 
 

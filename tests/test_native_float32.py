@@ -17,10 +17,11 @@ from kernels import (
     number,
     plain_rows,
     random_paths,
+    rows_of,
     rows_that_depend_on_others,
 )
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
@@ -94,7 +95,7 @@ def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
     tree.length = length
     tree.reserve(length + nodes)
     orders, spans = range(length, length + nodes), [(nodes, tree.table)]
-    rows = Rows([0] * nodes, [0] * nodes, orders, [length] * nodes, paths, spans)
+    rows = rows_of(spans, [0] * nodes, orders, [length] * nodes, paths)
     got = attend(kernels, tree, qkv[length:], rows, window)
     for node in (0, 1, nodes // 2, nodes - 1):
         path, one = paths[node], pool.new()

@@ -22,9 +22,10 @@ from kernels import (
     plain_rows,
     random_paths,
     relocated,
+    rows_of,
 )
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
 from quickbeam.models.pages import PagePool
@@ -237,7 +238,9 @@ def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     given_y = program.given("y", target.stride, floats[1])
     places = dict(width=width, of=of, column=column, gather=gather)
     program.norm(given_x, given_y, weight, 1e-5, **places)
-    program.run(plain_rows(n, wanted if gather else ()), {"x": source.whole, "y": target.whole})
+    program.run(
+        plain_rows(n, tuple(wanted) if gather else ()), {"x": source.whole, "y": target.whole}
+    )
     right = reference.norm(x[list(wanted)], weight, 1e-5)
     within(target.read(), right, 16 * SINGLE * right.abs())
 
@@ -290,7 +293,8 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     program.heads(*named, all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
-    rows, turns = Rows([0] * n, positions, orders, [0] * n, (), spans), (angle.cos(), angle.sin())
+    rows = rows_of(spans, positions, orders, [0] * n, [()] * n)
+    turns = angle.cos(), angle.sin()
     program.run(rows, {"x": source.whole, "query": query}, turns)
     turned = [part[positions] for part in turns]
     right = reference.heads(x, all_heads, kv_heads, *turned, norms, 1e-5)

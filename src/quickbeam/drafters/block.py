@@ -118,7 +118,7 @@ class NativeBlocks:
         for cache, rows in zip(caches, hidden, strict=True):
             cache.add_chain(listed, [0] * len(rows), ())
         given = {"states": torch.cat(list(hidden)).contiguous()}
-        self._reading.run(listed.rows(), given, self._compiled.angles(max(listed.positions)))
+        self._reading.run(listed, given, self._compiled.angles(max(listed.positions)))
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""
@@ -131,7 +131,7 @@ class NativeBlocks:
             seen = [place + 1 for place in places] if config.causal else [first + size] * size
             tokens = [anchor, *[config.mask_token] * (size - 1)]
             listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
-        self._compiled(listed.rows(), max(listed.positions))
+        self._compiled(listed)
         return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
 
     def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:

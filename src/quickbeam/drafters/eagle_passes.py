@@ -159,7 +159,7 @@ class NativeEagle:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
         if (last := max(listed.positions)) >= len(self._angles[0]):
             self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
-        self._programs[key].run(listed.rows(), given, self._angles)
+        self._programs[key].run(listed, given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:

@@ -188,7 +188,7 @@ class MtpPasses:
     def run(self, rows: Sequence[Rows], shortlist: Shortlist | None = None) -> Passed:
         listed = list_rows(rows, wanted=False)
         self._compiled.states = torch.cat([one.hidden for one in rows]).contiguous()
-        self._compiled(listed.rows(), max(listed.positions))
+        self._compiled(listed)
         hidden, d = self._compiled.hidden, self._width
         return Passed(hidden[:, :d], hidden[:, -d:])
 

@@ -13,7 +13,7 @@ from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.base import Model
 from quickbeam.models.compiled import CompiledStack, NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import Rows, plain_rows
+from quickbeam.models.native.operands import RowList, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.stack_tensors import Parameters
@@ -133,6 +133,6 @@ class CompiledDrafter(CompiledStack):
         for name in ("logits", "best"):
             program.given(name, 1)
 
-    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         states = {} if self.states is None else {"states": self.states}
         return super()._results(rows) | states

@@ -24,7 +24,7 @@ from quickbeam.models.formats import weights_format
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
-from quickbeam.models.native.operands import KVShape, Rows, plain_rows
+from quickbeam.models.native.operands import KVShape, RowList, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
@@ -259,23 +259,20 @@ class CompiledStack:
 
     # --- passes ---
 
-    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         """Return empty tensors for what a pass gives."""
-        wanted, columns = rows.batch.wanted, len(self.watched) * self._width
+        wanted, columns = len(rows.wanted), len(self.watched) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         return {
             "logits": torch.empty(wanted, self.vocab),
             "best": torch.empty(wanted, dtype=torch.int64),
-            "hidden": torch.empty(rows.rows, columns, dtype=dtype),
+            "hidden": torch.empty(len(rows), columns, dtype=dtype),
         }
 
-    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
-        """Run a pass over `rows`, and return the logits `[wanted, vocab]` float32.
-
-        `last_position`: no row has a larger position. Sets `hidden` and `best`.
-        """
+    def __call__(self, rows: RowList) -> torch.Tensor:
+        """Run a pass, and return the logits `[wanted, vocab]` float32. Sets `hidden` and `best`."""
         given, program = self._results(rows), self._program
-        angles = self._angles.up_to(last_position)
+        angles = self._angles.up_to(max(rows.positions))
         if self.disk is None:
             program.run(rows, given, angles)
             self.best = given["best"].tolist()

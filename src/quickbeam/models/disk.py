@@ -19,7 +19,7 @@ from quickbeam.models.base import Streamed
 from quickbeam.models.memory import peak_bytes, reserved
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
-from quickbeam.models.native.operands import BLOCK, Rows
+from quickbeam.models.native.operands import BLOCK, RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.packing import PackedWeights
@@ -217,7 +217,7 @@ class WeightsOnDisk(Streamed):
     def run(
         self,
         program: Program,
-        rows: Rows,
+        rows: RowList,
         given: dict[str, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
@@ -228,7 +228,7 @@ class WeightsOnDisk(Streamed):
         if self._program is not program:
             self._attach(program)
         call = program.prepare(rows, given, angles)
-        self._done, self._rows = 0, rows.rows
+        self._done, self._rows = 0, len(rows)
 
         def run_to(last: int) -> None:
             call(self._done, last)

@@ -102,7 +102,7 @@ class NativeModel(Model):
             else:
                 part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
         run = self._compiled
-        logits = run(listed.rows(), max(listed.positions))
+        logits = run(listed)
         self.experts_read = run.experts_read
         return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
 

@@ -14,7 +14,7 @@ import torch
 
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Op
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.models.native.quantised import BlockRows, Packed, SplitPacked, Weight
 
 
@@ -344,7 +344,7 @@ class Program:
 
     def prepare(
         self,
-        rows: Rows,
+        rows: RowList,
         given: Mapping[str, torch.Tensor] | None = None,
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: Any = None,
@@ -355,8 +355,8 @@ class Program:
         position, `[positions, columns]` float32 each. `blocks`: int64 numpy array for `chosen`.
         Returns a function that takes the first of the operations to run and the one after the last.
         """
-        if self._table is None or rows.rows > self._capacity:
-            self._prepare(rows.rows)
+        if self._table is None or len(rows) > self._capacity:
+            self._prepare(len(rows))
         for name, tensor in (given or {}).items():
             self._table[self._names[name]] = tensor.data_ptr()
         if angles is not None:
