@@ -89,6 +89,18 @@ def filled(kernels, keys, values, length=None):
     return store
 
 
+def read(store, layer, count=None):
+    """Keys and values `[kv_heads, count, dim]` of the first `count` orders of a store's layer; of
+    all committed tokens if None."""
+    pool, count = store.pool, store.length if count is None else count
+    shape = pool.shapes[layer]
+    key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=pool.dtype)
+    value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=pool.dtype)
+    place, both = pool.layers[layer].ctypes.data, (key.data_ptr(), value.data_ptr())
+    pool.kernels.read(store.table, place, count, *both, pool.dtype is torch.float32)
+    return key, value
+
+
 def write(kernels, shape, keys, values, rows):
     """Write `keys` and `values`, `[kv_heads, n, dim]`, to the pages of `rows`."""
     program, (heads, n, dim) = Program(kernels), keys.shape
@@ -123,7 +135,7 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
     stores, so many of each."""
     n, heads, _ = query.shape
-    shape = stores[0][1].shapes[0]
+    shape = stores[0][1].pool.shapes[0]
     program = Program(kernels)
     both = program.given("query", 0), program.given("out", heads * shape.value_dim)
     program.attend(*both, heads, shape, 0, scaling, **variations)

@@ -156,7 +156,11 @@ def wider(by):
 
 
 def turning(interleaved):
-    return lambda s: each("attention", rotary=replace(s.rotaries[0], interleaved=interleaved))(s)
+    def change(stack):
+        rotary = replace(stack.attentions[0].rotary, interleaved=interleaved)
+        return each("attention", rotary=rotary)(stack)
+
+    return change
 
 
 ROUTING = "feed_forward.routing"

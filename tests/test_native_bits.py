@@ -9,7 +9,16 @@ import torch
 import reference
 from cases import few, spread
 from features import grown
-from kernels import SETS, best_set, every_set, linear, load, number, rows_that_depend_on_others
+from kernels import (
+    SETS,
+    best_set,
+    every_set,
+    linear,
+    load,
+    number,
+    read,
+    rows_that_depend_on_others,
+)
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
@@ -77,7 +86,7 @@ def wrong_rows(target, ids, begin, seeds=1):
 def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
     native(isa)
     target = Target(tiny(name, torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
+    assert isinstance(target.store, PagedStore) and target.store.pool.kernels.name == isa
     assert wrong_rows(target, text(78), 52) == 0  # across the end of a page
 
 
@@ -114,7 +123,7 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
     ids, found = text(150), []
 
     def kept(store):
-        return [tensor for layer in range(len(store.shapes)) for tensor in store.read(layer)]
+        return [tensor for layer in range(len(store.pool.shapes)) for tensor in read(store, layer)]
 
     for chunk in (512, 64, 37, 5):
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)

@@ -70,7 +70,7 @@ def test_layer_norms(isa, add):
 
 def attend(kernels, store, qkv, rows, window):
     """HEADS without angles, then ATTEND."""
-    shape, heads = store.shapes[0], 4
+    shape, heads = store.pool.shapes[0], 4
     program, out = Program(kernels), torch.empty(len(qkv), heads * shape.value_dim)
     query = program.buffer(heads * shape.key_dim, True)
     program.heads(program.given("qkv", qkv.shape[1], True), query, heads, shape, 0, rotary=0)

@@ -21,6 +21,7 @@ from kernels import (
     number,
     plain_rows,
     random_paths,
+    read,
     relocated,
     rows_of,
 )
@@ -290,7 +291,7 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     program = Program(kernels)
     named = program.given("x", 0, True), program.given("query", 0)
-    program.heads(*named, all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
+    program.heads(*named, all_heads, shape, stores[0].pool.offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
     rows = rows_of(spans, positions, orders, [0] * n, [()] * n)
@@ -303,8 +304,8 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     allowed = torch.full(sorted_queries.shape, rounding)
     within(query.view(sorted_queries.shape), sorted_queries, allowed)
     rooms = [-(-(start + count + 3) // pool.page) * pool.page for count in (first, n - first)]
-    kept = [store.read(layer, room) for store, room in zip(stores, rooms, strict=True)]
-    other = [store.read(1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
+    kept = [read(store, layer, room) for store, room in zip(stores, rooms, strict=True)]
+    other = [read(store, 1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
     for row, order in enumerate(orders):
         key, value = kept[row >= first]
         within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))
@@ -331,7 +332,7 @@ def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
     store.commit(path)
     orders = [*range(start), *(start + node for node in path)]
     assert store.length == len(orders)
-    key, value = store.read(0)
+    key, value = read(store, 0)
     assert torch.equal(key, keys[:, orders]) and torch.equal(value, values[:, orders])
 
 

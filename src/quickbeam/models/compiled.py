@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import QuickbeamError
@@ -74,38 +75,18 @@ class NativeLinear(nn.Module):
         return out
 
 
-class BlockEmbedding(nn.Module):
-    """Token ids `[...]` to rows of blocks, times `scale`, `[..., d]` bfloat16."""
+class ScaledEmbedding(nn.Module):
+    """Token ids `[...]` to rows of a `weight` times `scale`, `[..., d]`; of blocks in bfloat16."""
 
-    def __init__(self, kernels: Kernels, rows: BlockRows, scale: float) -> None:
+    def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
         super().__init__()
-        self._kernels, self._rows, self._scale = kernels, rows, scale
-        self.num_embeddings, self.embedding_dim = rows.shape
+        self.weight, self._scale, self._kernels = weight, scale, kernels
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        chosen = self._rows[ids.flatten()]
-        rows = dense_rows(self._kernels, chosen) * self._scale
-        return rows.to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Rows times a factor."""
-
-    scale = 1.0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * self.scale
-
-
-def embedding_of(kernels: Kernels, weight: Weight, scale: float) -> nn.Module:
-    """Return the module from token ids `[...]` to what the first layer reads, `[..., d]`."""
-    if isinstance(weight, BlockRows):
-        return BlockEmbedding(kernels, weight, scale)
-    kind: Any = nn.Embedding if scale == 1 else ScaledEmbedding
-    found: nn.Embedding = kind.from_pretrained(weight)
-    if isinstance(found, ScaledEmbedding):
-        found.scale = scale
-    return found
+        if not isinstance(self.weight, BlockRows):
+            return F.embedding(ids, self.weight) * self._scale
+        rows = dense_rows(self._kernels, self.weight[ids.flatten()]) * self._scale
+        return rows.to(torch.bfloat16).view(*ids.shape, rows.shape[-1])
 
 
 logger = logging.getLogger(__name__)
@@ -154,7 +135,11 @@ class CompiledStack:
         self.best: list[int] | None = None
         self._linear_head: NativeLinear | None = None  # made when it is asked for
         self._embedded = parameters.mapped(stack.embedding)
-        self.embedding = embedding_of(self._kernels, self._embedded, stack.scale)
+        if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
+            kind: Any = nn.Embedding
+            self.embedding: nn.Module = kind.from_pretrained(self._embedded)
+        else:
+            self.embedding = ScaledEmbedding(self._kernels, self._embedded, stack.scale)
         name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
