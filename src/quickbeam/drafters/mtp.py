@@ -240,10 +240,11 @@ def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout
     file, layout, kernels = GgufFile(path), QWEN, library.kernels()
     assert kernels is not None
     of, _ = architecture_of(file)
-    known = mtp_names(of.layer, model.config.num_hidden_layers, file.tensors, layout)
-    if f"{known[layout.fc]}.weight" not in file.tensors:
+    name, block = str(file.metadata["general.architecture"]), model.config.num_hidden_layers
+    stored_name = mtp_names(name, block, file.tensors, layout)
+    if stored_name(f"{layout.fc}.weight") is None:
         raise InvalidInput(NO_HEAD)
     stack, config = mtp_stack(model.config, model.dtype)
     stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
-    found = GgufParameters(file, of, config, stack, model.dtype, kernels, known, beside)
+    found = GgufParameters(file, of, config, stack, model.dtype, kernels, stored_name, beside)
     return found, stack, layout

@@ -15,24 +15,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.metadata import Metadata, chosen, gemma4, plain, windows
-from quickbeam.models.gguf.names import (
-    AFTER,
-    ATTENTION,
-    DELTA,
-    FUSED,
-    LFM2,
-    LLAMA,
-    MAMBA,
-    NEMOTRON_H,
-    NORMS,
-    OF_FALCON_H1,
-    OF_GEMMA4,
-    OF_GPT_OSS,
-    OF_GRANITE_HYBRID,
-    OF_LFM2_MOE,
-    SHARED,
-    experts,
-)
 
 SIGMOID = 2  # of expert_gating_func
 MOST_LAYERS = 4096  # that a file is believed to have
@@ -269,50 +251,40 @@ def _olmo2(m: Metadata) -> dict[str, Any]:
 class Architecture:
     """How one of llama.cpp's architectures is read.
 
-    `config`: makes the fields of a configuration. `layer`: names of a layer's tensors, with
-    `.weight` or `.bias` where transformers' name has neither. `turned`: the two halves of a head's
-    queries and keys alternate row by row. `woven`: for transformers, rows of experts' gates and of
-    what they let through alternate, and experts' matrices are transposed.
+    `config`: makes the fields of a configuration. `turned`: the two halves of a head's queries and
+    keys alternate row by row. `woven`: for transformers, rows of experts' gates and of what they
+    let through alternate, and experts' matrices are transposed.
     """
 
     config: Callable[[Metadata], dict[str, Any]]
-    layer: dict[str, str]
     turned: bool = False
     woven: bool = False
 
 
 ARCHITECTURES = {
-    "llama": Architecture(_llama, LLAMA | experts("mlp"), turned=True),
-    "granite": Architecture(_granite, LLAMA, turned=True),
-    "granitemoe": Architecture(
-        _granite_moe, ATTENTION | experts("block_sparse_moe", "router"), turned=True
-    ),
-    "granitehybrid": Architecture(
-        _granite_hybrid,
-        ATTENTION | experts("block_sparse_moe", "router") | OF_GRANITE_HYBRID | MAMBA,
-        turned=True,
-    ),
-    "falcon-h1": Architecture(_falcon_h1, LLAMA | OF_FALCON_H1 | MAMBA),
-    "nemotron_h": Architecture(_nemotron_h, NEMOTRON_H, turned=True),
-    "smollm3": Architecture(_smollm3, LLAMA, turned=True),
-    "qwen2": Architecture(_qwen2, LLAMA),
-    "qwen3": Architecture(_qwen3, LLAMA),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | experts("mlp")),
-    "qwen35": Architecture(_qwen3_5, LLAMA | DELTA),
-    "qwen35moe": Architecture(_qwen3_5_moe, ATTENTION | experts("mlp") | SHARED | DELTA),
-    "qwen3next": Architecture(_qwen3_next, ATTENTION | experts("mlp") | SHARED | DELTA),
-    "olmoe": Architecture(_olmoe, ATTENTION | experts("mlp")),
-    "gpt-oss": Architecture(
-        _gpt_oss, ATTENTION | experts("mlp", "router") | OF_GPT_OSS, woven=True
-    ),
-    "lfm2": Architecture(_lfm2, LFM2),
-    "lfm2moe": Architecture(_lfm2_moe, LFM2 | experts("feed_forward") | OF_LFM2_MOE),
-    "phi3": Architecture(_phi3, LLAMA | FUSED),
-    "olmo2": Architecture(_olmo2, LLAMA | NORMS),
-    "gemma": Architecture(_gemma, LLAMA),
-    "gemma2": Architecture(_gemma2, LLAMA | AFTER),
-    "gemma3": Architecture(_gemma3, LLAMA | AFTER),
-    "gemma4": Architecture(gemma4, LLAMA | OF_GEMMA4),
+    "llama": Architecture(_llama, turned=True),
+    "granite": Architecture(_granite, turned=True),
+    "granitemoe": Architecture(_granite_moe, turned=True),
+    "granitehybrid": Architecture(_granite_hybrid, turned=True),
+    "falcon-h1": Architecture(_falcon_h1),
+    "nemotron_h": Architecture(_nemotron_h, turned=True),
+    "smollm3": Architecture(_smollm3, turned=True),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_qwen3),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "qwen35": Architecture(_qwen3_5),
+    "qwen35moe": Architecture(_qwen3_5_moe),
+    "qwen3next": Architecture(_qwen3_next),
+    "olmoe": Architecture(_olmoe),
+    "gpt-oss": Architecture(_gpt_oss, woven=True),
+    "lfm2": Architecture(_lfm2),
+    "lfm2moe": Architecture(_lfm2_moe),
+    "phi3": Architecture(_phi3),
+    "olmo2": Architecture(_olmo2),
+    "gemma": Architecture(_gemma),
+    "gemma2": Architecture(_gemma2),
+    "gemma3": Architecture(_gemma3),
+    "gemma4": Architecture(gemma4),
 }
 
 

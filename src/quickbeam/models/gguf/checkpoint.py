@@ -18,7 +18,7 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.architecture import Architecture, architecture_of
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
+from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
@@ -40,9 +40,9 @@ class GgufParameters(Parameters):
     """Parameters of a `.gguf` file, by the names of transformers' causal language model.
 
     With `dtype` bfloat16, weights in blocks are given as `BlockRows`, others as they are stored.
-    With float32, all are widened, exactly. `known`: the file's names of modules, and of parameters
-    that are none's. `beside`: shapes of parameters that the `stack` doesn't name, among them norms
-    of its last norm's kind.
+    With float32, all are widened, exactly. `stored_name`: gives the file's name of a parameter, or
+    None. `beside`: shapes of parameters that the `stack` doesn't name, among them norms of its last
+    norm's kind.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GgufParameters(Parameters):
         stack: Stack,
         dtype: torch.dtype,
         kernels: Kernels,
-        known: Mapping[str, str],
+        stored_name: StoredName,
         beside: Mapping[str, list[int]] = MappingProxyType({}),
     ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
@@ -68,7 +68,7 @@ class GgufParameters(Parameters):
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
         wanted = names(stack) | beside.keys()
-        self._stored = self._places(known, wanted)
+        self._stored = self._places(stored_name, wanted)
         refuse_incomplete(set(wanted) - self._stored.keys(), [])
         self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
         gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
@@ -79,20 +79,19 @@ class GgufParameters(Parameters):
         if dtype is torch.bfloat16:
             refuse_mixed_experts(stack, self.like)
 
-    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each `wanted` parameter, one above the other."""
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
-            parts = [f"{known[own]}.{kind}"] if own in known else []
+            parts = [stored_name(name) or ""]
             if own.endswith(".experts"):
                 module, end = kind.removesuffix("_bias"), "bias" if "_bias" in kind else "weight"
-                parts = [f"{known.get(f'{own}.{module}')}.{end}"]
-                if module == "gate_up_proj" and parts[0] not in self.file.tensors:
-                    parts = [f"{known.get(f'{own}.{one}_proj')}.{end}" for one in ("gate", "up")]
-            elif name in known:
-                parts = [known[name]]
-            if parts and all(one in self.file.tensors for one in parts):
+                parts = [stored_name(f"{own}.{module}.{end}") or ""]
+                if module == "gate_up_proj" and not parts[0]:  # gates may lie apart, in each layout
+                    down = stored_name(f"{own}.down_proj.{end}") or ""
+                    parts = [down.replace("_down_", f"_{one}_") for one in ("gate", "up")]
+            if all(one in self.file.tensors for one in parts):
                 found[name] = tuple(parts)
                 if len({self.file.tensors[one].shape for one in parts}) > 1:
                     joined = " and ".join(parts)
@@ -194,17 +193,18 @@ class GgufCheckpoint(GgufParameters):
             raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
         for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
             file.metadata.pop(f"tokenizer.ggml.{name}", None)
-        known = stored_names(of.layer, config.num_hidden_layers, file.tensors)
-        embedding, (head,) = stack.embedding, {one.name for one in stack.head.weights}
-        if config.tie_word_embeddings and (own := embedding.rpartition(".")[0]) in known:
-            known[head.rpartition(".")[0]] = known[own]
-        super().__init__(file, of, config, stack, dtype, kernels, known)
+        name = str(file.metadata["general.architecture"])
+        stored_name = stored_names(name, config.num_hidden_layers, file.tensors)
+        (head,) = {one.name for one in stack.head.weights}
+        tied = {head: stack.embedding} if config.tie_word_embeddings else {}
+        super().__init__(
+            file, of, config, stack, dtype, kernels, lambda own: stored_name(tied.get(own, own))
+        )
 
-    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
-        found = super()._places(known, wanted)
+    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+        found = super()._places(stored_name, wanted)
         read = {one for parts in found.values() for one in parts}
-        unread = (name.rpartition(".") for name in self.stack.unread)
-        read |= {f"{known[own]}.{kind}" for own, _, kind in unread if own in known}
+        read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
         if odd := {one for one in odd if not is_behind(one, layers)}:
             raise NotDescribed(f"the file holds {min(odd)}")
