@@ -29,7 +29,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.prequantised import FewBits, Method, few_bits
-from quickbeam.models.stored import located
+from quickbeam.models.stored import dense, located
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
@@ -296,7 +296,7 @@ def test_blocks_may_be_as_many_as_outputs(tmp_path):
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
     found = few_bits("m.weight", {name: name for name in files.names}, files, Method("fp8"))
-    assert found is not None and torch.equal(found.rows(files, 0, 128), weight.dense)
+    assert found is not None and torch.equal(dense(found.rows(files, 0, 128), found), weight.dense)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,9 @@ def test_float8_beside_experts_that_may_be_transposed(tmp_path):
     save_file(stored, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
     found = located("m.weight", {name: name for name in stored}, files, Method("fp8"), width=64)
-    assert isinstance(found, FewBits) and torch.equal(found.rows(files, 0, 128), weight.dense)
+    assert isinstance(found, FewBits) and torch.equal(
+        dense(found.rows(files, 0, 128), found), weight.dense
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])

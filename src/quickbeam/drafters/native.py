@@ -17,7 +17,7 @@ from quickbeam.models.native.operands import RowList, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.stored import Stored
+from quickbeam.models.stored import Stored, dense
 from quickbeam.models.tensor_files import TensorFiles
 
 
@@ -89,7 +89,8 @@ class DrafterParameters(Parameters):
             return self.given[name][first:last].to(self.dtype)
         assert self._files is not None
         end = self.shape(name)[0] if last is None else last
-        return self._stored[name].rows(self._files, first, end).to(self.dtype)
+        stored = self._stored[name]
+        return dense(stored.rows(self._files, first, end), stored).to(self.dtype)
 
     @property
     def finite(self) -> bool:

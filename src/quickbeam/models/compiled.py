@@ -156,7 +156,7 @@ class CompiledStack:
             kept = None
         found = None if kept is None else kept.read(packed.size)
         packed.filled = found is not None
-        packed.memory = room_for_weights(packed.size, torch.uint8) if found is None else found
+        packed.memory = room_for_weights(packed.size) if found is None else found
         self._place(None if packed.filled else kept, name)
         if kept is not None and packed.filled:
             self.mapped_bytes = packed.size * kept.mapped

@@ -81,7 +81,7 @@ class TorchModel(Model):
             first += part.rows
         step = GatheredStep([behind(part) for part in batch.parts], self._pool)
         tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
-        rows: torch.Tensor | int = 0
+        rows = None
         if len(wanted) < first:
             rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         logits = forward(self._model, self._tap, tokens, step, rows)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.tensor_files import BINARY, read_into
+from quickbeam.models.tensor_files import read_into
 from quickbeam.models.weight_file import ALIGNED
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
 READERS = 2  # threads: one reads while the other hands over its buffer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +20,7 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
+from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
 from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
 from quickbeam.models.stack import Matrices, Stack
 from quickbeam.models.stack_tensors import Parameters, experts, names, norms
@@ -160,9 +159,7 @@ class GgufParameters(Parameters):
         }.get(name.rpartition(".")[0].rpartition(".")[2])
         if heads is None or not self._of.turned:
             return weight
-        if isinstance(weight, BlockRows):
-            return BlockRows(_halves(weight.data, heads), weight.name)
-        return _halves(weight, heads)
+        return with_data(weight, _halves(weight.data, heads))
 
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was read; it is mapped."""
@@ -238,11 +235,11 @@ def _joined(parts: Sequence[Weight], woven: bool, count: int | None = None) -> W
     kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
     if len(kinds) > 1:
         raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
-    of = [one.data if isinstance(one, BlockRows) else one for one in parts]
+    of = [one.data for one in parts]
     data = torch.stack(of, 2).flatten(1, 2) if woven else torch.cat(of, 1)
     if count is not None:
         data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
-    return replace(parts[0], data=data) if isinstance(parts[0], BlockRows) else data
+    return with_data(parts[0], data)
 
 
 def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -113,7 +113,7 @@ class Program:
         """
         stored: dict[str, Any] = {"weight": weight}
         if isinstance(weight, BlockRows):
-            stored = {"weight": weight.data, "format": library.FORMATS.index(weight.name)}
+            stored = {"weight": weight.data, "format": library.FORMATS[weight.name].number}
         elif weight.dtype is torch.float32:
             stored["source_float"] = True
         epilogue = library.ADD if add else library.STORE
