@@ -24,18 +24,20 @@ from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.prequantised import FewBits, Method, few_bits
+from quickbeam.models.shapes import refuse_shared_experts
 from quickbeam.models.stored import dense, located
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits_of, of_disk
 from target import Target
-from test_families import IDS, policies
+from test_families import IDS, made, policies
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
@@ -399,6 +401,22 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     assert "w4g128" in model.describe() and weights in model.describe()
     assert model.head.packed.name == "int8"  # type: ignore[union-attr]
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("gates", "rest", "words"),
+    [
+        (("w4g32", None), ("w8g32", None), "shared expert is of w4g32 and w8g32"),
+        (("w4g32", torch.arange(32)),) * 2 + ("activation order",),
+    ],
+)
+def test_shared_experts_that_no_operation_reads_are_refused(gates, rest, words):
+    def like(name):
+        kind, order = gates if "gate_proj" in name else rest
+        return BlockRows(torch.empty(1, 1), kind, order)
+
+    with pytest.raises(NotDescribed, match=words):
+        refuse_shared_experts(describe(made("qwen2_moe")), like)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

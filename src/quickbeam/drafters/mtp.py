@@ -239,12 +239,11 @@ def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout
     """Return the same of a `.gguf` file, whose blocks stay as they are."""
     file, layout, kernels = GgufFile(path), QWEN, library.kernels()
     assert kernels is not None
-    of, _ = architecture_of(file)
-    name, block = str(file.metadata["general.architecture"]), model.config.num_hidden_layers
+    (name, _), block = architecture_of(file), model.config.num_hidden_layers
     stored_name = mtp_names(name, block, file.tensors, layout)
     if stored_name(f"{layout.fc}.weight") is None:
         raise InvalidInput(NO_HEAD)
     stack, config = mtp_stack(model.config, model.dtype)
     stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
-    found = GgufParameters(file, of, config, stack, model.dtype, kernels, stored_name, beside)
+    found = GgufParameters(file, name, config, stack, model.dtype, kernels, stored_name, beside)
     return found, stack, layout

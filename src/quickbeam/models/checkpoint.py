@@ -23,7 +23,7 @@ from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
-from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
+from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
@@ -216,7 +216,7 @@ class Checkpoint(Parameters):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
         if self._in_blocks:
-            refuse_mixed_experts(stack, self._like.__getitem__)
+            refuse_shared_experts(stack, self._like.__getitem__)
         if kinds := {self._files.kind(name) for name in read - in_blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found

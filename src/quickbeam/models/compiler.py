@@ -50,7 +50,7 @@ class Numbers:
                 for parts in (of.weights, of.biases)
             )
             bias = torch.cat(biases) if biases else None
-            self._read[of] = self._packer.pack([torch.cat(weights)], bias)
+            self._read[of] = self._packer.pack(weights, bias)
         return self._read[of]  # type: ignore[no-any-return]
 
 

@@ -40,7 +40,6 @@ class PackedWeights:
 
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack, self.filled = parameters, stack, False
-        self.kernels = kernels
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
         self._places, self.size, self.stored = dict[int, Place](), 0, set[str]()
         self._made = dict[int, Any]()  # by `id` of the `Linear`, as places are
@@ -64,12 +63,12 @@ class PackedWeights:
             end = begin + packer.size(some, together)
             packer.pack(some, None, together, self.memory[begin:end])
             begin = end
-        return packer.pack(self._shapes(linear), self._bias(linear), gated, room, True)
+        return packer.pack(self._shapes(linear), self._bias(linear), gated, room)
 
     def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
         linear, _, packer, _, _ = self.head_place
-        return packer.pack(self._shapes(linear), self._bias(linear), False, memory, True)
+        return packer.pack(self._shapes(linear), self._bias(linear), False, memory)
 
     @property
     def head_place(self) -> Place:

@@ -28,6 +28,7 @@ MIXED = "mixed-precision"
 # scales of activations and of keys and values, whose numbers are quantised here as they come
 UNREAD = ("input_scale", "k_scale", "v_scale", "q_scale", "output_scale", "activation_scale")
 # the tensors that stand for one weight, by what follows its module's name, and types of numbers
+LARGE = ("qweight", "weight_packed", "weight")
 READ_NOW = ("g_idx", "weight_g_idx", "weight_shape")  # few
 KINDS = {
     **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ("I32",)),
@@ -38,7 +39,6 @@ KINDS = {
     "weight": ("F8_E4M3", "I8"),
     "weight_zero_point": ("I32", "I8"),
 }
-INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]  # of AWQ: where the eight columns of a word are
 SHARED = 128  # inputs that share a scale, where they can
 BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no configuration says
 
@@ -131,8 +131,8 @@ class Numbers(NamedTuple):
 
 
 Tensors = Mapping[str, torch.Tensor]  # those of one weight, by what they are
-# Makes a weight's numbers of its tensors. Of tensors without memory it makes such numbers, so that
-# it tells sizes, too.
+# Makes a weight's numbers of its tensors. It tells sizes too, of tensors that are not read yet: the
+# `LARGE` ones without memory, the others with any numbers.
 Layout = Callable[[Tensors, Method], Numbers]
 
 
@@ -239,7 +239,7 @@ def described(
     name, *_ = parts.values()
     try:
         tensors = {
-            part: files.whole(one) if part in READ_NOW else files.like(one)
+            part: files.whole(one) if part in READ_NOW else files.like(one, part not in LARGE)
             for part, one in parts.items()
         }
         if expert is not None:
@@ -272,17 +272,15 @@ def described(
 def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return whole numbers of `bits` bits, `[n, m]` uint8, of int32 words, low bits first."""
     stored = packed.contiguous().view(torch.uint8)
-    if bits == 8:
-        return stored
-    return torch.stack([stored & 15, stored >> 4], -1).flatten(1)
+    return stored if bits == 8 else torch.stack([stored & 15, stored >> 4], -1).flatten(1)
 
 
 def _awq(of: Tensors, method: Method) -> Numbers:
-    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, eight columns a word in
-    an order of their own; `scales` `[groups, outputs]`."""
+    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
+    columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
     values, scales = of["qweight"], of["scales"].float().t()
     zeros = _in_nibbles(of["qzeros"], 4)
-    zeros = zeros.view(len(zeros), -1, 8)[..., INTERLEAVED].flatten(1).t()
+    zeros = zeros.view(len(zeros), -1, 2, 4).transpose(2, 3).flatten(1).t()
     inputs, group = len(values), _shared(len(values), scales.shape[1])
     return Numbers(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 

@@ -85,8 +85,8 @@ class TensorFiles:
 
     def _open(self, path: Path) -> None:
         with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size < os.fstat(file.fileno()).st_size:
+            size, end = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+            if not 0 < size < end:
                 raise ValueError("it is no safetensors file")
             header = json.loads(file.read(size))
             fd = os.dup(file.fileno())
@@ -94,7 +94,11 @@ class TensorFiles:
         header.pop("__metadata__", None)
         for name, of in header.items():
             first, last = (8 + size + at for at in of["data_offsets"])
-            self._tensors[name] = _Tensor(path, fd, str(of["dtype"]), of["shape"], first, last)
+            kind, shape = str(of["dtype"]), of["shape"]
+            itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
+            if last > end or (itemsize and math.prod(shape) * itemsize != last - first):
+                raise ValueError(f"{name[:80]!r} of shape {shape} at bytes {first} to {last}")
+            self._tensors[name] = _Tensor(path, fd, kind, shape, first, last)
 
     def shape(self, name: str) -> list[int]:
         return list(self._tensors[name].shape)
@@ -109,9 +113,10 @@ class TensorFiles:
             raise NotDescribed(f"{name} has numbers of type {kind}")
         return DTYPES[kind]
 
-    def like(self, name: str) -> torch.Tensor:
-        """Return a tensor of the same shape and type without memory. Raises as `dtype` does."""
-        return torch.empty(self.shape(name), dtype=self.dtype(name), device="meta")
+    def like(self, name: str, memory: bool) -> torch.Tensor:
+        """Return a tensor of the same shape and type, uninitialised. Raises as `dtype` does."""
+        device = "cpu" if memory else "meta"
+        return torch.empty(self.shape(name), dtype=self.dtype(name), device=device)
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.

@@ -15,13 +15,13 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import Architecture, architecture_of
+from quickbeam.models.gguf.architecture import TURNED, WOVEN, architecture_of
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
-from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
+from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Matrices, Stack
 from quickbeam.models.stack_tensors import Parameters, experts, names, norms
 
@@ -47,7 +47,7 @@ class GgufParameters(Parameters):
     def __init__(
         self,
         file: GgufFile,
-        of: Architecture,
+        architecture: str,
         config: Any,
         stack: Stack,
         dtype: torch.dtype,
@@ -57,7 +57,8 @@ class GgufParameters(Parameters):
     ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole."""
-        self.file, self._of, self.config, self.stack = file, of, config, stack
+        self.file, self.config, self.stack = file, config, stack
+        self._turned, self._woven = architecture in TURNED, architecture in WOVEN
         self.dtype, self._kernels = dtype, kernels
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
@@ -76,7 +77,7 @@ class GgufParameters(Parameters):
                 self._lacking[name] = 0
         check_shapes(stack, self.shape, expected(stack, config) | {**beside})
         if dtype is torch.bfloat16:
-            refuse_mixed_experts(stack, self.like)
+            refuse_shared_experts(stack, self.like)
 
     def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each `wanted` parameter, one above the other."""
@@ -111,7 +112,7 @@ class GgufParameters(Parameters):
         if name in self._lacking:
             found.insert(self._lacking[name], 1)
             return found
-        return [found[0], *found[:0:-1]] if self._of.woven and len(found) == 3 else found
+        return [found[0], *found[:0:-1]] if self._woven and len(found) == 3 else found
 
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
@@ -119,9 +120,9 @@ class GgufParameters(Parameters):
         found = [self.file[one] for one in self._stored[name]]  # mapped
         part = found[0]
         if len(found) > 1:
-            part = _joined([one[:0] for one in found], self._of.woven, self.shape(name)[0])
+            part = _joined([one[:0] for one in found], self._woven, self.shape(name)[0])
         if isinstance(part, BlockRows):
-            return part
+            return with_data(part, torch.empty_like(part.data, device="meta"))
         return torch.empty(self.shape(name), dtype=part.dtype, device="meta")
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
@@ -134,12 +135,12 @@ class GgufParameters(Parameters):
         found = [self._ordered(name, self.file[one]) for one in self._stored[name]]
         part = found[0][first:last]
         if len(found) > 1:
-            part = _joined([one[first:last] for one in found], self._of.woven)
+            part = _joined([one[first:last] for one in found], self._woven)
         if isinstance(part, BlockRows):
             if self.dtype is not torch.float32:
                 return part
             part = dense_rows(self._kernels, part)
-        if self._of.woven and part.dim() == 3:
+        if self._woven and part.dim() == 3:
             part = part.transpose(1, 2)
         if name in self._plus_one:
             part = part.float() - 1
@@ -157,7 +158,7 @@ class GgufParameters(Parameters):
             "q_proj": self.config.num_attention_heads,
             "k_proj": self.config.num_key_value_heads,
         }.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None or not self._of.turned:
+        if heads is None or not self._turned:
             return weight
         return with_data(weight, _halves(weight.data, heads))
 
@@ -178,7 +179,7 @@ class GgufCheckpoint(GgufParameters):
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole, or has weights in other formats."""
         self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
-        of, fields = architecture_of(file)
+        name, fields = architecture_of(file)
         config: Any = ModelConfig(fields)
         hold(config)
         stack: Stack = stack_of(config, dtype)
@@ -188,14 +189,13 @@ class GgufCheckpoint(GgufParameters):
             if isinstance(error, InvalidInput):
                 raise
             raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
-        for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
-            file.metadata.pop(f"tokenizer.ggml.{name}", None)
-        name = str(file.metadata["general.architecture"])
+        for key in ("tokens", "merges", "scores", "token_type"):  # large, and read
+            file.metadata.pop(f"tokenizer.ggml.{key}", None)
         stored_name = stored_names(name, config.num_hidden_layers, file.tensors)
         (head,) = {one.name for one in stack.head.weights}
         tied = {head: stack.embedding} if config.tie_word_embeddings else {}
         super().__init__(
-            file, of, config, stack, dtype, kernels, lambda own: stored_name(tied.get(own, own))
+            file, name, config, stack, dtype, kernels, lambda own: stored_name(tied.get(own, own))
         )
 
     def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:

@@ -75,7 +75,7 @@ class Packed:
 
     `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
     16 outputs of the two alternate, gates first. `place`: the memory to use, `[size]` uint8; None
-    allocates it. `filled`: `place` holds the packed weight already.
+    allocates it. It holds `weights` already that have no memory themselves (on the device `meta`).
 
     Raises `ValueError` for an odd number of inputs in bfloat16, and `InvalidInput` for weights to
     quantise that are not finite.
@@ -90,7 +90,6 @@ class Packed:
         name: str = BFLOAT16,
         gated: bool = False,
         place: torch.Tensor | None = None,
-        filled: bool = False,
     ) -> None:
         self.inputs, self.outputs = weights[0].shape[1], sum(map(len, weights))
         if self.inputs % 2 and name == BFLOAT16:
@@ -102,9 +101,10 @@ class Packed:
         rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
         blocks = -(-rows // BLOCK) * together
         self.data = room_for_weights(blocks * self._block) if place is None else place
-        parts = list(weights) if gated or len(weights) == 1 or filled else [below(weights)]
-        for i, part in enumerate([] if filled else parts):
-            self._put(part, i, together)
+        if not weights[0].data.is_meta:
+            parts = weights if gated or len(weights) == 1 else [below(weights)]
+            for i, part in enumerate(parts):
+                self._put(part, i, together)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         if gated and self.bias is not None:  # in blocks, as the weight is
             both = torch.zeros(2, blocks * BLOCK // 2)
@@ -214,17 +214,16 @@ class Packer(NamedTuple):
         bias: torch.Tensor | None = None,
         gated: bool = False,
         place: torch.Tensor | None = None,
-        filled: bool = False,
     ) -> Any:
         """Pack weights: as `Packed`, whose arguments and errors these are, or as `SplitPacked`."""
         if self.together(weights):
-            how: dict[str, Any] = {"gated": gated, "place": place, "filled": filled}
-            return Packed(self.kernels, weights, bias, name=self._named(weights[0]), **how)
+            name = self._named(weights[0])
+            return Packed(self.kernels, weights, bias, name=name, gated=gated, place=place)
         parts, column, used = [], 0, 0
         for weight in weights:
             of = None if bias is None else bias[column : column + len(weight)]
             size = self.size([weight])
             room = None if place is None else place[used : used + size]
-            parts.append(self.pack([weight], of, False, room, filled))
+            parts.append(self.pack([weight], of, False, room))
             column, used = column + len(weight), used + size
         return SplitPacked(tuple(parts), gated)
