@@ -26,7 +26,7 @@ from quickbeam.models.base import (
 )
 from quickbeam.models.gathered import GatheredStep, RowPool, behind
 from quickbeam.models.hf_attention import Features, forward, install
-from quickbeam.models.loading import hold_angles, refuse_unfit
+from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.pinned import PinnedLayers
 from quickbeam.models.same_logits import expect, refuse_other_logits
 
@@ -53,7 +53,6 @@ class TorchModel(Model):
         reason: str = "the torch back end is asked for",
     ) -> None:
         refuse_unfit(type(model), model.config)
-        hold_angles(model)
         model.eval()
         config = model.config.get_text_config()
         expected = expect(model, config)
