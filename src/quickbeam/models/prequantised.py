@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ class Numbers(NamedTuple):
 Tensors = Mapping[str, torch.Tensor]  # those of one weight, by what they are
 # Makes a weight's numbers of its tensors. It tells sizes too, of tensors that are not read yet: the
 # `LARGE` ones without memory, the others with any numbers.
-Layout = Callable[[Tensors, Method], Numbers]
+Layout = Callable[[Tensors], Numbers]
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,6 @@ class FewBits:
 
     parts: Mapping[str, str]
     layout: Layout
-    method: Method
     outputs: int
     inputs: int
     format: str
@@ -173,7 +173,7 @@ class FewBits:
         of, kernels = FORMATS[self.format], library.kernels()
         assert kernels is not None  # or there would be no such back end
         tensors = {part: self._read(files, name) for part, name in self.parts.items()}
-        found = self.layout(tensors, self.method)
+        found = self.layout(tensors)
         at = torch.arange(0, self.inputs, of.inputs) // found.group
         scales = found.scales[:, at].contiguous()
         zeros = None if found.zeros is None else found.zeros[:, at].contiguous()
@@ -213,20 +213,17 @@ def few_bits(
     found = {part: f"{module}.{part}" for part in KINDS}
     parts = {p.removesuffix("_inv"): stored[one] for p, one in found.items() if one in stored}
     if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
-        return described(parts, _awq if method.kind == AWQ else _gptq, files, method)
+        gptq = partial(_gptq, lowered=method.lowered)
+        return described(parts, _awq if method.kind == AWQ else gptq, files)
     if "weight_packed" in parts:
-        return described(parts, _packed, files, method)
+        return described(parts, _packed, files)
     if {"weight", "weight_scale"} <= parts.keys():
-        return described(parts, whole, files, method)
+        return described(parts, partial(whole, block=method.block), files)
     return None
 
 
 def described(
-    parts: Mapping[str, str],
-    layout: Layout,
-    files: TensorFiles,
-    method: Method,
-    expert: int | None = None,
+    parts: Mapping[str, str], layout: Layout, files: TensorFiles, expert: int | None = None
 ) -> FewBits:
     """Return where a weight in few bits is. The arguments are those of `FewBits`.
 
@@ -244,7 +241,7 @@ def described(
         }
         if expert is not None:
             tensors = {part: of[expert] for part, of in tensors.items()}
-        found = layout(tensors, method)
+        found = layout(tensors)
         outputs, inputs, group = len(found.scales), found.inputs, found.group
         order = _order(tensors, inputs, group)
         if found.zeros is not None and found.zeros.shape != found.scales.shape:
@@ -266,7 +263,7 @@ def described(
         )
     shared = SHARED if group % SHARED == 0 and inputs % SHARED == 0 else GROUP
     kind = "fp8" if found.zeros is None else f"w{found.bits}"
-    return FewBits(parts, layout, method, outputs, inputs, f"{kind}g{shared}", order, expert)
+    return FewBits(parts, layout, outputs, inputs, f"{kind}g{shared}", order, expert)
 
 
 def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -275,7 +272,7 @@ def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return stored if bits == 8 else torch.stack([stored & 15, stored >> 4], -1).flatten(1)
 
 
-def _awq(of: Tensors, method: Method) -> Numbers:
+def _awq(of: Tensors) -> Numbers:
     """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
     columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
     values, scales = of["qweight"], of["scales"].float().t()
@@ -285,20 +282,20 @@ def _awq(of: Tensors, method: Method) -> Numbers:
     return Numbers(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 
 
-def _gptq(of: Tensors, method: Method) -> Numbers:
+def _gptq(of: Tensors, lowered: bool) -> Numbers:
     """`qweight` `[inputs / 8, outputs]`, `qzeros` `[groups, outputs / 8]` (of the first version of
     the layout less 1), low bits first; `scales` `[groups, outputs]`; `g_idx` `[inputs]`, each
     input's group."""
     values, stored, scales = of["qweight"], of["qzeros"], of["scales"].float().t()
     bits = 32 * stored.shape[1] // len(scales)
-    if method.lowered:  # word by word, as it was taken away
+    if lowered:  # word by word, as it was taken away
         stored = stored + (0x11111111 if bits == 4 else 0x01010101)
     inputs, zeros = 32 * len(values) // bits, _in_nibbles(stored, bits).t()
     group = _shared(inputs, scales.shape[1])
     return Numbers(values, library.WORDS_OF_INPUTS, inputs, bits, group, scales, zeros)
 
 
-def _packed(of: Tensors, method: Method) -> Numbers:
+def _packed(of: Tensors) -> Numbers:
     """`weight_packed` `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`, and asymmetric
     `weight_zero_point` `[outputs / 8, groups]`, low bits first, all plus half of what bits hold;
     `weight_shape` names both sizes."""
@@ -312,10 +309,10 @@ def _packed(of: Tensors, method: Method) -> Numbers:
     return Numbers(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
-def whole(of: Tensors, method: Method) -> Numbers:
+def whole(of: Tensors, block: tuple[int, int]) -> Numbers:
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
-    values, scale, (tall, group) = of["weight"], of["weight_scale"], method.block
+    values, scale, (tall, group) = of["weight"], of["weight_scale"], block
     (outputs, inputs), shape = values.shape, list(scale.shape)
     if len(shape) == 2 and shape[0] == outputs:
         group = _shared(inputs, shape[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -262,7 +263,7 @@ def _in_float8(
     if any(len(one) != 3 or one[0] != shapes[0][0] for one in shapes):
         names = " and ".join(parts.values())
         raise InvalidInput(f"{names} have shapes {shapes}: they don't fit together")
-    one = described(parts, whole, files, method, expert=0)
+    one = described(parts, partial(whole, block=method.block), files, expert=0)
     return OneByOne(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
 
 
