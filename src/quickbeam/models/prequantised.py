@@ -154,6 +154,56 @@ class FewBits:
     order: torch.Tensor | None = None
     expert: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        parts: Mapping[str, str],
+        layout: Layout,
+        files: TensorFiles,
+        expert: int | None = None,
+    ) -> FewBits:
+        """Return where the weight is that has these `parts` in `files`.
+
+        Raises `NotDescribed` for what is not read, and `InvalidInput` for tensors that don't fit
+        together.
+        """
+        for part, name in parts.items():
+            if (kind := files.kind(name)) not in KINDS[part]:
+                raise NotDescribed(f"{name} has numbers of type {kind}")
+        name, *_ = parts.values()
+        try:
+            tensors = {
+                part: files.whole(one) if part in READ_NOW else files.like(one, part not in LARGE)
+                for part, one in parts.items()
+            }
+            if expert is not None:
+                tensors = {part: of[expert] for part, of in tensors.items()}
+            found = layout(tensors)
+            outputs, inputs, group = len(found.scales), found.inputs, found.group
+            order = _order(tensors, inputs, group)
+            if found.zeros is not None and found.zeros.shape != found.scales.shape:
+                raise ValueError(
+                    f"{list(found.zeros.shape)} zeros, {list(found.scales.shape)} scales"
+                )
+        except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
+            names = ", ".join(parts.values())
+            raise InvalidInput(f"{names} don't fit together: {error}") from error
+        if found.bits not in (4, 8):
+            raise NotDescribed(f"{name} has {found.bits} bits a weight; read are 4 and 8")
+        if inputs % GROUP or group % GROUP:
+            raise NotDescribed(
+                f"{name} has {inputs} inputs in groups of {group}; read are groups of {GROUP} and "
+                "multiples of it"
+            )
+        if found.values.nbytes * 8 != outputs * inputs * found.bits:
+            raise InvalidInput(
+                f"{name} has shape {files.shape(name)}, and should hold {outputs} times {inputs} "
+                f"numbers of {found.bits} bits: download it again"
+            )
+        shared = SHARED if group % SHARED == 0 and inputs % SHARED == 0 else GROUP
+        kind = "fp8" if found.zeros is None else f"w{found.bits}"
+        return cls(parts, layout, outputs, inputs, f"{kind}g{shared}", order, expert)
+
     @property
     def names(self) -> Sequence[str]:
         return list(self.parts.values())
@@ -207,63 +257,19 @@ def few_bits(
 ) -> FewBits | None:
     """Return where a weight in few bits is; None for a weight that is stored as it is.
 
-    `stored`: the stored name of each parameter. Raises as `described` does.
+    `stored`: the stored name of each parameter. Raises as `FewBits.of` does.
     """
     module = name.removesuffix(".weight")
     found = {part: f"{module}.{part}" for part in KINDS}
     parts = {p.removesuffix("_inv"): stored[one] for p, one in found.items() if one in stored}
     if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
         gptq = partial(_gptq, lowered=method.lowered)
-        return described(parts, _awq if method.kind == AWQ else gptq, files)
+        return FewBits.of(parts, _awq if method.kind == AWQ else gptq, files)
     if "weight_packed" in parts:
-        return described(parts, _packed, files)
+        return FewBits.of(parts, _packed, files)
     if {"weight", "weight_scale"} <= parts.keys():
-        return described(parts, partial(whole, block=method.block), files)
+        return FewBits.of(parts, partial(eight_bits, block=method.block), files)
     return None
-
-
-def described(
-    parts: Mapping[str, str], layout: Layout, files: TensorFiles, expert: int | None = None
-) -> FewBits:
-    """Return where a weight in few bits is. The arguments are those of `FewBits`.
-
-    Raises `NotDescribed` for what is not read, and `InvalidInput` for tensors that don't fit
-    together.
-    """
-    for part, name in parts.items():
-        if (kind := files.kind(name)) not in KINDS[part]:
-            raise NotDescribed(f"{name} has numbers of type {kind}")
-    name, *_ = parts.values()
-    try:
-        tensors = {
-            part: files.whole(one) if part in READ_NOW else files.like(one, part not in LARGE)
-            for part, one in parts.items()
-        }
-        if expert is not None:
-            tensors = {part: of[expert] for part, of in tensors.items()}
-        found = layout(tensors)
-        outputs, inputs, group = len(found.scales), found.inputs, found.group
-        order = _order(tensors, inputs, group)
-        if found.zeros is not None and found.zeros.shape != found.scales.shape:
-            raise ValueError(f"{list(found.zeros.shape)} zeros, {list(found.scales.shape)} scales")
-    except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
-        names = ", ".join(parts.values())
-        raise InvalidInput(f"{names} don't fit together: {error}") from error
-    if found.bits not in (4, 8):
-        raise NotDescribed(f"{name} has {found.bits} bits a weight; read are 4 and 8")
-    if inputs % GROUP or group % GROUP:
-        raise NotDescribed(
-            f"{name} has {inputs} inputs in groups of {group}; read are groups of {GROUP} and "
-            "multiples of it"
-        )
-    if found.values.nbytes * 8 != outputs * inputs * found.bits:
-        raise InvalidInput(
-            f"{name} has shape {files.shape(name)}, and should hold {outputs} times {inputs} "
-            f"numbers of {found.bits} bits: download it again"
-        )
-    shared = SHARED if group % SHARED == 0 and inputs % SHARED == 0 else GROUP
-    kind = "fp8" if found.zeros is None else f"w{found.bits}"
-    return FewBits(parts, layout, outputs, inputs, f"{kind}g{shared}", order, expert)
 
 
 def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -309,7 +315,7 @@ def _packed(of: Tensors) -> Numbers:
     return Numbers(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
-def whole(of: Tensors, block: tuple[int, int]) -> Numbers:
+def eight_bits(of: Tensors, block: tuple[int, int]) -> Numbers:
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
     values, scale, (tall, group) = of["weight"], of["weight_scale"], block

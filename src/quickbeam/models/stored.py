@@ -18,7 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight, below, dense_rows, with_data
-from quickbeam.models.prequantised import FewBits, Method, described, few_bits, whole
+from quickbeam.models.prequantised import FewBits, Method, eight_bits, few_bits
 from quickbeam.models.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
@@ -263,7 +263,7 @@ def _in_float8(
     if any(len(one) != 3 or one[0] != shapes[0][0] for one in shapes):
         names = " and ".join(parts.values())
         raise InvalidInput(f"{names} have shapes {shapes}: they don't fit together")
-    one = described(parts, partial(whole, block=method.block), files, expert=0)
+    one = FewBits.of(parts, partial(eight_bits, block=method.block), files, expert=0)
     return OneByOne(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
 
 
