@@ -33,7 +33,7 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8, BlockRows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.pages import PagePool
 from quickbeam.models.prequantised import method_of
@@ -44,7 +44,6 @@ from quickbeam.models.stored import Stored, located, own_names
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 
-HeadParameters = DrafterParameters | GgufParameters
 NO_HEAD = (
     "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "
     "GLM-4-MoE's, MiMo's); name another drafter"
@@ -167,7 +166,7 @@ class MtpPasses:
 
     def __init__(
         self,
-        parameters: HeadParameters,
+        parameters: Parameters,
         stack: Stack,
         layout: MtpLayout,
         model: Model,
@@ -179,7 +178,11 @@ class MtpPasses:
         self.pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
         if model.dtype is torch.float32:
             weights = FLOAT32
-        weights = weights or (INT8 if parameters.finite else BFLOAT16)
+        if weights is None:
+            beside = joining(layout, model.config.hidden_size).keys()
+            own = map(parameters, names(stack) - {stack.embedding} | beside)
+            finite = all(isinstance(one, BlockRows) or one.isfinite().all() for one in own)
+            weights = INT8 if finite else BFLOAT16
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
         self._compiled.watch([2] if normed else [1, 2])
         self._width = int(model.config.hidden_size)
@@ -219,7 +222,7 @@ def load_mtp(
     return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
 
 
-def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
     config = model.config
     files = TensorFiles(folder)
     stack, one = mtp_stack(config, model.dtype)
@@ -235,7 +238,7 @@ def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLa
     return parameters, stack, layout
 
 
-def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+def _of_file(path: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
     """Return the same of a `.gguf` file, whose blocks stay as they are."""
     file, layout, kernels = GgufFile(path), QWEN, library.kernels()
     assert kernels is not None

@@ -92,11 +92,6 @@ class DrafterParameters(Parameters):
         stored = self._stored[name]
         return dense(stored.rows(self._files, first, end), stored).to(self.dtype)
 
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers that are stored are finite."""
-        return all(bool(self(name).isfinite().all()) for name in self._stored)
-
 
 class NativeHead:
     """A head in the native kernels: `[n, d]` to `[n, vocab]` float32."""

@@ -98,12 +98,6 @@ class GgufParameters(Parameters):
                     raise InvalidInput(f"{self.file.path}: {joined} have other shapes")
         return found
 
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers that are not in blocks are finite."""
-        every = (self(name) for name in self._stored)
-        return all(isinstance(one, BlockRows) or bool(one.isfinite().all()) for one in every)
-
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
         found = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
