@@ -20,7 +20,7 @@ from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConf
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.native.library import kernels
-from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operands import plain_rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, Packer
 
@@ -61,7 +61,7 @@ def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
 
     def run(h: torch.Tensor) -> torch.Tensor:
         n = len(h)
-        scores, rows = torch.empty(n, clusters), Rows([0] * n, [0] * n, wanted=range(n))
+        scores, rows = torch.empty(n, clusters), plain_rows(n, range(n))
         program.run(rows, {"hidden": h, "embedded": h, "scores": scores})
         return scores
 

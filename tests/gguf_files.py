@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
 
 from models import table, tiny
-from quickbeam.models.gguf.architecture import ARCHITECTURES
+from quickbeam.models.gguf.architecture import TURNED, WOVEN
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
 TINY = table("gguf")
@@ -172,7 +172,7 @@ NAMES = {
 
 
 def apart(state, woven: bool):
-    """All tensors as the converter has them. `woven`: as of `Architecture`."""
+    """All tensors as the converter has them. `woven`: as of `WOVEN`."""
     for name, tensor in state.items():
         for old, new in NAMES.items():
             name = name.replace(old, new)
@@ -318,7 +318,7 @@ def write(
     tokenizer(writer, pre)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
-    state = apart(model.state_dict(), ARCHITECTURES[architecture].woven)
+    state = apart(model.state_dict(), architecture in WOVEN)
     if hasattr(c, "linear_num_key_heads"):
         state = in_delta_rule(architecture, c, state)
     if architecture == "falcon-h1":
@@ -331,7 +331,7 @@ def write(
         own, data = names.get_name(name, (".weight", ".bias", ".scale")), tensor.float().numpy()
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         of = name.split(".")[-2]
-        if ARCHITECTURES[architecture].turned and of in heads:
+        if architecture in TURNED and of in heads:
             data = turned(data, heads[of])
         if plus_one(model, name):
             data = data + 1

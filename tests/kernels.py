@@ -9,8 +9,8 @@ import torch
 import reference
 from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library
-from quickbeam.models.native.operands import KVShape, RowList, Rows
-from quickbeam.models.native.program import Program, place
+from quickbeam.models.native.operands import KVShape, RowList, plain_rows
+from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
 
@@ -30,11 +30,6 @@ def load(isa):
 def number(*shape, like=torch.bfloat16, seed=0):
     """Random numbers, normally distributed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
-
-
-def plain_rows(n, wanted=()):
-    """Rows that no operation looks up anything of."""
-    return Rows([0] * n, [0] * n, wanted=wanted)
 
 
 def linear(kernels, packed, x, epilogue=library.STORE, **options):
@@ -71,7 +66,16 @@ def chain_rows(store, tokens):
     """Rows of tokens behind the committed ones of one sequence."""
     rows = RowList()
     store.add_chain(rows, tokens, ())
-    return rows.rows()
+    return rows
+
+
+def rows_of(spans, positions, orders, prefix, paths):
+    """Rows of several sequences: of each their number, and the address of its page table."""
+    rows, first = RowList(), 0
+    for count, table in spans:
+        its = slice(first, first := first + count)
+        rows.add(table, [0] * count, positions[its], orders[its], prefix[its], paths[its], ())
+    return rows
 
 
 def filled(kernels, keys, values, length=None):
@@ -85,6 +89,18 @@ def filled(kernels, keys, values, length=None):
     return store
 
 
+def read(store, layer, count=None):
+    """Keys and values `[kv_heads, count, dim]` of the first `count` orders of a store's layer; of
+    all committed tokens if None."""
+    pool, count = store.pool, store.length if count is None else count
+    shape = pool.shapes[layer]
+    key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=pool.dtype)
+    value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=pool.dtype)
+    place, both = pool.layers[layer].ctypes.data, (key.data_ptr(), value.data_ptr())
+    pool.kernels.read(store.table, place, count, *both, pool.dtype is torch.float32)
+    return key, value
+
+
 def write(kernels, shape, keys, values, rows):
     """Write `keys` and `values`, `[kv_heads, n, dim]`, to the pages of `rows`."""
     program, (heads, n, dim) = Program(kernels), keys.shape
@@ -94,7 +110,7 @@ def write(kernels, shape, keys, values, rows):
     small_of = program.given("small", 0, True)
     both = program.given("query", heads * dim, True), program.given("sorted", 0)
     of_key = dict(key=rest_of.index, key_stride=rest_of.width, value=small_of.index)
-    program.add(library.LATENT, *both, **of_key, heads=heads, **place(shape, 0))
+    program.add(library.LATENT, *both, **of_key, heads=heads, **shape.fields(0))
     given = {"query": query, "rest": rest, "small": small}
     program.run(rows, {**given, "sorted": query.to(torch.bfloat16)})
 
@@ -119,13 +135,13 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
     """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
     stores, so many of each."""
     n, heads, _ = query.shape
-    shape = stores[0][1].shapes[0]
+    shape = stores[0][1].pool.shapes[0]
     program = Program(kernels)
     both = program.given("query", 0), program.given("out", heads * shape.value_dim)
     program.attend(*both, heads, shape, 0, scaling, **variations)
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
-    rows = Rows([0] * n, [0] * n, [0] * n, prefix, paths, spans)
+    rows = rows_of(spans, [0] * n, [0] * n, prefix, paths)
     program.run(rows, {"query": reference.sort_queries(query, shape.kv_heads), "out": out})
     return out
 

@@ -10,13 +10,12 @@ import torch
 from kernels import best_set, every_set, load, plain_rows
 from quantised import quantise_rows
 from quickbeam.models.native import library
-from quickbeam.models.native.formats import FORMATS
-from quickbeam.models.native.operands import Rows
-from quickbeam.models.native.operations import chosen, product
+from quickbeam.models.native.library import FORMATS
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, BlockRows, Packed, Packer, dense_rows
 
-NAMES = [name for name, of in FORMATS.items() if of.bytes]
+NAMES = [name for name, of in FORMATS.items() if of.inputs > 1]
 FILES = [name for name in NAMES if FORMATS[name].file_type is not None]
 kinds = pytest.mark.parametrize("name", NAMES)
 # where halves of float16 numbers stand in a block: scales, which must be finite
@@ -67,7 +66,7 @@ def by_package(rows):
 def run(isa, packed, outputs, x, **more):
     program = Program(load(isa))
     source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
-    product(program, packed, source, target, **more)  # type: ignore[arg-type]
+    program.linear(packed, source, target, **more)  # type: ignore[arg-type]
     y = torch.zeros(len(x), outputs)
     program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
     return y
@@ -85,10 +84,9 @@ def test_the_table_names_what_files_hold():
         kind = gguf.GGMLQuantizationType(of.file_type)
         assert (of.inputs, of.bytes) == gguf.GGML_QUANT_SIZES[kind]
         assert name == kind.name.lower() or (name, kind.name) == ("int4", "Q4_1")
-    assert tuple(FORMATS) == library.FORMATS
     page = (Path(__file__).parents[1] / "docs" / "weights.md").read_text(encoding="utf-8")
     for name, of in FORMATS.items():
-        assert f"`{name}`" in page and f"{of.bits:g}" in page, name
+        assert f"`{name}`" in page and f"{8 * of.bytes / of.inputs:g}" in page, name
 
 
 @every_set
@@ -103,7 +101,9 @@ def test_blocks_stand_for_the_packages_numbers(isa, name):
     program = Program(kernels)
     program.embed(rows, program.given("x", 768, True), scale=2.0)
     x, tokens = torch.zeros(5, 768), [36, 0, 7, 7, 12]
-    program.run(Rows(tokens, [0] * len(tokens)), {"x": x})
+    listed, zeros = RowList(), [0] * len(tokens)
+    listed.add(0, tokens, zeros, zeros, zeros, [()] * len(tokens), ())
+    program.run(listed, {"x": x})
     assert torch.equal(x, wanted[tokens] * 2)
 
 
@@ -179,7 +179,7 @@ def test_gated_weights_of_one_and_of_two_formats(isa, names):
     packed = Packer(kernels, BFLOAT16).pack(weights, gated=True)
     program = Program(kernels)
     source, target = program.given("x", 512), program.given("y", 40, True)
-    product(program, packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
+    program.linear(packed, source, target, library.GATED, activation="gelu_tanh", scaling=0.5)
     y = torch.zeros(5, 40)
     program.run(plain_rows(5), {"x": x, "y": y})
     gate, up = (run(isa, Packer(kernels, BFLOAT16).pack([one]), 40, x) for one in weights)
@@ -216,7 +216,7 @@ def test_inputs_in_another_order(isa, name):
     apart = torch.cat([run(isa, packed, 48, x), run(isa, plain, 48, x)], 1)
     assert torch.equal(run(isa, both, 96, x), apart)
     program = Program(kernels)
-    chosen(program, packed, program.given("x", 256), program.given("y", 16, True))
+    program.chosen(packed, program.given("x", 256), program.given("y", 16, True))
     program.set(len(program.ops) - 1, target_stride=16)
     y = torch.zeros(5, 16)
     program.run(plain_rows(5), {"x": x, "y": y}, blocks=np.array([1]))

@@ -77,7 +77,7 @@ def by_kernels(model, stack):
     compiled = CompiledStack(ModelParameters(model), stack, pool)
     store, rows = pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
-    return compiled(rows.rows(), len(IDS) - 1)
+    return compiled(rows)
 
 
 # --- transformers ---
@@ -156,7 +156,11 @@ def wider(by):
 
 
 def turning(interleaved):
-    return lambda s: each("attention", rotary=replace(s.rotaries[0], interleaved=interleaved))(s)
+    def change(stack):
+        rotary = replace(stack.attentions[0].rotary, interleaved=interleaved)
+        return each("attention", rotary=rotary)(stack)
+
+    return change
 
 
 ROUTING = "feed_forward.routing"

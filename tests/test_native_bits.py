@@ -9,10 +9,19 @@ import torch
 import reference
 from cases import few, spread
 from features import grown
-from kernels import SETS, best_set, every_set, linear, load, number, rows_that_depend_on_others
+from kernels import (
+    SETS,
+    best_set,
+    every_set,
+    linear,
+    load,
+    number,
+    read,
+    rows_that_depend_on_others,
+)
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagedStore
 from target import Target
@@ -77,7 +86,7 @@ def wrong_rows(target, ids, begin, seeds=1):
 def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
     native(isa)
     target = Target(tiny(name, torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
+    assert isinstance(target.store, PagedStore) and target.store.pool.kernels.name == isa
     assert wrong_rows(target, text(78), 52) == 0  # across the end of a page
 
 
@@ -96,13 +105,13 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
 def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch):
     native(isa)
-    target, init = Target(tiny(name, torch.bfloat16)), Rows.__init__
+    target, add = Target(tiny(name, torch.bfloat16)), RowList.add
 
-    def mixed(self, tokens, positions, orders=(), prefix=(), paths=(), *rest):
+    def mixed(self, table, tokens, positions, orders, prefix, paths, *rest):
         paths = [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths]
-        init(self, tokens, positions, orders, prefix, paths, *rest)
+        add(self, table, tokens, positions, orders, prefix, paths, *rest)
 
-    monkeypatch.setattr(Rows, "__init__", mixed)
+    monkeypatch.setattr(RowList, "add", mixed)
     assert wrong_rows(target, text(100), 60, 2) > 5
 
 
@@ -114,7 +123,7 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
     ids, found = text(150), []
 
     def kept(store):
-        return [tensor for layer in range(len(store.shapes)) for tensor in store.read(layer)]
+        return [tensor for layer in range(len(store.pool.shapes)) for tensor in read(store, layer)]
 
     for chunk in (512, 64, 37, 5):
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)

@@ -100,7 +100,7 @@ def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
     assert found is not None and found.name == isa and found.page == 64
     assert library.describe() == f"native ({isa})"
     target = Target(tiny("llama", torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels is found
+    assert isinstance(target.store, PagedStore) and target.store.pool.kernels is found
     assert isinstance(target.model.head, NativeLinear)
 
 

@@ -264,7 +264,7 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
         made.add(program, *named, program.given("routed", made.clusters, True))
         scores = torch.full((len(wanted), clusters), torch.nan)
         given = {"hidden": hidden, "embedded": embedded, "routed": scores}
-        program.run(plain_rows(n, wanted), given)
+        program.run(plain_rows(n, tuple(wanted)), given)
         return scores
 
     scores, down = scored(BFLOAT16), router.down

@@ -17,10 +17,11 @@ from kernels import (
     number,
     plain_rows,
     random_paths,
+    rows_of,
     rows_that_depend_on_others,
 )
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
@@ -69,7 +70,7 @@ def test_layer_norms(isa, add):
 
 def attend(kernels, store, qkv, rows, window):
     """HEADS without angles, then ATTEND."""
-    shape, heads = store.shapes[0], 4
+    shape, heads = store.pool.shapes[0], 4
     program, out = Program(kernels), torch.empty(len(qkv), heads * shape.value_dim)
     query = program.buffer(heads * shape.key_dim, True)
     program.heads(program.given("qkv", qkv.shape[1], True), query, heads, shape, 0, rotary=0)
@@ -94,7 +95,7 @@ def test_a_trees_rows_have_the_bits_of_their_paths(isa, length, window):
     tree.length = length
     tree.reserve(length + nodes)
     orders, spans = range(length, length + nodes), [(nodes, tree.table)]
-    rows = Rows([0] * nodes, [0] * nodes, orders, [length] * nodes, paths, spans)
+    rows = rows_of(spans, [0] * nodes, orders, [length] * nodes, paths)
     got = attend(kernels, tree, qkv[length:], rows, window)
     for node in (0, 1, nodes // 2, nodes - 1):
         path, one = paths[node], pool.new()

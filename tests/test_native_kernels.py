@@ -21,10 +21,12 @@ from kernels import (
     number,
     plain_rows,
     random_paths,
+    read,
     relocated,
+    rows_of,
 )
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape, Rows
+from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
 from quickbeam.models.pages import PagePool
@@ -237,7 +239,9 @@ def test_a_norm(isa, n, width, weighted, floats, gather, of, column, seed):
     given_y = program.given("y", target.stride, floats[1])
     places = dict(width=width, of=of, column=column, gather=gather)
     program.norm(given_x, given_y, weight, 1e-5, **places)
-    program.run(plain_rows(n, wanted if gather else ()), {"x": source.whole, "y": target.whole})
+    program.run(
+        plain_rows(n, tuple(wanted) if gather else ()), {"x": source.whole, "y": target.whole}
+    )
     right = reference.norm(x[list(wanted)], weight, 1e-5)
     within(target.read(), right, 16 * SINGLE * right.abs())
 
@@ -287,10 +291,11 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     program = Program(kernels)
     named = program.given("x", 0, True), program.given("query", 0)
-    program.heads(*named, all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
+    program.heads(*named, all_heads, shape, stores[0].pool.offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
-    rows, turns = Rows([0] * n, positions, orders, [0] * n, (), spans), (angle.cos(), angle.sin())
+    rows = rows_of(spans, positions, orders, [0] * n, [()] * n)
+    turns = angle.cos(), angle.sin()
     program.run(rows, {"x": source.whole, "query": query}, turns)
     turned = [part[positions] for part in turns]
     right = reference.heads(x, all_heads, kv_heads, *turned, norms, 1e-5)
@@ -299,8 +304,8 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     allowed = torch.full(sorted_queries.shape, rounding)
     within(query.view(sorted_queries.shape), sorted_queries, allowed)
     rooms = [-(-(start + count + 3) // pool.page) * pool.page for count in (first, n - first)]
-    kept = [store.read(layer, room) for store, room in zip(stores, rooms, strict=True)]
-    other = [store.read(1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
+    kept = [read(store, layer, room) for store, room in zip(stores, rooms, strict=True)]
+    other = [read(store, 1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
     for row, order in enumerate(orders):
         key, value = kept[row >= first]
         within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))
@@ -327,7 +332,7 @@ def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
     store.commit(path)
     orders = [*range(start), *(start + node for node in path)]
     assert store.length == len(orders)
-    key, value = store.read(0)
+    key, value = read(store, 0)
     assert torch.equal(key, keys[:, orders]) and torch.equal(value, values[:, orders])
 
 

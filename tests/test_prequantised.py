@@ -24,18 +24,20 @@ from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.checkpoint import Checkpoint
+from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.prequantised import FewBits, Method, few_bits
-from quickbeam.models.stored import located
+from quickbeam.models.shapes import refuse_shared_experts
+from quickbeam.models.stored import dense, located
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
 from streaming import alike, limits_of, of_disk
 from target import Target
-from test_families import IDS, policies
+from test_families import IDS, made, policies
 
 KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
@@ -296,7 +298,7 @@ def test_blocks_may_be_as_many_as_outputs(tmp_path):
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
     found = few_bits("m.weight", {name: name for name in files.names}, files, Method("fp8"))
-    assert found is not None and torch.equal(found.rows(files, 0, 128), weight.dense)
+    assert found is not None and torch.equal(dense(found.rows(files, 0, 128), found), weight.dense)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,9 @@ def test_float8_beside_experts_that_may_be_transposed(tmp_path):
     save_file(stored, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
     found = located("m.weight", {name: name for name in stored}, files, Method("fp8"), width=64)
-    assert isinstance(found, FewBits) and torch.equal(found.rows(files, 0, 128), weight.dense)
+    assert isinstance(found, FewBits) and torch.equal(
+        dense(found.rows(files, 0, 128), found), weight.dense
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])
@@ -397,6 +401,22 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     assert "w4g128" in model.describe() and weights in model.describe()
     assert model.head.packed.name == "int8"  # type: ignore[union-attr]
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("gates", "rest", "words"),
+    [
+        (("w4g32", None), ("w8g32", None), "shared expert is of w4g32 and w8g32"),
+        (("w4g32", torch.arange(32)),) * 2 + ("activation order",),
+    ],
+)
+def test_shared_experts_that_no_operation_reads_are_refused(gates, rest, words):
+    def like(name):
+        kind, order = gates if "gate_proj" in name else rest
+        return BlockRows(torch.empty(1, 1), kind, order)
+
+    with pytest.raises(NotDescribed, match=words):
+        refuse_shared_experts(describe(made("qwen2_moe")), like)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -104,7 +104,7 @@ class AssistantPasses:
             none, all_of_them = [0] * n, [length] * n
             listed.add(cache.table, none, all_of_them, none, all_of_them, [()] * n, range(n))
         self._compiled.states = torch.cat(list(joined)).contiguous()
-        self._compiled(listed.rows(), max(listed.positions))
+        self._compiled(listed)
         feature = self._compiled.hidden
         return self._split(feature), feature
 

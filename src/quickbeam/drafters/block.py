@@ -114,7 +114,7 @@ class NativeBlocks:
     def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """See `TorchBlocks.read`."""
         listed, given = list_rows(batch), {"states": hidden.contiguous()}
-        self._reading.run(listed.rows(), given, self._compiled.angles(max(listed.positions)))
+        self._reading.run(listed, given, self._compiled.angles(max(listed.positions)))
 
     def run(self, caches: Sequence[Any], anchors: Sequence[int]) -> torch.Tensor:
         """See `TorchBlocks.run`."""
@@ -127,7 +127,7 @@ class NativeBlocks:
             seen = [place + 1 for place in places] if config.causal else [first + size] * size
             tokens = [anchor, *[config.mask_token] * (size - 1)]
             listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
-        self._compiled(listed.rows(), max(listed.positions))
+        self._compiled(listed)
         return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
 
     def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:

@@ -114,7 +114,7 @@ class NativeEagle:
         if (last := max(listed.positions)) >= len(self._angles[0]):
             self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
         program = self._program(committed, bool(wanted), router)
-        program.run(listed.rows(), given, self._angles)
+        program.run(listed, given, self._angles)
         return Passed(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:

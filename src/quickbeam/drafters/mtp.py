@@ -32,7 +32,7 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import mtp_names
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8
+from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, INT8, BlockRows
 from quickbeam.models.native_model import NativeModel, list_rows
 from quickbeam.models.pages import PagePool
 from quickbeam.models.prequantised import method_of
@@ -43,7 +43,6 @@ from quickbeam.models.stored import Stored, located, own_names
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import MTP, QWEN, MtpLayout, is_mtp, mtp_layout
 
-HeadParameters = DrafterParameters | GgufParameters
 NO_HEAD = (
     "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "
     "GLM-4-MoE's, MiMo's); name another drafter"
@@ -166,7 +165,7 @@ class MtpPasses:
 
     def __init__(
         self,
-        parameters: HeadParameters,
+        parameters: Parameters,
         stack: Stack,
         layout: MtpLayout,
         model: Model,
@@ -177,7 +176,11 @@ class MtpPasses:
         self.pool = PagePool(kv_shapes(stack), kernels, None, model.dtype)
         if model.dtype is torch.float32:
             weights = FLOAT32
-        weights = weights or (INT8 if parameters.finite else BFLOAT16)
+        if weights is None:
+            beside = joining(layout, model.config.hidden_size).keys()
+            own = map(parameters, names(stack) - {stack.embedding} | beside)
+            finite = all(isinstance(one, BlockRows) or one.isfinite().all() for one in own)
+            weights = INT8 if finite else BFLOAT16
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
         self._compiled.watch([2])
         self.logits = NativePacker(kernels, weights).head(head)
@@ -185,7 +188,7 @@ class MtpPasses:
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
         listed = list_rows(batch)
         self._compiled.states = hidden.contiguous()
-        self._compiled(listed.rows(), max(listed.positions))
+        self._compiled(listed)
         return Passed(self._compiled.hidden, self._compiled.hidden)
 
 
@@ -213,7 +216,7 @@ def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafte
     return EagleDrafter(passes, model, [layers + 1], config.hidden_size, routes=False)
 
 
-def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
     config = model.config
     files = TensorFiles(folder)
     stack, one = mtp_stack(config, model.dtype)
@@ -229,15 +232,15 @@ def _of_folder(folder: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLa
     return parameters, stack, layout
 
 
-def _of_file(path: Path, model: Model) -> tuple[HeadParameters, Stack, MtpLayout]:
+def _of_file(path: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
     """Return the same of a `.gguf` file, whose blocks stay as they are."""
     file, layout, kernels = GgufFile(path), QWEN, library.kernels()
     assert kernels is not None
-    of, _ = architecture_of(file)
-    known = mtp_names(of.layer, model.config.num_hidden_layers, file.tensors, layout)
-    if f"{known[layout.fc]}.weight" not in file.tensors:
+    (name, _), block = architecture_of(file), model.config.num_hidden_layers
+    stored_name = mtp_names(name, block, file.tensors, layout)
+    if stored_name(f"{layout.fc}.weight") is None:
         raise InvalidInput(NO_HEAD)
     stack, config = mtp_stack(model.config, model.dtype)
     stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
-    found = GgufParameters(file, of, config, stack, model.dtype, kernels, known, beside)
+    found = GgufParameters(file, name, config, stack, model.dtype, kernels, stored_name, beside)
     return found, stack, layout

@@ -13,11 +13,11 @@ from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.models.base import Model
 from quickbeam.models.compiled import CompiledStack, NativeLinear
 from quickbeam.models.native.library import Kernels, kernels
-from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import WHOLE, Packed, Packer
 from quickbeam.models.stack_tensors import Parameters
-from quickbeam.models.stored import Stored
+from quickbeam.models.stored import Stored, dense
 from quickbeam.models.tensor_files import TensorFiles
 
 
@@ -91,12 +91,8 @@ class DrafterParameters(Parameters):
             return self.given[name][first:last].to(self.dtype)
         assert self._files is not None
         end = self.shape(name)[0] if last is None else last
-        return self._stored[name].rows(self._files, first, end).to(self.dtype)
-
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers that are stored are finite."""
-        return all(bool(self(name).isfinite().all()) for name in self._stored)
+        stored = self._stored[name]
+        return dense(stored.rows(self._files, first, end), stored).to(self.dtype)
 
 
 class CompiledDrafter(CompiledStack):
@@ -117,6 +113,6 @@ class CompiledDrafter(CompiledStack):
         for name in ("logits", "best"):
             program.given(name, 1)
 
-    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         states = {} if self.states is None else {"states": self.states}
         return super()._results(rows) | states

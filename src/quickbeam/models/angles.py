@@ -7,8 +7,8 @@ it is run with: on a prompt's chunks, and on the depth of a draft tree (`hold`).
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,105 +21,51 @@ logger = logging.getLogger(__name__)
 
 STEP = 1024  # a table grows by so many positions
 Rope = Mapping[str, Any]
-Scaled = tuple[torch.Tensor, float]
+# kinds without a scale here: that of "dynamic" begins beyond the context, and text has the same
+# position on all axes of "mrope"
+PLAIN = ("default", "dynamic", "mrope")
+SCALED = ("linear", "llama3", "longrope", "proportional", "yarn")
 
 
-def _plain(rope: Rope, dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    base: float = rope["rope_theta"]
-    return 1.0 / (base**exponents)
-
-
-def _linear(rope: Rope, dim: int) -> Scaled:
-    return _plain(rope, dim) / rope["factor"], 1.0
-
-
-def _llama3(rope: Rope, dim: int) -> Scaled:
-    """Scale long wavelengths, keep short ones, and blend between them (Llama 3.1)."""
-    plain, factor = _plain(rope, dim), rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    length = rope["original_max_position_embeddings"]
-    waves = 2 * math.pi / plain
-    blend = (length / waves - low) / (high - low)
-    between = (waves >= length / high) & (waves <= length / low)
-    scaled = torch.where(waves > length / low, plain / factor, plain)
-    return torch.where(between, (1 - blend) * scaled / factor + blend * scaled, scaled), 1.0
-
-
-def _yarn(rope: Rope, dim: int) -> Scaled:
-    """YaRN (2309.00071): by how often a dimension turns within the first context."""
-    base, factor = rope["rope_theta"], rope["factor"]
-    length = rope["original_max_position_embeddings"]
-
-    def size(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    def dimension(turns: float) -> float:
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    attention = rope.get("attention_factor")
-    if attention is None:
-        both = rope.get("mscale"), rope.get("mscale_all_dim")
-        attention = size(both[0]) / size(both[1]) if both[0] and both[1] else size()
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2).float() - low) / (high - low if high != low else 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    powers = base ** (torch.arange(0, dim, 2).float() / dim)
-    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)
-
-
-def _longrope(rope: Rope, dim: int) -> Scaled:
-    """LongRoPE (2402.13753), within the first context."""
-    factor, length = rope["factor"], rope["original_max_position_embeddings"]
-    attention = rope.get("short_mscale") or rope.get("attention_factor")
-    if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    short = torch.tensor(rope["short_factor"], dtype=torch.float32)
-    if len(short) != dim // 2:
-        raise ValueError(f"short_factor has {len(short)} numbers for {dim // 2} pairs that turn")
-    return 1.0 / (short * rope["rope_theta"] ** exponents), float(attention)
-
-
-def _proportional(rope: Rope, dim: int) -> Scaled:
-    """Only the first part of a head's pairs turns; the angles go by the whole head (Gemma 4)."""
-    turning = int((rope.get("partial_rotary_factor") or 1.0) * dim // 2)
-    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.int64).float() / dim
-    found = torch.zeros(dim // 2)
-    found[:turning] = 1.0 / (rope["rope_theta"] ** exponents)
-    return found / (rope.get("factor") or 1.0), 1.0
-
-
-KINDS: dict[str, Callable[[Rope, int], Scaled]] = {
-    "default": lambda rope, dim: (_plain(rope, dim), 1.0),
-    "dynamic": lambda rope, dim: (_plain(rope, dim), 1.0),  # it scales beyond the context alone
-    "linear": _linear,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "mrope": lambda rope, dim: (_plain(rope, dim), 1.0),  # text has the same position on all axes
-    "proportional": _proportional,
-    "yarn": _yarn,
-}
-
-
-def frequencies(rope: Rope, dim: int) -> Scaled:
+def frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
     """Return the angles per position of `dim` dimensions, `[dim / 2]` float32, and a factor.
 
     The factor is that of cosines and sines. Raises `InvalidInput` for a kind of angles that is not
-    in `KINDS`, and for a kind without its parameters, or with others than it can be made of.
+    known, and for a kind without its parameters, or with others than it can be made of.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in KINDS:
-        raise InvalidInput(f"rotary angles of type {kind!r}; known: {', '.join(KINDS)}")
+    if kind not in PLAIN + SCALED:
+        known = ", ".join(PLAIN + SCALED)
+        raise InvalidInput(f"rotary angles of type {kind!r}; known: {known}")
     try:
-        return KINDS[kind](rope, dim)
+        if kind not in PLAIN:
+            return _scaled(kind, rope, dim)
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        base: float = rope["rope_theta"]
+        return 1.0 / (base**exponents), 1.0
     except (KeyError, TypeError) as error:
         raise InvalidInput(f"rotary angles of type {kind!r} lack {error}") from error
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise InvalidInput(f"rotary angles of type {kind!r} can't be made: {error}") from error
+
+
+def _scaled(kind: str, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
+    """Return `frequencies` by transformers; those of LongRoPE within the first context."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"long_factor": None, **rope}
+    if kind == "longrope":
+        rope["attention_factor"] = rope.get("short_mscale") or rope.get("attention_factor")
+        if (count := len(rope["short_factor"])) != dim // 2:
+            raise ValueError(f"short_factor has {count} numbers for {dim // 2} pairs that turn")
+    if kind != "proportional":  # which go by the whole head
+        rope["partial_rotary_factor"] = 1.0
+    config = SimpleNamespace(
+        rope_parameters=rope, head_dim=dim, hidden_size=dim, num_attention_heads=1
+    )
+    config.max_position_embeddings, config.standardize_rope_params = None, lambda: None
+    found, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    return found, float(factor)
 
 
 def of_config(config: Any) -> Iterator[dict[str, Any]]:

@@ -21,15 +21,16 @@ from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
-from quickbeam.models.native.quantised import Weight
+from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, FewBits, method_of
-from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
+from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
     TURNED,
     Stored,
     Whole,
+    dense,
     language_part,
     located,
     own_names,
@@ -204,9 +205,9 @@ class Checkpoint(Parameters):
         places = {name: located(name, named, self._files, self._method, width) for name in wanted}
         found: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
         read = {name for one in found.values() for name in one.names}
-        like = {name: one.like(self._files) for name, one in found.items()}
-        blocks_of = (found[name].names for name, one in like.items() if one is not None)
-        in_blocks = set[str]().union(*blocks_of)
+        self._like = {name: one.like(self._files) for name, one in found.items()}
+        in_blocks_of = (name for name, one in self._like.items() if isinstance(one, BlockRows))
+        in_blocks = {one for name in in_blocks_of for one in found[name].names}
         read |= {named[name] for name in stack.unread if name in named}
         odd = [name for name, one in named.items() if one not in read]
         if self._method is not None:
@@ -215,7 +216,7 @@ class Checkpoint(Parameters):
             raise NotDescribed(f"its files hold {odd[0]}")
         refuse_incomplete(wanted - found.keys(), [])
         if self._in_blocks:
-            refuse_mixed_experts(stack, like.__getitem__)
+            refuse_shared_experts(stack, self._like.__getitem__)
         if kinds := {self._files.kind(name) for name in read - in_blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
         return found
@@ -235,23 +236,23 @@ class Checkpoint(Parameters):
         packed = f"{name.removesuffix('.bias')}.qweight" in named
         return name.endswith(".bias") and packed and not self._files.whole(named[name]).any()
 
-    def mapped(self, name: str) -> torch.Tensor:
+    def mapped(self, name: str) -> Any:
         """Return a tensor whose rows are read from its file as they are needed.
 
         The whole is read where the file has it otherwise, or in another number format.
         """
         stored = self._stored[name]
-        if type(stored) is not Whole or self._files.dtype(stored.name) is not self.dtype:
-            whole: torch.Tensor = self(name)
-            return whole
+        if not isinstance(stored, Whole) or stored.turned:
+            return self(name)
+        if self._files.dtype(stored.name) is not self.dtype:
+            return self(name)
         return self._files.mapped(stored.name)
 
     def shape(self, name: str) -> list[int]:
         return self._stored[name].shape(self._files)
 
     def like(self, name: str) -> Weight:
-        found = self._stored[name].like(self._files) if name in self._in_blocks else None
-        return super().like(name) if found is None else found
+        return self._like[name] if name in self._in_blocks else super().like(name)
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
         """Return rows `first` to `last` (excluded) of a tensor.
@@ -274,12 +275,13 @@ class Checkpoint(Parameters):
         """Return rows of a tensor in blocks, or made of them; gates, then what they let through."""
         key = (name, first, last)
         if key not in self._held:
-            stored: Any = self._stored[name]
-            in_blocks = name in self._in_blocks and stored.like(self._files) is not None
             if len(self._held) > 1:
                 del self._held[next(iter(self._held))]
-            found = (stored.in_blocks if in_blocks else stored.rows)(self._files, first, last)
-            self._held[key] = found if in_blocks else found.to(self.dtype)
+            stored: Any = self._stored[name]
+            found = stored.rows(self._files, first, last)
+            if name not in self._in_blocks or isinstance(found, torch.Tensor):
+                found = dense(found, stored).to(self.dtype)
+            self._held[key] = found
         return self._held[key]
 
     def release(self, layers: str, layer: int | None) -> None:

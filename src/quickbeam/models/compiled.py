@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import QuickbeamError
@@ -24,7 +25,7 @@ from quickbeam.models.formats import weights_format
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
-from quickbeam.models.native.operands import KVShape, Rows, plain_rows
+from quickbeam.models.native.operands import KVShape, RowList, plain_rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import (
     BFLOAT16,
@@ -73,38 +74,18 @@ class NativeLinear(nn.Module):
         return out
 
 
-class BlockEmbedding(nn.Module):
-    """Token ids `[...]` to rows of blocks, times `scale`, `[..., d]` bfloat16."""
+class ScaledEmbedding(nn.Module):
+    """Token ids `[...]` to rows of a `weight` times `scale`, `[..., d]`; of blocks in bfloat16."""
 
-    def __init__(self, kernels: Kernels, rows: BlockRows, scale: float) -> None:
+    def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
         super().__init__()
-        self._kernels, self._rows, self._scale = kernels, rows, scale
-        self.num_embeddings, self.embedding_dim = rows.shape
+        self.weight, self._scale, self._kernels = weight, scale, kernels
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        chosen = self._rows[ids.flatten()]
-        rows = dense_rows(self._kernels, chosen) * self._scale
-        return rows.to(torch.bfloat16).view(*ids.shape, self.embedding_dim)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Rows times a factor."""
-
-    scale = 1.0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * self.scale
-
-
-def embedding_of(kernels: Kernels, weight: Weight, scale: float) -> nn.Module:
-    """Return the module from token ids `[...]` to what the first layer reads, `[..., d]`."""
-    if isinstance(weight, BlockRows):
-        return BlockEmbedding(kernels, weight, scale)
-    kind: Any = nn.Embedding if scale == 1 else ScaledEmbedding
-    found: nn.Embedding = kind.from_pretrained(weight)
-    if isinstance(found, ScaledEmbedding):
-        found.scale = scale
-    return found
+        if not isinstance(self.weight, BlockRows):
+            return F.embedding(ids, self.weight) * self._scale
+        rows = dense_rows(self._kernels, self.weight[ids.flatten()]) * self._scale
+        return rows.to(torch.bfloat16).view(*ids.shape, rows.shape[-1])
 
 
 logger = logging.getLogger(__name__)
@@ -153,7 +134,11 @@ class CompiledStack:
         self.best: list[int] | None = None
         self._linear_head: NativeLinear | None = None  # made when it is asked for
         self._embedded = parameters.mapped(stack.embedding)
-        self.embedding = embedding_of(self._kernels, self._embedded, stack.scale)
+        if isinstance(self._embedded, torch.Tensor) and stack.scale == 1:
+            kind: Any = nn.Embedding
+            self.embedding: nn.Module = kind.from_pretrained(self._embedded)
+        else:
+            self.embedding = ScaledEmbedding(self._kernels, self._embedded, stack.scale)
         name = weights_format(name, pages.dtype)
         self._packed = PackedWeights(parameters, stack, pages.kernels, name)
         self.disk: WeightsOnDisk | None = None
@@ -170,7 +155,7 @@ class CompiledStack:
             kept = None
         found = None if kept is None else kept.read(packed.size)
         packed.filled = found is not None
-        packed.memory = room_for_weights(packed.size, torch.uint8) if found is None else found
+        packed.memory = room_for_weights(packed.size) if found is None else found
         self._place(None if packed.filled else kept, name)
         if kept is not None and packed.filled:
             self.mapped_bytes = packed.size * kept.mapped
@@ -258,23 +243,20 @@ class CompiledStack:
 
     # --- passes ---
 
-    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+    def _results(self, rows: RowList) -> dict[str, torch.Tensor]:
         """Return empty tensors for what a pass gives."""
-        wanted, columns = rows.batch.wanted, len(self.watched) * self._width
+        wanted, columns = len(rows.wanted), len(self.watched) * self._width
         dtype = torch.float32 if self._float32 else torch.bfloat16
         return {
             "logits": torch.empty(wanted, self.vocab),
             "best": torch.empty(wanted, dtype=torch.int64),
-            "hidden": torch.empty(rows.rows, columns, dtype=dtype),
+            "hidden": torch.empty(len(rows), columns, dtype=dtype),
         }
 
-    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
-        """Run a pass over `rows`, and return the logits `[wanted, vocab]` float32.
-
-        `last_position`: no row has a larger position. Sets `hidden` and `best`.
-        """
+    def __call__(self, rows: RowList) -> torch.Tensor:
+        """Run a pass, and return the logits `[wanted, vocab]` float32. Sets `hidden` and `best`."""
         given, program = self._results(rows), self._program
-        angles = self._angles.up_to(last_position)
+        angles = self._angles.up_to(max(rows.positions))
         if self.disk is None:
             program.run(rows, given, angles)
             self.best = given["best"].tolist()

@@ -8,9 +8,9 @@ import torch
 
 from quickbeam.models.compiler import Compiler
 from quickbeam.models.experts import add_beside, add_experts, add_per_layer_input
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
-from quickbeam.models.native.program import Buffer, place
+from quickbeam.models.native.program import Buffer
 from quickbeam.models.recurrent import add_recurrent
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
@@ -59,7 +59,7 @@ def _attend(c: Compiler, of: Attention, i: int) -> Buffer:
     if of.gated:
         dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
         how: dict[str, Any] = {"gates_of": at, "activation": "sigmoid", "one": of.one_gate}
-        operations.gate(c.program, attended, qkv, attended, of.heads, dim, **how)
+        c.program.gate(attended, qkv, attended, of.heads, dim, **how)
     return attended
 
 
@@ -129,13 +129,13 @@ def _latent(
         library.LATENT,
         queries,
         query,
-        key=rest.index,
+        key=rest,
         key_stride=rest.width,
-        value=small.index,
+        value=small,
         value_stride=small.width,
         value_head=before + latent.rank,  # from there on, what turns of all heads' keys
         heads=of.heads,
-        **place(shape, offset),
+        **shape.fields(offset),
         rotary=of.turned,
         angles=c.angles.columns[of.rotary],
         interleaved=of.rotary.interleaved,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quickbeam.models.angles import AngleTable
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, FLOAT32, Packed, Packer
@@ -50,7 +50,7 @@ class Numbers:
                 for parts in (of.weights, of.biases)
             )
             bias = torch.cat(biases) if biases else None
-            self._read[of] = self._packer.pack([torch.cat(weights)], bias)
+            self._read[of] = self._packer.pack(weights, bias)
         return self._read[of]  # type: ignore[no-any-return]
 
 
@@ -96,8 +96,8 @@ class Compiler:
         self.program.norm(source, target, self.numbers.norm(norm), norm.epsilon, **how)
 
     def product(self, of: Linear, source: Buffer, target: Buffer, *how: int, **more: Any) -> None:
-        """Add a product. `how`, `more`: the epilogue and what else `operations.product` takes."""
-        operations.product(self.program, self.packed(of), source, target, *how, **more)
+        """Add a product. `how`, `more`: the epilogue and what else `Program.linear` takes."""
+        self.program.linear(self.packed(of), source, target, *how, **more)
 
     def add(self, of: Linear, source: Buffer, after: Norm | None, factor: float) -> None:
         """Add a product times `factor`, behind a norm if there is one, to the residual stream."""

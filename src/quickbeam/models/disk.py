@@ -19,7 +19,7 @@ from quickbeam.models.base import Streamed
 from quickbeam.models.memory import peak_bytes, reserved
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Expert, Experts, Kernels, Op
-from quickbeam.models.native.operands import BLOCK, Rows
+from quickbeam.models.native.operands import BLOCK, RowList
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BlockRows
 from quickbeam.models.packing import PackedWeights
@@ -59,12 +59,12 @@ class Group:
 
     @property
     def extent(self) -> Extent:
-        return _extent(self.parts)
+        return _extent(self.parts[0].first, self.parts[-1].last)
 
 
-def _extent(parts: Sequence[Part]) -> Extent:
-    first, last = parts[0].first // ALIGNED, -(-parts[-1].last // ALIGNED)
-    return Extent((1 + first) * ALIGNED, (1 + last) * ALIGNED)
+def _extent(first: int, last: int) -> Extent:
+    """Return the extent of the file around bytes `first` to `last` (excluded) of the weights."""
+    return Extent((1 + first // ALIGNED) * ALIGNED, (1 + -(-last // ALIGNED)) * ALIGNED)
 
 
 class Groups:
@@ -183,7 +183,7 @@ class WeightsOnDisk(Streamed):
         self._packed = packed
         file.write(packed.size, packed.pieces, "packing weights, once")
         assert file.path is not None
-        self._file, self._kernels = File(file.path), packed.kernels
+        self._file = File(file.path)
         packed.memory, packed.filled = reserved(packed.size), True
         self._piece = piece(packed)
         room = memory - packed.small
@@ -217,7 +217,7 @@ class WeightsOnDisk(Streamed):
     def run(
         self,
         program: Program,
-        rows: Rows,
+        rows: RowList,
         given: dict[str, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
@@ -228,7 +228,7 @@ class WeightsOnDisk(Streamed):
         if self._program is not program:
             self._attach(program)
         call = program.prepare(rows, given, angles)
-        self._done, self._rows = 0, rows.rows
+        self._done, self._rows = 0, len(rows)
 
         def run_to(last: int) -> None:
             call(self._done, last)
@@ -270,7 +270,7 @@ class WeightsOnDisk(Streamed):
                 wanted[-1].append(part)
             else:
                 wanted.append([part])
-        return [_extent(parts) for parts in wanted]
+        return [_extent(parts[0].first, parts[-1].last) for parts in wanted]
 
     def _chosen(self, routes: int) -> set[int]:
         """Return the experts that the rows of this pass need: chosen ones, and that of all rows."""
@@ -289,9 +289,10 @@ class WeightsOnDisk(Streamed):
     def head(self) -> Any:
         """Return a copy of the packed head."""
         place = self._packed.head_place
-        data = torch.empty(place.last - place.first, dtype=torch.uint8)
-        self._file.read_cached(ALIGNED + place.first, data)
-        return self._packed.head(data)
+        extent, begin = _extent(place.first, place.last), place.first % ALIGNED
+        room = aligned(extent.last - extent.first)
+        self._file.read(extent.first, room)
+        return self._packed.head(room[begin : begin + place.last - place.first])
 
     def record(self) -> dict[str, Any]:
         extents, ring = [one.extent for one in self._groups], self._ring

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quickbeam.models.compiler import Compiler
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight
 from quickbeam.models.stack import Beside, Experts, PerLayerInput, PerLayerInputs, Routing
@@ -57,15 +57,13 @@ def add_experts(
         inputs=source.width,
         outputs=target.width,
         format=up.format,
-        key=scores.index,
-        value=c.buffer(
-            "routes", 2 * routing.top, True
-        ).index,  # two numbers for each of its experts
-        best=c.buffer("inner", routing.top * inner + shared).index,  # side by side what they make
+        key=scores,
+        value=c.buffer("routes", 2 * routing.top, True),  # two numbers for each of its experts
+        best=c.buffer("inner", routing.top * inner + shared),  # side by side what they make
         experts=struct,
         first_expert=-1,
         last_expert=struct.count + 1,
-        activation=library.ACTIVATIONS.index(first.activation),
+        activation=first.activation,
         softcap=first.limit,
         scaling=first.slope,
     )
@@ -116,7 +114,6 @@ def add_per_layer_input(c: Compiler, of: PerLayerInput, i: int) -> None:
     inputs = c.buffer("inputs", all_widths, True)
     c.program.copy(c.x, c.normed)
     c.product(of.gate, c.normed, gate)
-    how: dict[str, Any] = {"of": i * width, "activation": of.activation}
-    operations.gate(c.program, inputs, gate, gated, 1, width, **how)
+    c.program.gate(inputs, gate, gated, 1, width, of=i * width, activation=of.activation)
     c.product(of.out, gated, c.made)
     c.norm(of.after, c.made, c.x, add=1.0)

@@ -103,9 +103,10 @@ class RowPool(Pool):
 class RowStore(SequenceCache):
     """One sequence's pages of a `RowPool`."""
 
+    pool: RowPool
+
     def __init__(self, pool: RowPool) -> None:
         super().__init__(pool)
-        self.pool = pool
         self._numbers = np.zeros(0, np.int64)
         self._states: TorchStates | None = TorchStates(pool, pool.zeros) if pool.zeros else None
 

@@ -46,12 +46,7 @@ class Tap:
         self.states: State = {}
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: Layer,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer
     ) -> torch.Tensor:
         if self.step is None:  # `install`: look at the layer, attend to nothing
             if layer.index in self.layers:
@@ -103,7 +98,7 @@ def attention(
         softcap,
         s_aux,
     )
-    return tap(module, query, key, value, layer), None
+    return tap(query, key, value, layer), None
 
 
 def _seen(*, mask_function: Any, device: Any = None, **others: Any) -> torch.Tensor | None:
@@ -242,30 +237,23 @@ def forward(
     tap: Tap,
     ids: torch.Tensor,
     step: GatheredStep | None,
-    wanted: torch.Tensor | int = 0,
+    wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits of the `wanted` rows of `ids` (`[n]`): `[wanted, vocab]`.
+    """Return the logits of the rows of `ids` (`[n]`) that `wanted` numbers: `[wanted, vocab]`.
 
-    `wanted`: a number means the last so many rows (0: all), a tensor means rows by their numbers.
-    `step`: None while `install` looks at the layers.
+    `wanted`: None for all. `step`: None while `install` looks at the layers.
     """
-    # Rows by their numbers: given a number, some models drop the other rows before their last
-    # layers, which then write no keys and values of them.
-    if isinstance(wanted, int) and wanted:
-        wanted = torch.arange(len(ids) - wanted, len(ids), device=ids.device)
     tap.step = step
+    positions = torch.zeros_like(ids) if step is None else step.positions
+    # rows by their numbers: given how many, some models drop the other rows before their last
+    # layers, which then write no keys and values of them
+    keep: Any = 0 if wanted is None else wanted
     try:
-        positions = (
-            torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
-            if step is None
-            else step.positions[None]
-        )
-        out = model(
-            input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=wanted
-        )
+        both = {"input_ids": ids[None], "position_ids": positions[None]}
+        out = model(**both, use_cache=False, logits_to_keep=keep)
     finally:
         tap.step = None
     logits: torch.Tensor = out.logits[0]
-    if isinstance(wanted, torch.Tensor) and len(logits) != len(wanted):
+    if wanted is not None and len(logits) != len(wanted):
         return logits[wanted]  # some models give all rows, whatever is asked for
     return logits

@@ -28,10 +28,6 @@ class LayerState(NamedTuple):
     conv: torch.Tensor
     recurrent: torch.Tensor | None
 
-    def of_row(self, row: int) -> LayerState:
-        """Return a row's states, which share memory with these."""
-        return LayerState(self.conv[row], None if self.recurrent is None else self.recurrent[row])
-
     def copied(self) -> LayerState:
         """Return these in memory of their own."""
         return LayerState(
@@ -199,9 +195,9 @@ class RecurrentLayer:
         result = self._forward(rows.view(len(before), -1, rows.shape[-1]), cache=cache)
         out[0, call.rows] = result.reshape(rows.shape)
         assert cache.conv is not None
-        behind = LayerState(cache.conv, cache.recurrent)
         for i, (states, node) in enumerate(call.behind):
-            states.put(self._layer, node, behind.of_row(i))
+            recurrent = None if cache.recurrent is None else cache.recurrent[i]
+            states.put(self._layer, node, LayerState(cache.conv[i], recurrent))
 
 
 def is_recurrent(module: nn.Module) -> bool:

@@ -250,7 +250,7 @@ class SequenceCache(ABC):
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pages_of, self.page, self.length = pool, pool.page, 0
+        self.pool, self.page, self.length = pool, pool.page, 0
         self._pages: list[Page] = []
         self._states: HeldStates | None = None  # where the model has recurrent layers
 
@@ -281,12 +281,12 @@ class SequenceCache(ABC):
         if missing > 0 or shared:
             try:
                 for i in shared:
-                    own = self._pages_of.page_for()
-                    self._pages_of.copy(self._pages[i], own)
-                    self._pages_of.leave(self._pages[i])
+                    own = self.pool.page_for()
+                    self.pool.copy(self._pages[i], own)
+                    self.pool.leave(self._pages[i])
                     self._pages[i] = own
                 for _ in range(missing):
-                    self._pages.append(self._pages_of.page_for())
+                    self._pages.append(self.pool.page_for())
             finally:
                 self.bind()
         if self._states is not None:
@@ -337,7 +337,7 @@ class SequenceCache(ABC):
 
     def fork(self) -> SequenceCache:
         """Return another sequence with the same committed tokens."""
-        other = self._pages_of.new()
+        other = self.pool.new()
         other.adopt([self._pages[: -(-self.length // self.page)]], 0)
         other.length = self.length
         if self._states is not None and other._states is not None:
@@ -347,7 +347,7 @@ class SequenceCache(ABC):
     def release(self) -> None:
         """Give all pages back to the pool."""
         while self._pages:  # one by one, so that an interrupt leaves those that are still held
-            self._pages_of.leave(self._pages.pop())
+            self.pool.leave(self._pages.pop())
         self.length = 0
         self.bind()
         if self._states is not None:

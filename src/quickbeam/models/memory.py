@@ -14,24 +14,23 @@ import torch
 HUGE = 2**21  # bytes of a huge page
 
 
-def room_for_weights(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor `[size]` on the CPU that is not filled yet.
+def room_for_weights(size: int) -> torch.Tensor:
+    """Return a tensor `[size]` uint8 on the CPU that is not filled yet.
 
     Where Linux has huge pages, it lies in these. A pass reads all weights once. In pages of 4 kB
     each, their addresses don't fit the processor's table of pages: reading takes longer, and
     whatever runs next finds nothing of its own in that table.
     """
-    bytes_needed = size * dtype.itemsize
-    if bytes_needed < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=dtype)
+    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
     # memory that nobody has touched yet, as pages that are in use stay as they are
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    block = mmap.mmap(-1, bytes_needed + HUGE, private)
+    block = mmap.mmap(-1, size + HUGE, private)
     with suppress(OSError):  # a system without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(block, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE
-    return whole[begin : begin + bytes_needed].view(dtype)
+    return whole[begin : begin + size]
 
 
 def map_file(path: Path) -> torch.Tensor | None:

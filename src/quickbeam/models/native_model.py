@@ -107,7 +107,7 @@ class NativeModel(Model):
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
         listed, run = list_rows(batch), self._compiled
-        logits = run(listed.rows(), max(listed.positions))
+        logits = run(listed)
         self.experts_read = run.experts_read
         return split(batch.parts, logits, run.hidden if run.watched else None, run.best)
 

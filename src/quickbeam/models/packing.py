@@ -40,7 +40,6 @@ class PackedWeights:
 
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack, self.filled = parameters, stack, False
-        self.kernels = kernels
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
         self._places, self.size, self.stored = dict[int, Place](), 0, set[str]()
         self._made = dict[int, Any]()  # by `id` of the `Linear`, as places are
@@ -58,22 +57,18 @@ class PackedWeights:
         return self._made[id(linear)]
 
     def _pack(self, place: Place) -> Any:
-        linear, gated = place.linear, place.gated
-        room, like, begin = self.memory[place.first : place.last], self._shapes(linear), 0
-        bias = self._bias(linear)
-        if self.filled or not place.packer.together(like):
-            weights = like if self.filled else self._stored(linear.weights)
-            return place.packer.pack(weights, bias, gated, room, self.filled)
-        for some in self._chunks(linear, gated):
-            end = begin + place.packer.size(some, gated)
-            place.packer.pack(some, None, gated, room[begin:end])
+        linear, gated, packer, begin, last = place
+        room = self.memory[begin:last]
+        for some, together in () if self.filled else self._parts(place):
+            end = begin + packer.size(some, together)
+            packer.pack(some, None, together, self.memory[begin:end])
             begin = end
-        return place.packer.pack(like, bias, gated, room, True)
+        return packer.pack(self._shapes(linear), self._bias(linear), gated, room)
 
     def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
         linear, _, packer, _, _ = self.head_place
-        return packer.pack(self._shapes(linear), self._bias(linear), False, memory, True)
+        return packer.pack(self._shapes(linear), self._bias(linear), False, memory)
 
     @property
     def head_place(self) -> Place:
@@ -82,13 +77,9 @@ class PackedWeights:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all packed bytes in parts, without ever holding more than one of them."""
-        for linear, gated, packer, _, _ in self._places.values():
-            if packer.together(self._shapes(linear)):
-                for weights in self._chunks(linear, gated):
-                    yield packer.pack(weights, None, gated).data
-                continue
-            for one in linear.weights:
-                yield packer.pack([self._rows(one)]).data
+        for place in self._places.values():
+            for some, together in self._parts(place):
+                yield place.packer.pack(some, None, together).data
 
     @property
     def unit(self) -> int:
@@ -135,12 +126,16 @@ class PackedWeights:
         alone = self._parameters.rows(one.name, one.expert, one.expert + 1)
         return rows_of(replace(one, expert=0), alone)
 
-    def _chunks(self, linear: Linear, gated: bool) -> Iterator[list[torch.Tensor]]:
-        """Yield a weight's rows in parts whose packed blocks follow one another."""
-        parts, counts = linear.weights, [len(one) for one in self._shapes(linear)]
-        whole = gated or not any(count % BLOCK for count in counts[:-1])
+    def _parts(self, place: Place) -> Iterator[tuple[list[Any], bool]]:
+        """Yield rows in parts whose packed blocks follow one another, and whether each is gated."""
+        linear, gated, packer, _, _ = place
+        parts, like = linear.weights, self._shapes(linear)
+        if not packer.together(like):
+            yield from (([self._rows(one)], False) for one in parts)
+            return
+        whole = gated or not any(len(one) % BLOCK for one in like[:-1])
         if not whole or not all(one.plain for one in parts):
-            yield self._stored(parts)
+            yield self._stored(parts), gated
             return
         inputs = self._parameters.shape(parts[0].name)[1]
         step = max(1, CHUNK // (4 * inputs * BLOCK)) * BLOCK
@@ -149,7 +144,6 @@ class PackedWeights:
             for first in range(0, count, step):
                 last = min(first + step, count)
                 begins = [one.part * count + first for one in together]
-                yield [
-                    self._parameters.rows(one.name, begin, begin + last - first)
-                    for one, begin in zip(together, begins, strict=True)
-                ]
+                named = zip(together, begins, strict=True)
+                rows = self._parameters.rows
+                yield [rows(one.name, at, at + last - first) for one, at in named], gated

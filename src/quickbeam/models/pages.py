@@ -58,7 +58,6 @@ class PagePool(Pool):
             [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
             dtype=np.int64,
         )
-        self.layers_at = self.layers.ctypes.data
         self.state_shape = states
         if states is not None:
             self.has_states(states.state, 4)
@@ -82,10 +81,10 @@ class PagedStore(SequenceCache):
     """One sequence's pages, the table in which the kernels find them, and its states if the model
     has recurrent layers."""
 
+    pool: PagePool
+
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool)
-        self.pool, self.shapes, self.offsets = pool, pool.shapes, pool.offsets
-        self.device, self.kernels = torch.device("cpu"), pool.kernels
         self._table = (ctypes.c_void_p * 0)()
         self._states: States | None = None if pool.state_shape is None else States(pool)
 
@@ -145,35 +144,9 @@ class PagedStore(SequenceCache):
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         count, pool = len(source), self.pool
-        array = ctypes.c_int64 * count
-        self.kernels.move(
-            self.table,
-            pool.layers_at,
-            len(pool.layers),
-            array(*source),
-            array(*target),
-            count,
-            pool.dtype is torch.float32,
-        )
-
-    def read(self, layer: int, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values of the first `count` orders, as plain tensors.
-
-        They are `[kv_heads, count, dim]` each. None counts all committed tokens.
-        """
-        shape, count = self.shapes[layer], self.length if count is None else count
-        dtype = self.pool.dtype
-        key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=dtype)
-        value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=dtype)
-        self.kernels.read(
-            self.table,
-            self.pool.layers[layer].ctypes.data,
-            count,
-            key.data_ptr(),
-            value.data_ptr(),
-            dtype is torch.float32,
-        )
-        return key, value
+        numbers, wide = ctypes.c_int64 * count, pool.dtype is torch.float32
+        orders = numbers(*source), numbers(*target), count
+        pool.kernels.move(self.table, pool.layers.ctypes.data, len(pool.layers), *orders, wide)
 
 
 class States(HeldStates):

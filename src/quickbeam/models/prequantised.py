@@ -7,9 +7,9 @@ is `(q - zero) * scale`, q a whole number of 4 or 8 bits, or `q * scale`, q a fl
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ import torch
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
-from quickbeam.models.native.formats import FORMATS
-from quickbeam.models.native.quantised import GROUP, BlockRows, dense_rows
+from quickbeam.models.native.library import FORMATS
+from quickbeam.models.native.quantised import GROUP, BlockRows
 from quickbeam.models.tensor_files import TensorFiles
 
 AWQ, GPTQ, COMPRESSED, FP8 = "awq", "gptq", "compressed-tensors", "fp8"
@@ -26,19 +26,20 @@ READ = "AWQ (gemm), GPTQ, compressed-tensors (int4, int8, float8), FP8 and gpt-o
 # of compressed-tensors: what its tensors' names and types tell
 FORMATS_READ = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense")
 MIXED = "mixed-precision"
-# the tensors that stand for one weight, by what follows its module's name
-PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_scale_inv", "weight_packed")
-OTHERS = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 # scales of activations and of keys and values, whose numbers are quantised here as they come
 UNREAD = ("input_scale", "k_scale", "v_scale", "q_scale", "output_scale", "activation_scale")
-# types of numbers, by what they are of
-WORDS, SCALES, INDICES = ("I32",), ("BF16", "F16", "F32", "F8_E8M0"), ("I32", "I64")
+# the tensors that stand for one weight, by what follows its module's name, and types of numbers
+LARGE = ("qweight", "weight_packed", "weight")
+READ_NOW = ("g_idx", "weight_g_idx", "weight_shape")  # few
 KINDS = {
-    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), WORDS),
-    **dict.fromkeys(("scales", "weight_scale"), SCALES),
-    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), INDICES),
+    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ("I32",)),
+    **dict.fromkeys(
+        ("scales", "weight_scale", "weight_scale_inv"), ("BF16", "F16", "F32", "F8_E8M0")
+    ),
+    **dict.fromkeys(READ_NOW, ("I32", "I64")),
+    "weight": ("F8_E4M3", "I8"),
+    "weight_zero_point": ("I32", "I8"),
 }
-INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]  # of AWQ: where the eight columns of a word are
 SHARED = 128  # inputs that share a scale, where they can
 BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no configuration says
 
@@ -46,13 +47,11 @@ BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no confi
 class Method(NamedTuple):
     """How a checkpoint's weights are quantised.
 
-    `kind`: its `quant_method`. `groups`: sizes of groups of inputs, besides all inputs. `lowered`:
-    stored zero points are less by 1. `block`: outputs and inputs that share a scale where scales
-    stand for both.
+    `kind`: its `quant_method`. `lowered`: stored zero points are less by 1. `block`: outputs and
+    inputs that share a scale where scales stand for both.
     """
 
     kind: str
-    groups: frozenset[int] = frozenset()
     lowered: bool = False
     block: tuple[int, int] = BLOCK
 
@@ -78,29 +77,20 @@ def _method(config: Mapping[str, Any]) -> Method:
     told = [config.get(one) for one in ("checkpoint_format", "version", "fmt")]
     layout = str(next(filter(None, told), "")).lower()
     if kind == AWQ and layout in ("", "gemm"):
-        return Method(AWQ, _sizes([config], "group_size", "q_group_size"))
+        return Method(AWQ)
     if kind == GPTQ and layout in ("", "gptq", "gptq_v2"):
-        others = [one for one in (config.get("dynamic") or {}).values() if one]
-        return Method(GPTQ, _sizes([config, *others], "group_size"), layout != "gptq_v2")
+        return Method(GPTQ, layout != "gptq_v2")
     if kind == FP8 and layout in ("", "e4m3", "float8_e4m3fn"):
         return Method(FP8, block=_block(config.get("weight_block_size")))
-    if kind == COMPRESSED:
-        odd = _odd(config)
-        if not odd:
-            weights = [one.get("weights") or {} for one in _groups(config)]
-            blocks = {_block(one.get("block_structure")) for one in weights}
-            only = blocks.pop() if len(blocks) == 1 else BLOCK
-            return Method(COMPRESSED, _sizes(weights, "group_size"), block=only)
+    if kind == COMPRESSED and not (odd := _odd(config)):
+        weights = [one.get("weights") or {} for one in _groups(config)]
+        blocks = {_block(one.get("block_structure")) for one in weights}
+        return Method(COMPRESSED, block=blocks.pop() if len(blocks) == 1 else BLOCK)
     what = " ".join([kind, *(f"({one})" for one in odd or [layout] if one)])
     raise NotDescribed(
         f"its weights are quantised by {what}; read are {READ}: take a checkpoint of one of these, "
         "a .gguf file, or the unquantised weights"
     )
-
-
-def _sizes(fields: Iterable[Mapping[str, Any]], *names: str) -> frozenset[int]:
-    found = [one.get(name) for one in fields for name in names]
-    return frozenset(one for one in found if isinstance(one, int) and one > 0)
 
 
 def _block(stored: Any) -> tuple[int, int]:
@@ -124,66 +114,121 @@ def _odd(config: Mapping[str, Any]) -> list[str]:
 
 
 class Numbers(NamedTuple):
-    """A weight's numbers.
+    """A weight's numbers, of `bits` bits each.
 
     `values`: as stored, in a layout of `library`; `flip`: bits of them that are turned. `scales`:
-    `[outputs, groups]` float32. `zeros`: `[outputs, groups]` uint8; None for float8 values.
+    `[outputs, groups]` float32, each of `group` of the `inputs`. `zeros`: `[outputs, groups]`
+    uint8; None for float8 values.
     """
 
     values: torch.Tensor
     layout: int
+    inputs: int
+    bits: int
+    group: int
     scales: torch.Tensor
     zeros: torch.Tensor | None
     flip: int = 0
+
+
+Tensors = Mapping[str, torch.Tensor]  # those of one weight, by what they are
+# Makes a weight's numbers of its tensors. It tells sizes too, of tensors that are not read yet: the
+# `LARGE` ones without memory, the others with any numbers.
+Layout = Callable[[Tensors], Numbers]
 
 
 @dataclass(frozen=True)
 class FewBits:
     """A weight `[outputs, inputs]` in few bits.
 
-    `parts`: the stored names of its tensors by what they are. `group`: inputs that share a scale.
-    `order`: as of `BlockRows`. `numbers(files, self)` reads it.
+    `parts`: the stored names of its tensors by what they are; `layout`: makes numbers of them.
+    `format`: that of its blocks. `order`: as of `BlockRows`. `expert`: which of several weights
+    that are stored in one.
     """
 
     parts: Mapping[str, str]
-    method: Method
+    layout: Layout
     outputs: int
     inputs: int
-    bits: int
-    group: int
-    numbers: Callable[[TensorFiles, FewBits], Numbers]
-    float8: bool = False
+    format: str
     order: torch.Tensor | None = None
+    expert: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        parts: Mapping[str, str],
+        layout: Layout,
+        files: TensorFiles,
+        expert: int | None = None,
+    ) -> FewBits:
+        """Return where the weight is that has these `parts` in `files`.
+
+        Raises `NotDescribed` for what is not read, and `InvalidInput` for tensors that don't fit
+        together.
+        """
+        for part, name in parts.items():
+            if (kind := files.kind(name)) not in KINDS[part]:
+                raise NotDescribed(f"{name} has numbers of type {kind}")
+        name, *_ = parts.values()
+        try:
+            tensors = {
+                part: files.whole(one) if part in READ_NOW else files.like(one, part not in LARGE)
+                for part, one in parts.items()
+            }
+            if expert is not None:
+                tensors = {part: of[expert] for part, of in tensors.items()}
+            found = layout(tensors)
+            outputs, inputs, group = len(found.scales), found.inputs, found.group
+            order = _order(tensors, inputs, group)
+            if found.zeros is not None and found.zeros.shape != found.scales.shape:
+                raise ValueError(
+                    f"{list(found.zeros.shape)} zeros, {list(found.scales.shape)} scales"
+                )
+        except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
+            names = ", ".join(parts.values())
+            raise InvalidInput(f"{names} don't fit together: {error}") from error
+        if found.bits not in (4, 8):
+            raise NotDescribed(f"{name} has {found.bits} bits a weight; read are 4 and 8")
+        if inputs % GROUP or group % GROUP:
+            raise NotDescribed(
+                f"{name} has {inputs} inputs in groups of {group}; read are groups of {GROUP} and "
+                "multiples of it"
+            )
+        if found.values.nbytes * 8 != outputs * inputs * found.bits:
+            raise InvalidInput(
+                f"{name} has shape {files.shape(name)}, and should hold {outputs} times {inputs} "
+                f"numbers of {found.bits} bits: download it again"
+            )
+        shared = SHARED if group % SHARED == 0 and inputs % SHARED == 0 else GROUP
+        kind = "fp8" if found.zeros is None else f"w{found.bits}"
+        return cls(parts, layout, outputs, inputs, f"{kind}g{shared}", order, expert)
 
     @property
     def names(self) -> Sequence[str]:
         return list(self.parts.values())
 
-    @property
-    def format(self) -> str:
-        shared = SHARED if self.group % SHARED == 0 and self.inputs % SHARED == 0 else GROUP
-        return f"{'fp8' if self.float8 else f'w{self.bits}'}g{shared}"
-
     def shape(self, files: TensorFiles) -> list[int]:
         return [self.outputs, self.inputs]
 
     def like(self, files: TensorFiles) -> BlockRows:
-        """Return what `in_blocks` does of all rows, without the numbers."""
         of = FORMATS[self.format]
         size = self.inputs // of.inputs * of.bytes
         data = torch.empty(self.outputs, size, dtype=torch.uint8, device="meta")
         return BlockRows(data, self.format, self.order)
 
-    def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
+    def rows(self, files: TensorFiles, first: int, last: int) -> BlockRows:
         """Return rows. Raises `InvalidInput` for numbers that are not finite, and `QuickbeamError`
         naming a file that can't be read."""
-        found, of, kernels = self.numbers(files, self), FORMATS[self.format], library.kernels()
+        of, kernels = FORMATS[self.format], library.kernels()
         assert kernels is not None  # or there would be no such back end
-        at = torch.arange(0, self.inputs, of.inputs) // self.group
+        tensors = {part: self._read(files, name) for part, name in self.parts.items()}
+        found = self.layout(tensors)
+        at = torch.arange(0, self.inputs, of.inputs) // found.group
         scales = found.scales[:, at].contiguous()
         zeros = None if found.zeros is None else found.zeros[:, at].contiguous()
         stored = library.StoredWeight(
-            library.FORMATS.index(self.format),
+            of.number,
             found.layout,
             found.flip,
             found.values.data_ptr(),
@@ -196,15 +241,15 @@ class FewBits:
         rows = torch.empty(self.outputs, len(at) * of.bytes, dtype=torch.uint8)
         finite = kernels.to_blocks(ctypes.byref(stored), rows.data_ptr())
         if not finite or not bool(scales.isfinite().all()):
-            module = self.names[0].rpartition(".")[0]
-            raise InvalidInput(f"{module} has numbers that are not finite: download it again")
+            raise InvalidInput(
+                f"{self.names[0]} has numbers that are not finite: download it again"
+            )
         return BlockRows(rows[first:last], self.format, self.order)
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        """Return the numbers of rows in float32. Raises as `in_blocks` does."""
-        kernels = library.kernels()
-        assert kernels is not None
-        return dense_rows(kernels, self.in_blocks(files, first, last))
+    def _read(self, files: TensorFiles, name: str) -> torch.Tensor:
+        if self.expert is None:
+            return files.whole(name)
+        return files.rows(name, self.expert, self.expert + 1)[0]
 
 
 def few_bits(
@@ -212,174 +257,102 @@ def few_bits(
 ) -> FewBits | None:
     """Return where a weight in few bits is; None for a weight that is stored as it is.
 
-    `stored`: the stored name of each parameter. Raises `NotDescribed` for what is not read, and
-    `InvalidInput` for tensors that don't fit together.
+    `stored`: the stored name of each parameter. Raises as `FewBits.of` does.
     """
     module = name.removesuffix(".weight")
-    found = {part: f"{module}.{part}" for part in PARTS + OTHERS}
+    found = {part: f"{module}.{part}" for part in KINDS}
     parts = {p.removesuffix("_inv"): stored[one] for p, one in found.items() if one in stored}
-    for part in parts.keys() & KINDS:
-        _refuse_kind(files, parts[part], KINDS[part])
-    try:
-        if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
-            made = (_awq if method.kind == AWQ else _gptq)(parts, files, method)
-        elif "weight_packed" in parts:
-            made = _packed(parts, files, method)
-        elif {"weight", "weight_scale"} <= parts.keys():
-            made = _whole(parts, files, method)
-        else:
-            return None
-    except (IndexError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise InvalidInput(f"the tensors of {module} don't fit together: {error}") from error
-    if made.bits not in (4, 8):
-        raise NotDescribed(f"{module} has {made.bits} bits a weight; read are 4 and 8")
-    if method.groups and made.group not in (*method.groups, made.inputs) and "weight" not in parts:
-        raise InvalidInput(
-            f"{module} has groups of {made.group} inputs, and its configuration names "
-            f"{', '.join(map(str, sorted(method.groups)))}"
-        )
-    if made.inputs % GROUP or made.group % GROUP:
-        raise NotDescribed(
-            f"{module} has {made.inputs} inputs in groups of {made.group}; read are groups of "
-            f"{GROUP} and multiples of it"
-        )
-    return made
+    if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
+        gptq = partial(_gptq, lowered=method.lowered)
+        return FewBits.of(parts, _awq if method.kind == AWQ else gptq, files)
+    if "weight_packed" in parts:
+        return FewBits.of(parts, _packed, files)
+    if {"weight", "weight_scale"} <= parts.keys():
+        return FewBits.of(parts, partial(eight_bits, block=method.block), files)
+    return None
 
 
 def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return whole numbers of `bits` bits, `[n, m]` uint8, of int32 words, low bits first."""
     stored = packed.contiguous().view(torch.uint8)
-    if bits == 8:
-        return stored
-    return torch.stack([stored & 15, stored >> 4], -1).flatten(1)
+    return stored if bits == 8 else torch.stack([stored & 15, stored >> 4], -1).flatten(1)
 
 
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.t().contiguous()
+def _awq(of: Tensors) -> Numbers:
+    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
+    columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
+    values, scales = of["qweight"], of["scales"].float().t()
+    zeros = _in_nibbles(of["qzeros"], 4)
+    zeros = zeros.view(len(zeros), -1, 2, 4).transpose(2, 3).flatten(1).t()
+    inputs, group = len(values), _shared(len(values), scales.shape[1])
+    return Numbers(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 
 
-def _read(files: TensorFiles, of: FewBits, part: str) -> torch.Tensor:
-    return files.whole(of.parts[part])
-
-
-def _awq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
-    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, eight columns a word in
-    an order of their own; `scales` `[groups, outputs]`."""
-    (inputs, words), (groups, outputs) = (files.shape(parts[one]) for one in ("qweight", "scales"))
-    _fit(files, parts, "qzeros", [groups, words])
-    if 8 * words != outputs:
-        raise NotDescribed(f"{parts['qweight']} has other than 4 bits a weight")
-    return FewBits(parts, method, outputs, inputs, 4, _shared(inputs, groups), _awq_numbers)
-
-
-def _awq_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    zeros = _in_nibbles(_read(files, of, "qzeros"), 4)
-    zeros = zeros.view(len(zeros), -1, 8)[..., INTERLEAVED].flatten(1)
-    scales, values = _read(files, of, "scales").float(), _read(files, of, "qweight")
-    return Numbers(values, library.WORDS_OF_OUTPUTS, _turned(scales), _turned(zeros))
-
-
-def _gptq(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
+def _gptq(of: Tensors, lowered: bool) -> Numbers:
     """`qweight` `[inputs / 8, outputs]`, `qzeros` `[groups, outputs / 8]` (of the first version of
     the layout less 1), low bits first; `scales` `[groups, outputs]`; `g_idx` `[inputs]`, each
     input's group."""
-    (words, outputs), (groups, wide) = (files.shape(parts[one]) for one in ("qweight", "qzeros"))
-    _fit(files, parts, "scales", [groups, outputs])
-    bits = 32 * wide // outputs
-    inputs = 32 * words // bits
-    sizes = outputs, inputs, bits, _shared(inputs, groups)
-    order = _order(parts, "g_idx", files, inputs, sizes[-1])
-    return FewBits(parts, method, *sizes, _gptq_numbers, order=order)
+    values, stored, scales = of["qweight"], of["qzeros"], of["scales"].float().t()
+    bits = 32 * stored.shape[1] // len(scales)
+    if lowered:  # word by word, as it was taken away
+        stored = stored + (0x11111111 if bits == 4 else 0x01010101)
+    inputs, zeros = 32 * len(values) // bits, _in_nibbles(stored, bits).t()
+    group = _shared(inputs, scales.shape[1])
+    return Numbers(values, library.WORDS_OF_INPUTS, inputs, bits, group, scales, zeros)
 
 
-def _gptq_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    values, stored = _read(files, of, "qweight"), _read(files, of, "qzeros")
-    if of.method.lowered:  # word by word, as it was taken away
-        stored = stored + (0x11111111 if of.bits == 4 else 0x01010101)
-    scales = _turned(_read(files, of, "scales").float())
-    zeros = _turned(_in_nibbles(stored, of.bits))
-    return Numbers(values, library.WORDS_OF_INPUTS, scales, zeros)
-
-
-def _packed(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
+def _packed(of: Tensors) -> Numbers:
     """`weight_packed` `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`, and asymmetric
     `weight_zero_point` `[outputs / 8, groups]`, low bits first, all plus half of what bits hold;
     `weight_shape` names both sizes."""
-    outputs, inputs = files.whole(parts["weight_shape"]).flatten().tolist()
-    rows, words = files.shape(parts["weight_packed"])
-    *_, groups = scale = files.shape(parts["weight_scale"])
-    if scale != [1]:
-        _fit(files, parts, "weight_scale", [rows, groups])
-    bits = 32 * words // inputs
-    _fit(files, parts, "weight_packed", [outputs, -(-inputs // (32 // bits))])
-    if "weight_zero_point" in parts:
-        _refuse_kind(files, parts["weight_zero_point"], WORDS)
-        _fit(files, parts, "weight_zero_point", [-(-outputs * bits // 32), groups])
-    sizes = outputs, inputs, bits, _shared(inputs, groups)
-    order = _order(parts, "weight_g_idx", files, inputs, sizes[-1])
-    return FewBits(parts, method, *sizes, _packed_numbers, order=order)
+    values, (outputs, inputs) = of["weight_packed"], of["weight_shape"].flatten().tolist()
+    bits, scales = 32 * values.shape[1] // inputs, of["weight_scale"].float()
+    scales = scales.view(len(scales), -1).expand(outputs, -1)
+    group = _shared(inputs, scales.shape[1])
+    zeros = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
+    if "weight_zero_point" in of:
+        zeros = _in_nibbles(of["weight_zero_point"].t(), bits)[:, :outputs].t()
+    return Numbers(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
-def _packed_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    values = _read(files, of, "weight_packed")
-    scales = _by_output(_read(files, of, "weight_scale").float(), of)
-    zeros = torch.full(scales.shape, 1 << of.bits - 1, dtype=torch.uint8)
-    if "weight_zero_point" in of.parts:
-        stored = _in_nibbles(_turned(_read(files, of, "weight_zero_point")), of.bits)
-        zeros = _turned(stored[:, : of.outputs])
-    return Numbers(values, library.BY_OUTPUT, scales, zeros)
-
-
-def _whole(parts: Mapping[str, str], files: TensorFiles, method: Method) -> FewBits:
+def eight_bits(of: Tensors, block: tuple[int, int]) -> Numbers:
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
-    outputs, inputs = files.shape(parts["weight"])
-    scale = files.shape(parts["weight_scale"])
-    kind, (tall, group) = files.kind(parts["weight"]), method.block
-    _refuse_kind(files, parts["weight"], ("F8_E4M3", *["I8"] * (method.kind == COMPRESSED)))
-    if len(scale) == 2 and scale[0] == outputs:
-        group = _shared(inputs, scale[1])
-    elif math.prod(scale) == 1 or scale == [outputs]:
+    values, scale, (tall, group) = of["weight"], of["weight_scale"], block
+    (outputs, inputs), shape = values.shape, list(scale.shape)
+    if len(shape) == 2 and shape[0] == outputs:
+        group = _shared(inputs, shape[1])
+    elif scale.numel() == 1 or shape == [outputs]:
         group = inputs
-    elif scale != [-(-outputs // tall), -(-inputs // group)]:
-        raise ValueError(f"scales {scale}, and blocks of {[tall, group]}")
-    return FewBits(parts, method, outputs, inputs, 8, group, _whole_numbers, float8=kind != "I8")
+    elif shape != [-(-outputs // tall), -(-inputs // group)]:
+        raise ValueError(f"scales {shape}, and blocks of {[tall, group]}")
+
+    def by_output(stored: torch.Tensor) -> torch.Tensor:
+        stored = stored.reshape(-1, -(-inputs // group))
+        if len(stored) not in (1, outputs):
+            stored = stored.repeat_interleave(tall, 0)[:outputs]
+        return stored.expand(outputs, -1)
+
+    scales, flip = by_output(scale.float()), 0
+    zeros: torch.Tensor | None = None
+    if values.dtype is torch.int8:
+        zeros, flip = torch.full_like(scales, 128, dtype=torch.uint8), 128
+        if "weight_zero_point" in of:
+            zeros = by_output((of["weight_zero_point"].to(torch.int16) + 128).to(torch.uint8))
+    return Numbers(values, library.BY_OUTPUT, inputs, 8, group, scales, zeros, flip)
 
 
-def _whole_numbers(files: TensorFiles, of: FewBits) -> Numbers:
-    scales = _by_output(_read(files, of, "weight_scale").float(), of)
-    values = _read(files, of, "weight")
-    if of.float8:
-        return Numbers(values, library.BY_OUTPUT, scales, None)
-    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
-    if "weight_zero_point" in of.parts:
-        stored = _read(files, of, "weight_zero_point").to(torch.int16) + 128
-        zeros = _by_output(stored.to(torch.uint8), of)
-    return Numbers(values, library.BY_OUTPUT, scales, zeros, 128)
-
-
-def _by_output(stored: torch.Tensor, of: FewBits) -> torch.Tensor:
-    """Return scales or zero points by output, `[outputs, groups]`."""
-    groups = -(-of.inputs // of.group)
-    stored = stored.reshape(-1, groups)
-    if len(stored) not in (1, of.outputs):
-        return stored.repeat_interleave(of.method.block[0], 0)[: of.outputs]
-    return stored.expand(of.outputs, groups)
-
-
-def _order(
-    parts: Mapping[str, str], part: str, files: TensorFiles, inputs: int, group: int
-) -> torch.Tensor | None:
+def _order(of: Tensors, inputs: int, group: int) -> torch.Tensor | None:
     """Return inputs in the order of their groups; None where they are in it already."""
-    if part not in parts:
+    stored = of.get("g_idx", of.get("weight_g_idx"))
+    if stored is None:
         return None
-    groups = files.whole(parts[part]).flatten().int()
-    wanted = torch.arange(inputs, dtype=torch.int32) // group
+    groups, wanted = stored.flatten().int(), torch.arange(inputs, dtype=torch.int32) // group
     if bool((groups < 0).all()) or torch.equal(groups, wanted):
         return None
     found, order = groups.sort(stable=True)
     if not torch.equal(found, wanted):
-        raise ValueError(f"{parts[part]} is no order of {inputs} inputs in groups of {group}")
+        raise ValueError(f"they are in no order of {inputs} inputs in groups of {group}")
     return order.int()
 
 
@@ -388,13 +361,3 @@ def _shared(inputs: int, groups: int) -> int:
     if groups < 1 or inputs % groups:
         raise ValueError(f"{inputs} inputs in {groups} groups")
     return inputs // groups
-
-
-def _refuse_kind(files: TensorFiles, name: str, known: Sequence[str]) -> None:
-    if (kind := files.kind(name)) not in known:
-        raise NotDescribed(f"{name} has numbers of type {kind}")
-
-
-def _fit(files: TensorFiles, parts: Mapping[str, str], part: str, shape: list[int]) -> None:
-    if (found := files.shape(parts[part])) != shape:
-        raise ValueError(f"{parts[part]} has shape {found}, expected {shape}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quickbeam.models.compiler import Compiler
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.pages import StateShape
@@ -85,8 +85,7 @@ def _matrices(c: Compiler, of: Matrices, source: Buffer, target: Buffer) -> None
         step_scale=of.step_scale,
     )
     c.program.add(library.RECUR, source, mixed, weight=heads)
-    operations.gate(
-        c.program,
+    c.program.gate(
         mixed,
         source,
         target,

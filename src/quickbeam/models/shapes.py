@@ -10,7 +10,7 @@ import torch
 
 from quickbeam.errors import InvalidInput, refuse_incomplete
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.native.quantised import BlockRows
+from quickbeam.models.native.quantised import BlockRows, order_of
 from quickbeam.models.stack import (
     Attention,
     FeedForward,
@@ -24,18 +24,19 @@ from quickbeam.models.stack import (
 from quickbeam.models.stack_tensors import experts, linears, rows_of
 
 
-def refuse_mixed_experts(stack: Stack, like: Callable[[str], Any]) -> None:
-    """Raise `NotDescribed` for experts of a layer that are not all in the same formats.
+def refuse_shared_experts(stack: Stack, like: Callable[[str], Any]) -> None:
+    """Raise `NotDescribed` for shared experts that the kernels' operation can't read.
 
-    The shared one may be in others. `like(name)`: a parameter, or something of its format.
+    Their gates and what these let through are of one format, and inputs are in their own order.
+    `like(name)`: a parameter, or something of its format.
     """
-    for of in experts(stack):
-        shared = [] if of.shared is None else [[of.shared.up], [of.shared.down]]
-        for read_alike in ([one.up for one in of.chosen], [one.down for one in of.chosen], *shared):
-            read = [like(one.name) for linear in read_alike for one in linear.weights]
-            formats = {one.name if isinstance(one, BlockRows) else "dense" for one in read}
-            if len(formats) > 1:
-                raise NotDescribed(f"experts of a layer are {' and '.join(sorted(formats))}")
+    for of in (one.shared for one in experts(stack) if one.shared is not None):
+        up, down = ([like(one.name) for one in part.weights] for part in (of.up, of.down))
+        formats = {one.name if isinstance(one, BlockRows) else "dense" for one in up}
+        if len(formats) > 1:
+            raise NotDescribed(f"a shared expert is of {' and '.join(sorted(formats))}")
+        if any(order_of(one) is not None for one in up + down):
+            raise NotDescribed("a shared expert is quantised with activation order")
 
 
 def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> None:

@@ -389,12 +389,6 @@ class Stack:
         return [layer.recurrent for layer in self.layers if layer.recurrent is not None]
 
     @property
-    def rotaries(self) -> list[Rotary]:
-        """Return the different angles of all layers, in the order of their first use."""
-        found = [attention.rotary for attention in self.attentions]
-        return list(dict.fromkeys(rotary for rotary in found if rotary is not None))
-
-    @property
     def query_scale(self) -> QueryScale | None:
         """Return the queries' factor by position; all layers that have one have the same."""
         return next((attention.query_scale for attention in self.attentions), None)

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
-from quickbeam.models.native.quantised import GROUP, BlockRows
-from quickbeam.models.prequantised import FewBits, Method, Numbers, few_bits
+from quickbeam.models.native.quantised import BlockRows, Weight, below, dense_rows, with_data
+from quickbeam.models.prequantised import FewBits, Method, eight_bits, few_bits
 from quickbeam.models.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
@@ -114,34 +113,28 @@ def _renamed(kind: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter that is stored as it is."""
+    """A parameter that is stored as it is.
+
+    `turned`: matrices `[experts, rows, columns]` that are stored as `[experts, columns, rows]`.
+    """
 
     name: str
+    turned: bool = False
 
     @property
     def names(self) -> Sequence[str]:
         return (self.name,)
 
     def shape(self, files: TensorFiles) -> list[int]:
-        return files.shape(self.name)
+        shape = files.shape(self.name)
+        return [shape[0], *shape[:0:-1]] if self.turned else shape
+
+    def like(self, files: TensorFiles) -> torch.Tensor:
+        return torch.empty(self.shape(files), device="meta")
 
     def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        return files.rows(self.name, first, last)
-
-    def like(self, files: TensorFiles) -> BlockRows | None:
-        """Return None: its numbers are not in blocks."""
-
-
-@dataclass(frozen=True)
-class Turned(Whole):
-    """Matrices `[experts, rows, columns]` that are stored as `[experts, columns, rows]`."""
-
-    def shape(self, files: TensorFiles) -> list[int]:
-        count, columns, rows = files.shape(self.name)
-        return [count, rows, columns]
-
-    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        return files.rows(self.name, first, last).transpose(1, 2)
+        found = files.rows(self.name, first, last)
+        return found.transpose(1, 2) if self.turned else found
 
 
 @dataclass(frozen=True)
@@ -161,30 +154,16 @@ class OneByOne:
         shapes = [part.shape(files) for part in self.experts[0]]
         return [len(self.experts), sum(rows for rows, _ in shapes), shapes[0][1]]
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        def whole(part: Whole | FewBits) -> torch.Tensor:
-            return part.rows(files, 0, part.shape(files)[0])
+    def like(self, files: TensorFiles) -> Weight:
+        one = below([part.like(files) for part in self.experts[0]])
+        return with_data(one, one.data.expand(len(self.experts), *one.data.shape))
 
-        return torch.stack([torch.cat([*map(whole, one)]) for one in self.experts[first:last]])
-
-    def like(self, files: TensorFiles) -> BlockRows | None:
-        """Return what `in_blocks` does of all experts, without the numbers; None where there are no
-        blocks."""
-        found = [part.like(files) for part in self.experts[0]]
-        blocks = [one for one in found if one is not None]
-        if not blocks:
-            return None
-        data = torch.cat([one.data for one in blocks])
-        return replace(blocks[0], data=data.expand(len(self.experts), *data.shape))
-
-    def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
-        """Return experts' matrices as `[experts, rows, bytes]`."""
+    def rows(self, files: TensorFiles, first: int, last: int) -> Weight:
         made = [
-            [part.in_blocks(files, 0, part.outputs) for part in one if isinstance(part, FewBits)]
+            below([part.rows(files, 0, part.shape(files)[0]) for part in one])
             for one in self.experts[first:last]
         ]
-        data = torch.stack([torch.cat([part.data for part in one]) for one in made])
-        return replace(made[0][0], data=data)
+        return with_data(made[0], torch.stack([one.data for one in made]))
 
 
 @dataclass(frozen=True)
@@ -207,12 +186,11 @@ class Mxfp4:
         return [count, groups * 2 * half, outputs]
 
     def like(self, files: TensorFiles) -> BlockRows:
-        """Return what `in_blocks` does of all experts, without the numbers."""
         count, outputs, groups, half = files.shape(self.blocks)
         data = torch.empty(count, outputs, groups * (1 + half), dtype=torch.uint8, device="meta")
         return BlockRows(data, "mxfp4")
 
-    def in_blocks(self, files: TensorFiles, first: int, last: int) -> BlockRows:
+    def rows(self, files: TensorFiles, first: int, last: int) -> BlockRows:
         """Return experts' matrices, `[experts, outputs, inputs]`, in blocks as of `.gguf` files.
 
         There, a byte holds two numbers of which the second comes 16 behind the first.
@@ -223,16 +201,20 @@ class Mxfp4:
         data = torch.cat([scales[..., None], bytes_of], -1).flatten(-2)
         return BlockRows(data, "mxfp4")
 
-    def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        blocks, scales = (files.rows(name, first, last) for name in self.names)
-        found = F.embedding(blocks.int(), PAIRS).flatten(-2)
-        return torch.ldexp(found, scales.int()[..., None] - 127).flatten(-2).transpose(1, 2)
 
-
-SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of E2M1, without their signs
-VALUES = torch.cat([SIZES, -SIZES])
-PAIRS = torch.stack([VALUES.repeat(16), VALUES.repeat_interleave(16)], 1)  # by byte
+# Where a parameter is. `names`: of the stored tensors. `like` gives what `rows` does of all rows,
+# without the numbers.
 Stored = Whole | OneByOne | Mxfp4 | FewBits
+
+
+def dense(weight: Weight, of: Stored) -> torch.Tensor:
+    """Return the numbers of rows of a parameter, whose blocks are widened to float32."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    kernels = library.kernels()
+    assert kernels is not None
+    found = dense_rows(kernels, weight)
+    return found.transpose(1, 2) if isinstance(of, Mxfp4) else found
 
 
 def located(
@@ -276,27 +258,13 @@ def _in_float8(
 
     They have scales by blocks of outputs and inputs beside them, as transformers saves them.
     """
-    scales = f"{name}_scale_inv"
-    parts, (tall, group) = {"weight": stored[name], "weight_scale": stored[scales]}, method.block
-    shape, own = (files.shape(one) for one in parts.values())
-    if len(shape) != 3 or own != [shape[0], -(-shape[1] // tall), -(-shape[2] // group)]:
-        raise InvalidInput(f"{scales} has shape {own}, and {name} {shape}: they don't fit together")
-    (count, outputs, inputs), kind = shape, files.kind(parts["weight"])
-    if kind != "F8_E4M3" or inputs % GROUP or group % GROUP:
-        raise NotDescribed(f"{name} has {inputs} inputs of type {kind} in groups of {group}")
-
-    def one(number: int) -> FewBits:
-        numbers = partial(_of_expert, number)
-        return FewBits(parts, method, outputs, inputs, 8, group, numbers, float8=True)
-
-    return OneByOne(tuple((one(number),) for number in range(count)))
-
-
-def _of_expert(number: int, files: TensorFiles, of: FewBits) -> Numbers:
-    values, scales = (files.rows(name, number, number + 1)[0] for name in of.names)
-    tall = of.method.block[0]
-    by_output = scales.float().repeat_interleave(tall, 0)[: of.outputs]
-    return Numbers(values, library.BY_OUTPUT, by_output, None)
+    parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale_inv"]}
+    shapes = [files.shape(one) for one in parts.values()]
+    if any(len(one) != 3 or one[0] != shapes[0][0] for one in shapes):
+        names = " and ".join(parts.values())
+        raise InvalidInput(f"{names} have shapes {shapes}: they don't fit together")
+    one = FewBits.of(parts, partial(eight_bits, block=method.block), files, expert=0)
+    return OneByOne(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
 
 
 def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
@@ -304,7 +272,7 @@ def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole
     shape, at = files.shape(as_stored), {"gate_up_proj": 2, "down_proj": 1}
     column = at.get(name.rpartition(".")[2], 0)
     turned = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
-    return Turned(as_stored) if turned else Whole(as_stored)
+    return Whole(as_stored, bool(turned))
 
 
 def _one_by_one(

@@ -7,9 +7,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +28,8 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 
-BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
+# what is raised for files that hold something else than they should
+BROKEN = (ValueError, LookupError, TypeError, AttributeError)
 _one_at_a_time = threading.Lock()
 
 
@@ -55,85 +55,86 @@ def read_into(room: memoryview, file: int, at: int, least: int | None = None) ->
     return done
 
 
-class _Shard:
-    """A safetensors file, whose tensors are read past PyTorch's memory maps.
+class _Tensor(NamedTuple):
+    """Where a tensor is: bytes `first` to `last` (excluded) of a file that is open as `fd`."""
 
-    Mapped pages would count as memory of the process, and are slow to come.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open the file. Raises `OSError` and `ValueError` where it can't be read."""
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | BINARY)
-        weakref.finalize(self, os.close, self._fd)
-        size = int.from_bytes(self._bytes(8, 0), "little")
-        if not 0 < size < os.fstat(self._fd).st_size:
-            raise ValueError("it is no safetensors file")
-        self._begin = 8 + size
-        self.tensors: dict[str, dict[str, Any]] = json.loads(self._bytes(size, 8))
-        self.tensors.pop("__metadata__", None)
-
-    def _bytes(self, size: int, at: int) -> bytes:
-        data = bytearray(size)
-        return bytes(data[: read_into(memoryview(data), self._fd, at)])
-
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return rows of a tensor as they are stored. Raises `OSError` where that fails."""
-        about = self.tensors[name]
-        dtype, shape = DTYPES[about["dtype"]], about["shape"] or [1]
-        row = dtype.itemsize * math.prod(shape[1:])
-        data = torch.empty((last - first) * row, dtype=torch.uint8)
-        at = self._begin + about["data_offsets"][0] + first * row
-        if read_into(data.numpy().data, self._fd, at) < len(data):
-            raise OSError("the file ends too early")
-        return data.view(dtype).view(last - first, *shape[1:])
-
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a tensor whose rows are read as they are needed. Raises `OSError`."""
-        about = self.tensors[name]
-        first, last = about["data_offsets"]
-        at, dtype = self._begin + first, DTYPES[about["dtype"]]
-        if at % dtype.itemsize:
-            return self.rows(name, 0, about["shape"][0])
-        end = at + last - first
-        data = torch.from_file(str(self.path), shared=False, size=end, dtype=torch.uint8)
-        return data[at:].view(dtype).view(about["shape"])
+    path: Path
+    fd: int
+    kind: str
+    shape: list[int]
+    first: int
+    last: int
 
 
 class TensorFiles:
-    """All tensors of a folder. `names`: of all of them."""
+    """All tensors of a folder. `names`: of all of them.
+
+    They are read past PyTorch's memory maps, whose pages would count as memory of the process, and
+    are slow to come.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open the files. Raises `NotDescribed` without any, `InvalidInput` for broken ones."""
-        self._places = {name: one for one in _shards(folder) for name in one.tensors}
-        self.names = self._places.keys()
+        self._tensors = dict[str, _Tensor]()
+        for path in _files(folder):
+            try:
+                self._open(path)
+            except (OSError, *BROKEN, RecursionError) as error:
+                raise InvalidInput(f"{path} can't be read ({error}): download it again") from error
+        self.names = self._tensors.keys()
+
+    def _open(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            size, end = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+            if not 0 < size < end:
+                raise ValueError("it is no safetensors file")
+            header = json.loads(file.read(size))
+            fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, fd)
+        header.pop("__metadata__", None)
+        for name, of in header.items():
+            first, last = (8 + size + at for at in of["data_offsets"])
+            kind, shape = str(of["dtype"]), of["shape"]
+            itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
+            if last > end or (itemsize and math.prod(shape) * itemsize != last - first):
+                raise ValueError(f"{name[:80]!r} of shape {shape} at bytes {first} to {last}")
+            self._tensors[name] = _Tensor(path, fd, kind, shape, first, last)
 
     def shape(self, name: str) -> list[int]:
-        return list(self._places[name].tensors[name]["shape"])
+        return list(self._tensors[name].shape)
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor's numbers, as the format writes it (`BF16`)."""
-        return str(self._places[name].tensors[name]["dtype"])
+        return self._tensors[name].kind
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor's numbers. Raises `KeyError` for others than are read."""
-        return DTYPES[self.kind(name)]
+        """Return the type of a tensor's numbers. Raises `NotDescribed` for others than are read."""
+        if (kind := self.kind(name)) not in DTYPES:
+            raise NotDescribed(f"{name} has numbers of type {kind}")
+        return DTYPES[kind]
+
+    def like(self, name: str, memory: bool) -> torch.Tensor:
+        """Return a tensor of the same shape and type, uninitialised. Raises as `dtype` does."""
+        device = "cpu" if memory else "meta"
+        return torch.empty(self.shape(name), dtype=self.dtype(name), device=device)
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return rows `first` to `last` (excluded) of a tensor.
 
-        Raises `QuickbeamError` naming the file where it can't be read, and `NotDescribed` for
-        numbers of other types than are read.
+        Raises `QuickbeamError` naming the file where it can't be read, and as `dtype` does.
         """
-        shard = self._places[name]
+        of, dtype = self._tensors[name], self.dtype(name)
+        inner = of.shape[1:]
+        row = dtype.itemsize * math.prod(inner)
+        data = torch.empty((last - first) * row, dtype=torch.uint8)
         try:
-            return shard.rows(name, first, last)
-        except KeyError as error:
-            raise NotDescribed(f"{name} has numbers of type {error}") from error
+            if read_into(data.numpy().data, of.fd, of.first + first * row) < len(data):
+                raise OSError("the file ends too early")
         except OSError as error:
             raise QuickbeamError(
-                f"{shard.path}: {name} can't be read ({error}): download it again"
+                f"{of.path}: {name} can't be read ({error}): download it again"
             ) from error
+        return data.view(dtype).view(last - first, *inner)
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor, a single number as `[1]`. Raises as `rows` does."""
@@ -144,31 +145,26 @@ class TensorFiles:
 
         Raises `QuickbeamError` naming the file where it can't be read.
         """
-        shard = self._places[name]
+        of, dtype = self._tensors[name], self.dtype(name)
+        if of.first % dtype.itemsize:
+            return self.whole(name)
         try:
-            return shard.mapped(name)
+            data = torch.from_file(str(of.path), shared=False, size=of.last, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
-            raise QuickbeamError(f"{shard.path}: {name} can't be mapped ({error})") from error
+            raise QuickbeamError(f"{of.path}: {name} can't be mapped ({error})") from error
+        return data[of.first :].view(dtype).view(of.shape)
 
 
-def _shards(folder: Path) -> list[_Shard]:
-    files: Iterable[str] = [SINGLE] if (folder / SINGLE).is_file() else []
+def _files(folder: Path) -> list[Path]:
+    found = [SINGLE] if (folder / SINGLE).is_file() else []
     try:
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            files = sorted(set(index["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            found = sorted(set(index["weight_map"].values()))
+        if not found:
+            raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
+        return [folder / file for file in found]
+    except (OSError, *BROKEN) as error:
         raise InvalidInput(
             f"the weights in {folder} can't be read ({error}): download them again"
         ) from error
-    if not files:
-        raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
-    shards = []
-    for file in files:
-        try:
-            shards.append(_Shard(folder / file))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise InvalidInput(
-                f"{folder / file} can't be read ({error}): download it again"
-            ) from error
-    return shards

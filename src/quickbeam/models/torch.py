@@ -25,7 +25,7 @@ from quickbeam.models.base import (
 )
 from quickbeam.models.gathered import GatheredStep, RowPool, behind
 from quickbeam.models.hf_attention import Features, forward, install
-from quickbeam.models.loading import hold_angles, refuse_unfit
+from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.pinned import PinnedLayers
 from quickbeam.models.same_logits import expect, refuse_other_logits
 
@@ -52,7 +52,6 @@ class TorchModel(Model):
         reason: str = "the torch back end is asked for",
     ) -> None:
         refuse_unfit(type(model), model.config)
-        hold_angles(model)
         model.eval()
         config = model.config.get_text_config()
         expected = expect(model, config)
@@ -75,7 +74,7 @@ class TorchModel(Model):
     def forward(self, batch: Batch) -> list[Passed]:
         step, wanted = GatheredStep([*map(behind, batch.parts)], self._pool), batch.wanted
         tokens = torch.tensor(batch.tokens, dtype=torch.int64).to(self.device, non_blocking=True)
-        rows: torch.Tensor | int = 0
+        rows: torch.Tensor | None = None
         if len(wanted) < batch.rows:
             rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
         logits = forward(self._model, self._tap, tokens, step, rows)

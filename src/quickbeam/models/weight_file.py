@@ -94,7 +94,7 @@ class WeightFile:
         self.mapped = mapped is not None
         if mapped is not None:
             return mapped[ALIGNED:]
-        found = room_for_weights(size, torch.uint8)
+        found = room_for_weights(size)
         with open(self.path, "rb", buffering=0) as file:
             done = read_into(_bytes(found), file.fileno(), ALIGNED)
         return found if done == size else None

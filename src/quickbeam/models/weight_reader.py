@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.tensor_files import BINARY, read_into
+from quickbeam.models.tensor_files import read_into
 from quickbeam.models.weight_file import ALIGNED
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would read text otherwise
 READERS = 2  # threads: one reads while the other hands over its buffer
 
 
@@ -38,14 +39,12 @@ class File:
         """Open the file. Raises `QuickbeamError` if it can't be read."""
         self.path = path
         try:
-            self._cached = os.open(path, os.O_RDONLY | BINARY)
-            weakref.finalize(self, os.close, self._cached)
-            self._size, direct = os.fstat(self._cached).st_size, _direct(path)
+            direct = _direct(path)
+            self._fd = os.open(path, os.O_RDONLY | BINARY) if direct is None else direct
         except OSError as error:
             raise QuickbeamError(f"{path} can't be read: {error.strerror or error}") from error
-        if direct is not None:
-            weakref.finalize(self, os.close, direct)
-        self.direct, self._fd = direct is not None, self._cached if direct is None else direct
+        weakref.finalize(self, os.close, self._fd)
+        self.direct, self._size = direct is not None, os.fstat(self._fd).st_size
 
     def read(self, offset: int, room: torch.Tensor) -> None:
         """Fill `room`, bytes at an aligned address, from byte `offset` on.
@@ -53,17 +52,10 @@ class File:
         At the end of the file the rest stays as it is. Raises `QuickbeamError`, which names the
         file, if reading fails or the file is shorter than it was.
         """
-        self._fill(self._fd, offset, room)
-
-    def read_cached(self, offset: int, room: torch.Tensor) -> None:
-        """The same through the page cache, for few bytes that are wanted again."""
-        self._fill(self._cached, offset, room)
-
-    def _fill(self, fd: int, offset: int, room: torch.Tensor) -> None:
         size = min(len(room), self._size - offset)
         try:
             # all of the room: direct reads are of whole pages, also where the file ends before
-            done = read_into(room.numpy().data, fd, offset, size)
+            done = read_into(room.numpy().data, self._fd, offset, size)
         except OSError as error:
             raise QuickbeamError(
                 f"reading {self.path} at byte {offset} failed: {error.strerror or error}"

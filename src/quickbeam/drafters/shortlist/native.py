@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.models.native import library, operations
+from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import BLOCK, plain_rows
 from quickbeam.models.native.program import Buffer, Program
@@ -135,7 +135,7 @@ class NativeBlocks:
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
-            operations.chosen(program, self._packed, h, logits)
+            program.chosen(self._packed, h, logits)
         # a placeholder: `score` points the operation at the context's rows
         one = packer.pack([weight[:1]], torch.zeros(1))
         self._beside.linear(one, h, logits)

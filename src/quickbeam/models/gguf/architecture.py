@@ -8,31 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.metadata import Metadata, chosen, gemma4, plain, windows
-from quickbeam.models.gguf.names import (
-    AFTER,
-    ATTENTION,
-    DELTA,
-    FUSED,
-    LFM2,
-    LLAMA,
-    MAMBA,
-    NEMOTRON_H,
-    NORMS,
-    OF_FALCON_H1,
-    OF_GEMMA4,
-    OF_GPT_OSS,
-    OF_GRANITE_HYBRID,
-    OF_LFM2_MOE,
-    SHARED,
-    experts,
-)
 
 SIGMOID = 2  # of expert_gating_func
 MOST_LAYERS = 4096  # that a file is believed to have
@@ -265,59 +246,41 @@ def _olmo2(m: Metadata) -> dict[str, Any]:
     return plain(m) | {"model_type": "olmo2"}
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """How one of llama.cpp's architectures is read.
-
-    `config`: makes the fields of a configuration. `layer`: names of a layer's tensors, with
-    `.weight` or `.bias` where transformers' name has neither. `turned`: the two halves of a head's
-    queries and keys alternate row by row. `woven`: for transformers, rows of experts' gates and of
-    what they let through alternate, and experts' matrices are transposed.
-    """
-
-    config: Callable[[Metadata], dict[str, Any]]
-    layer: dict[str, str]
-    turned: bool = False
-    woven: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture(_llama, LLAMA | experts("mlp"), turned=True),
-    "granite": Architecture(_granite, LLAMA, turned=True),
-    "granitemoe": Architecture(
-        _granite_moe, ATTENTION | experts("block_sparse_moe", "router"), turned=True
-    ),
-    "granitehybrid": Architecture(
-        _granite_hybrid,
-        ATTENTION | experts("block_sparse_moe", "router") | OF_GRANITE_HYBRID | MAMBA,
-        turned=True,
-    ),
-    "falcon-h1": Architecture(_falcon_h1, LLAMA | OF_FALCON_H1 | MAMBA),
-    "nemotron_h": Architecture(_nemotron_h, NEMOTRON_H, turned=True),
-    "smollm3": Architecture(_smollm3, LLAMA, turned=True),
-    "qwen2": Architecture(_qwen2, LLAMA),
-    "qwen3": Architecture(_qwen3, LLAMA),
-    "qwen3moe": Architecture(_qwen3_moe, ATTENTION | experts("mlp")),
-    "qwen35": Architecture(_qwen3_5, LLAMA | DELTA),
-    "qwen35moe": Architecture(_qwen3_5_moe, ATTENTION | experts("mlp") | SHARED | DELTA),
-    "qwen3next": Architecture(_qwen3_next, ATTENTION | experts("mlp") | SHARED | DELTA),
-    "olmoe": Architecture(_olmoe, ATTENTION | experts("mlp")),
-    "gpt-oss": Architecture(
-        _gpt_oss, ATTENTION | experts("mlp", "router") | OF_GPT_OSS, woven=True
-    ),
-    "lfm2": Architecture(_lfm2, LFM2),
-    "lfm2moe": Architecture(_lfm2_moe, LFM2 | experts("feed_forward") | OF_LFM2_MOE),
-    "phi3": Architecture(_phi3, LLAMA | FUSED),
-    "olmo2": Architecture(_olmo2, LLAMA | NORMS),
-    "gemma": Architecture(_gemma, LLAMA),
-    "gemma2": Architecture(_gemma2, LLAMA | AFTER),
-    "gemma3": Architecture(_gemma3, LLAMA | AFTER),
-    "gemma4": Architecture(gemma4, LLAMA | OF_GEMMA4),
+# what makes the fields of a configuration, by llama.cpp's name of the architecture
+ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "llama": _llama,
+    "granite": _granite,
+    "granitemoe": _granite_moe,
+    "granitehybrid": _granite_hybrid,
+    "falcon-h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "qwen35": _qwen3_5,
+    "qwen35moe": _qwen3_5_moe,
+    "qwen3next": _qwen3_next,
+    "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma4": gemma4,
 }
+# whose queries and keys have the two halves of a head alternate row by row
+TURNED = {"llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3"}
+# of which, for transformers, rows of experts' gates and of what they let through alternate, and
+# experts' matrices are transposed
+WOVEN = {"gpt-oss"}
 
 
-def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
-    """Return a file's architecture, and a configuration's fields.
+def architecture_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
+    """Return the name of a file's architecture, and a configuration's fields.
 
     Raises `NotDescribed` for another architecture, or metadata that is not known, and
     `InvalidInput` for a number of layers that no model has.
@@ -327,7 +290,7 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
         raise NotDescribed(f"the architecture {name!r} of a .gguf file")
     if "token_embd.weight" not in file.tensors:
         raise NotDescribed("it has no token_embd.weight")
-    found, metadata = ARCHITECTURES[name], Metadata(file, name)
+    metadata = Metadata(file, name)
     layers = metadata["block_count"]
     if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
         raise InvalidInput(  # transformers would make them all
@@ -335,11 +298,11 @@ def architecture_of(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
             "download it again"
         )
     try:
-        fields = found.config(metadata)
+        fields = ARCHITECTURES[name](metadata)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise NotDescribed(f"its metadata is of other kinds ({error})") from error
     metadata.refuse_unknown()
     for key in ("bos", "eos", "padding", "unknown"):
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         fields[f"{ {'padding': 'pad', 'unknown': 'unk'}.get(key, key) }_token_id"] = token
-    return found, fields
+    return name, fields

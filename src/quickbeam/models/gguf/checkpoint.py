@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +15,13 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import Architecture, architecture_of
+from quickbeam.models.gguf.architecture import TURNED, WOVEN, architecture_of
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.names import ANGLES, is_behind, stored_names
+from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
-from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows
-from quickbeam.models.shapes import check_shapes, expected, refuse_mixed_experts
+from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
+from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Matrices, Stack
 from quickbeam.models.stack_tensors import Parameters, experts, names, norms
 
@@ -40,25 +39,26 @@ class GgufParameters(Parameters):
     """Parameters of a `.gguf` file, by the names of transformers' causal language model.
 
     With `dtype` bfloat16, weights in blocks are given as `BlockRows`, others as they are stored.
-    With float32, all are widened, exactly. `known`: the file's names of modules, and of parameters
-    that are none's. `beside`: shapes of parameters that the `stack` doesn't name, among them norms
-    of its last norm's kind.
+    With float32, all are widened, exactly. `stored_name`: gives the file's name of a parameter, or
+    None. `beside`: shapes of parameters that the `stack` doesn't name, among them norms of its last
+    norm's kind.
     """
 
     def __init__(
         self,
         file: GgufFile,
-        of: Architecture,
+        architecture: str,
         config: Any,
         stack: Stack,
         dtype: torch.dtype,
         kernels: Kernels,
-        known: Mapping[str, str],
+        stored_name: StoredName,
         beside: Mapping[str, list[int]] = MappingProxyType({}),
     ) -> None:
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole."""
-        self.file, self._of, self.config, self.stack = file, of, config, stack
+        self.file, self.config, self.stack = file, config, stack
+        self._turned, self._woven = architecture in TURNED, architecture in WOVEN
         self.dtype, self._kernels = dtype, kernels
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
@@ -68,7 +68,7 @@ class GgufParameters(Parameters):
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
         wanted = names(stack) | beside.keys()
-        self._stored = self._places(known, wanted)
+        self._stored = self._places(stored_name, wanted)
         refuse_incomplete(set(wanted) - self._stored.keys(), [])
         self._lacking = {one.weight: 1 for one in stack.recurrents}  # axes of one number
         gates = (one.shared_gate for one in experts(stack) if one.shared_gate)
@@ -77,33 +77,26 @@ class GgufParameters(Parameters):
                 self._lacking[name] = 0
         check_shapes(stack, self.shape, expected(stack, config) | {**beside})
         if dtype is torch.bfloat16:
-            refuse_mixed_experts(stack, self.like)
+            refuse_shared_experts(stack, self.like)
 
-    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each `wanted` parameter, one above the other."""
         found = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
-            parts = [f"{known[own]}.{kind}"] if own in known else []
+            parts = [stored_name(name) or ""]
             if own.endswith(".experts"):
                 module, end = kind.removesuffix("_bias"), "bias" if "_bias" in kind else "weight"
-                parts = [f"{known.get(f'{own}.{module}')}.{end}"]
-                if module == "gate_up_proj" and parts[0] not in self.file.tensors:
-                    parts = [f"{known.get(f'{own}.{one}_proj')}.{end}" for one in ("gate", "up")]
-            elif name in known:
-                parts = [known[name]]
-            if parts and all(one in self.file.tensors for one in parts):
+                parts = [stored_name(f"{own}.{module}.{end}") or ""]
+                if module == "gate_up_proj" and not parts[0]:  # gates may lie apart, in each layout
+                    down = stored_name(f"{own}.down_proj.{end}") or ""
+                    parts = [down.replace("_down_", f"_{one}_") for one in ("gate", "up")]
+            if all(one in self.file.tensors for one in parts):
                 found[name] = tuple(parts)
                 if len({self.file.tensors[one].shape for one in parts}) > 1:
                     joined = " and ".join(parts)
                     raise InvalidInput(f"{self.file.path}: {joined} have other shapes")
         return found
-
-    @property
-    def finite(self) -> bool:
-        """Whether all numbers that are not in blocks are finite."""
-        every = (self(name) for name in self._stored)
-        return all(isinstance(one, BlockRows) or bool(one.isfinite().all()) for one in every)
 
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
@@ -113,7 +106,7 @@ class GgufParameters(Parameters):
         if name in self._lacking:
             found.insert(self._lacking[name], 1)
             return found
-        return [found[0], *found[:0:-1]] if self._of.woven and len(found) == 3 else found
+        return [found[0], *found[:0:-1]] if self._woven and len(found) == 3 else found
 
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
@@ -121,9 +114,9 @@ class GgufParameters(Parameters):
         found = [self.file[one] for one in self._stored[name]]  # mapped
         part = found[0]
         if len(found) > 1:
-            part = _joined([one[:0] for one in found], self._of.woven, self.shape(name)[0])
+            part = _joined([one[:0] for one in found], self._woven, self.shape(name)[0])
         if isinstance(part, BlockRows):
-            return part
+            return with_data(part, torch.empty_like(part.data, device="meta"))
         return torch.empty(self.shape(name), dtype=part.dtype, device="meta")
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> Any:
@@ -136,12 +129,12 @@ class GgufParameters(Parameters):
         found = [self._ordered(name, self.file[one]) for one in self._stored[name]]
         part = found[0][first:last]
         if len(found) > 1:
-            part = _joined([one[first:last] for one in found], self._of.woven)
+            part = _joined([one[first:last] for one in found], self._woven)
         if isinstance(part, BlockRows):
             if self.dtype is not torch.float32:
                 return part
             part = dense_rows(self._kernels, part)
-        if self._of.woven and part.dim() == 3:
+        if self._woven and part.dim() == 3:
             part = part.transpose(1, 2)
         if name in self._plus_one:
             part = part.float() - 1
@@ -159,11 +152,9 @@ class GgufParameters(Parameters):
             "q_proj": self.config.num_attention_heads,
             "k_proj": self.config.num_key_value_heads,
         }.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None or not self._of.turned:
+        if heads is None or not self._turned:
             return weight
-        if isinstance(weight, BlockRows):
-            return BlockRows(_halves(weight.data, heads), weight.name)
-        return _halves(weight, heads)
+        return with_data(weight, _halves(weight.data, heads))
 
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was read; it is mapped."""
@@ -182,7 +173,7 @@ class GgufCheckpoint(GgufParameters):
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole, or has weights in other formats."""
         self.path, file, dtype = path, GgufFile(path), dtype or torch.bfloat16
-        of, fields = architecture_of(file)
+        name, fields = architecture_of(file)
         config: Any = ModelConfig(fields)
         hold(config)
         stack: Stack = stack_of(config, dtype)
@@ -192,19 +183,19 @@ class GgufCheckpoint(GgufParameters):
             if isinstance(error, InvalidInput):
                 raise
             raise InvalidInput(f"{path}: its tokenizer can't be read: {error}") from error
-        for name in ("tokens", "merges", "scores", "token_type"):  # large, and read
-            file.metadata.pop(f"tokenizer.ggml.{name}", None)
-        known = stored_names(of.layer, config.num_hidden_layers, file.tensors)
-        embedding, (head,) = stack.embedding, {one.name for one in stack.head.weights}
-        if config.tie_word_embeddings and (own := embedding.rpartition(".")[0]) in known:
-            known[head.rpartition(".")[0]] = known[own]
-        super().__init__(file, of, config, stack, dtype, kernels, known)
+        for key in ("tokens", "merges", "scores", "token_type"):  # large, and read
+            file.metadata.pop(f"tokenizer.ggml.{key}", None)
+        stored_name = stored_names(name, config.num_hidden_layers, file.tensors)
+        (head,) = {one.name for one in stack.head.weights}
+        tied = {head: stack.embedding} if config.tie_word_embeddings else {}
+        super().__init__(
+            file, name, config, stack, dtype, kernels, lambda own: stored_name(tied.get(own, own))
+        )
 
-    def _places(self, known: Mapping[str, str], wanted: Set[str]) -> dict[str, tuple[str, ...]]:
-        found = super()._places(known, wanted)
+    def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
+        found = super()._places(stored_name, wanted)
         read = {one for parts in found.values() for one in parts}
-        unread = (name.rpartition(".") for name in self.stack.unread)
-        read |= {f"{known[own]}.{kind}" for own, _, kind in unread if own in known}
+        read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
         if odd := {one for one in odd if not is_behind(one, layers)}:
             raise NotDescribed(f"the file holds {min(odd)}")
@@ -238,11 +229,11 @@ def _joined(parts: Sequence[Weight], woven: bool, count: int | None = None) -> W
     kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
     if len(kinds) > 1:
         raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
-    of = [one.data if isinstance(one, BlockRows) else one for one in parts]
+    of = [one.data for one in parts]
     data = torch.stack(of, 2).flatten(1, 2) if woven else torch.cat(of, 1)
     if count is not None:
         data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
-    return replace(parts[0], data=data) if isinstance(parts[0], BlockRows) else data
+    return with_data(parts[0], data)
 
 
 def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:

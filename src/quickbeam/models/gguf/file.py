@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.native.formats import FORMATS
+from quickbeam.models.native.library import FORMATS
 from quickbeam.models.native.quantised import BlockRows, Weight
 
 NUMBERS = "BbHhIif?..QqdX"  # struct's letters by type; 8 is a string, 9 an array

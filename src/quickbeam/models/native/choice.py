@@ -27,11 +27,6 @@ class KernelRequest(NamedTuple):
     way: str
     isa: str
 
-    @property
-    def must(self) -> bool:
-        """Whether native kernels are asked for, by name or by an instruction set."""
-        return self.way == "native" or bool(self.isa)
-
 
 def requested() -> KernelRequest:
     """Read what the environment asks for. Raises `InvalidInput` for unknown values."""
@@ -66,7 +61,7 @@ def refuse(request: KernelRequest, reason: str) -> None:
 
     `reason`: why they are not.
     """
-    if request.must and request.way != "eager":
+    if request.way == "native" or (request.way == "auto" and request.isa):
         raise InvalidInput(
             f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
             "QUICKBEAM_ISA out for PyTorch's"

@@ -21,13 +21,12 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
 from quickbeam.models.native import build, choice
 from quickbeam.models.native.choice import KernelRequest
-from quickbeam.models.native.formats import NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,46 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped", "
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "mixer")
 # how a checkpoint holds the values of a weight (blocks.h)
 BY_OUTPUT, WORDS_OF_INPUTS, WORDS_OF_OUTPUTS = range(3)
-FORMATS = NAMES  # of weights; an operation names one by its index
+
+
+class Format(NamedTuple):
+    """How a weight's numbers are stored; `formats.h` says how they lie in memory.
+
+    `number`: what operations call it. Blocks of `inputs` numbers take `bytes` where they are read
+    (`BlockRows`); 1 stands for no blocks. `file_type`: their number in `.gguf` files; None for what
+    none holds.
+    """
+
+    number: int
+    inputs: int
+    bytes: int
+    file_type: int | None = None
+
+
+_FORMATS: tuple[tuple[Any, ...], ...] = (
+    ("bfloat16", 1, 2),
+    ("int8", 1, 1),
+    ("int4", 32, 20, 3),  # as a block of Q4_1
+    ("float32", 1, 4),
+    ("q4_0", 32, 18, 2),
+    ("q5_0", 32, 22, 6),
+    ("q5_1", 32, 24, 7),
+    ("q8_0", 32, 34, 8),
+    ("q4_k", 256, 144, 12),
+    ("q5_k", 256, 176, 13),
+    ("q6_k", 256, 210, 14),
+    ("iq4_nl", 32, 18, 20),
+    ("mxfp4", 32, 17, 39),
+    ("w4g32", 32, 21),  # of AWQ, GPTQ and compressed-tensors, as those down to w8g128
+    ("w4g128", 128, 69),
+    ("w8g32", 32, 37),
+    ("w8g128", 128, 133),
+    ("fp8g32", 32, 36),
+    ("fp8g128", 128, 132),
+)
+FORMATS: dict[str, Format] = {
+    name: Format(number, *of) for number, (name, *of) in enumerate(_FORMATS)
+}  # by name
 
 
 def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:

@@ -25,70 +25,26 @@ class KVShape(NamedTuple):
         """How many numbers a token takes in a page. Values are padded to whole blocks."""
         return self.kv_heads * (self.key_dim + -(-self.value_dim // BLOCK) * BLOCK)
 
-
-class Rows:
-    """The rows of one call: tokens of several sequences side by side.
-
-    `tokens`, `positions`, `orders`, `prefix`: one number per row, see attention.h. `paths`: for
-    each row the orders of the draft tree's nodes that it sees, itself last. An empty path is that
-    of a row that sees only the orders below its prefix. `spans`: for each sequence its number of
-    rows and the address of its page table. `wanted`: the rows for which the head is computed.
-    `nodes`: for each sequence the address of its `library.Nodes`, of models with recurrent layers.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        orders: Sequence[int] | range = (),
-        prefix: Sequence[int] = (),
-        paths: Sequence[Sequence[int]] = (),
-        spans: Sequence[tuple[int, int]] = (),
-        wanted: Sequence[int] | range = (),
-        nodes: Sequence[int] = (),
-    ) -> None:
-        self.rows, n, self.tokens = len(tokens), len(tokens), tokens
-        ends, flat = [0], list[int]()
-        for path in paths:
-            flat += path
-            ends.append(len(flat))
-        if not paths:
-            ends = [0] * (n + 1)
-        numbers = [
-            *tokens,
-            *positions,
-            *(orders or [0] * n),
-            *(prefix or [0] * n),
-            *ends,
-            *flat,
-            *wanted,
-        ]
-        self._numbers = array("q", numbers)
-        first = 0
-        self._spans = (library.Span * max(1, len(spans)))()
-        for span, (rows, pages) in zip(self._spans, spans, strict=False):
-            span.row, span.rows, span.pages, first = first, rows, pages, first + rows
-        for span, at in zip(self._spans, nodes, strict=False):
-            span.nodes = at
-        at, _ = self._numbers.buffer_info()
-        starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
-        self.batch = library.Batch(
-            n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None
-        )
+    def fields(self, offset: int) -> dict[str, int]:
+        """Return the fields of operations on keys and values that lie at `offset` in a page."""
+        kv_heads, dim, value_dim = self
+        return {"kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim, "offset": offset}
 
 
 class RowList:
-    """Collects the rows of a call, sequence by sequence."""
+    """The rows of one call: tokens of several sequences side by side.
+
+    `wanted`: the rows for which the head is computed.
+    """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self._orders: list[int] = []
-        self._prefix: list[int] = []
-        self._paths: list[Sequence[int]] = []
-        self._spans: list[tuple[int, int]] = []
-        self._nodes: list[int] = []
-        self.wanted: list[int] = []
+        self.tokens, self.positions, self.wanted = list[int](), list[int](), list[int]()
+        self._orders, self._prefix = list[int](), list[int]()
+        self._ends, self._nodes_seen = [0], list[int]()  # of paths: where each ends, all of them
+        self._spans = list[library.Span]()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def add(
         self,
@@ -103,34 +59,39 @@ class RowList:
     ) -> None:
         """Add rows of the sequence whose page table is at the address `table`.
 
-        The other arguments are as in `Rows`; `wanted` counts from the sequence's first row.
-        `nodes`: the address of the sequence's `library.Nodes`.
+        `tokens`, `positions`, `orders`, `prefix`: one number per row, see attention.h. `paths`: for
+        each row the orders of the draft tree's nodes that it sees, itself last. An empty path is
+        that of a row that sees only the orders below its prefix. `wanted` counts from the
+        sequence's first row. `nodes`: the address of the sequence's `library.Nodes`, of models with
+        recurrent layers.
         """
-        first = len(self.tokens)
+        first, ends, seen = len(self.tokens), self._ends, self._nodes_seen
         self.tokens += tokens
         self.positions += positions
         self._orders += orders
         self._prefix += prefix
-        self._paths += paths
-        self._spans.append((len(tokens), table))
-        self._nodes.append(nodes)
+        for path in paths:
+            seen += path
+            ends.append(len(seen))
+        self._spans.append(library.Span(first, len(tokens), table, nodes))
         self.wanted += [first + row for row in wanted]
 
-    def rows(self) -> Rows:
-        """Return all rows that were added."""
-        return Rows(
-            self.tokens,
-            self.positions,
-            self._orders,
-            self._prefix,
-            self._paths,
-            self._spans,
-            self.wanted,
-            self._nodes,
-        )
+    @functools.cached_property
+    def batch(self) -> library.Batch:
+        """All rows that were added, as the kernels read them."""
+        n, ends, seen = len(self.tokens), self._ends, self._nodes_seen
+        parts = self.tokens + self.positions + self._orders + self._prefix + ends + seen
+        self._numbers = array("q", parts + self.wanted)
+        self._table = (library.Span * len(self._spans))(*self._spans)
+        at, _ = self._numbers.buffer_info()
+        starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(seen))]
+        counts = n, len(self._spans), len(self.wanted)
+        return library.Batch(*counts, ctypes.addressof(self._table), *starts, None, None)
 
 
 @functools.lru_cache(maxsize=256)
-def plain_rows(n: int) -> Rows:
+def plain_rows(n: int, wanted: Sequence[int] = ()) -> RowList:
     """Return `n` rows of no sequence, for operations that use no tokens, positions or pages."""
-    return Rows([0] * n, [0] * n)
+    rows, zeros = RowList(), [0] * n
+    rows.add(0, zeros, zeros, zeros, zeros, [()] * n, wanted)
+    return rows

@@ -11,13 +11,11 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.memory import room_for_weights
-from quickbeam.models.native import library
-from quickbeam.models.native.formats import FORMATS
-from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.library import FORMATS, Kernels
 from quickbeam.models.native.operands import BLOCK
 
 GROUP = 32  # inputs that are quantised together
-BFLOAT16, INT8, INT4, FLOAT32 = library.FORMATS[:4]
+BFLOAT16, INT8, INT4, FLOAT32 = tuple(FORMATS)[:4]
 WHOLE = {BFLOAT16: torch.bfloat16, FLOAT32: torch.float32}  # formats that keep every bit
 NOT_FINITE = (
     "the weights hold numbers that are not finite (NaN or infinite) and can't be "
@@ -53,6 +51,16 @@ class BlockRows:
 Weight = torch.Tensor | BlockRows
 
 
+def with_data(weight: Weight, data: torch.Tensor) -> Weight:
+    """Return a weight of the same format with other numbers or bytes."""
+    return replace(weight, data=data) if isinstance(weight, BlockRows) else data
+
+
+def below(weights: Sequence[Weight]) -> Weight:
+    """Return weights of one format one below the other."""
+    return with_data(weights[0], torch.cat([one.data for one in weights]))
+
+
 def order_of(weight: Weight) -> torch.Tensor | None:
     """Return the order of a weight's inputs, None where they are in their own."""
     return weight.order if isinstance(weight, BlockRows) else None
@@ -67,7 +75,7 @@ class Packed:
 
     `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
     16 outputs of the two alternate, gates first. `place`: the memory to use, `[size]` uint8; None
-    allocates it. `filled`: `place` holds the packed weight already.
+    allocates it. It holds `weights` already that have no memory themselves (on the device `meta`).
 
     Raises `ValueError` for an odd number of inputs in bfloat16, and `InvalidInput` for weights to
     quantise that are not finite.
@@ -82,21 +90,21 @@ class Packed:
         name: str = BFLOAT16,
         gated: bool = False,
         place: torch.Tensor | None = None,
-        filled: bool = False,
     ) -> None:
         self.inputs, self.outputs = weights[0].shape[1], sum(map(len, weights))
         if self.inputs % 2 and name == BFLOAT16:
             raise ValueError(f"{self.inputs} inputs: must be even")
         self.name, self.gated, self._kernels = name, gated, kernels
-        self.format, self.order = library.FORMATS.index(name), order_of(weights[0])
+        self.format, self.order = FORMATS[name].number, order_of(weights[0])
         self.dtype = WHOLE.get(name, torch.bfloat16)
         self._block = kernels.block_bytes(self.format, self.inputs)
         rows, together = (len(weights[0]), len(weights)) if gated else (self.outputs, 1)
         blocks = -(-rows // BLOCK) * together
-        self.data = room_for_weights(blocks * self._block, torch.uint8) if place is None else place
-        parts = list(weights) if gated or len(weights) == 1 or filled else [_stacked(weights)]
-        for i, part in enumerate([] if filled else parts):
-            self._put(part, i, together)
+        self.data = room_for_weights(blocks * self._block) if place is None else place
+        if not weights[0].data.is_meta:
+            parts = weights if gated or len(weights) == 1 else [below(weights)]
+            for i, part in enumerate(parts):
+                self._put(part, i, together)
         self.bias = None if bias is None else bias.detach().float().contiguous()
         if gated and self.bias is not None:  # in blocks, as the weight is
             both = torch.zeros(2, blocks * BLOCK // 2)
@@ -151,15 +159,6 @@ class Packed:
         return weight
 
 
-def _stacked(weights: Sequence[Weight]) -> Weight:
-    """Return weights of one format one below the other."""
-    first, *_ = weights
-    if isinstance(first, BlockRows):
-        data = [one.data for one in weights if isinstance(one, BlockRows)]
-        return replace(first, data=torch.cat(data))
-    return torch.cat([one for one in weights if isinstance(one, torch.Tensor)])
-
-
 def dense_rows(kernels: Kernels, weight: BlockRows) -> torch.Tensor:
     """Return the numbers that a file's blocks stand for, `[..., rows, inputs]` float32."""
     rows = replace(weight, data=weight.data.reshape(-1, weight.data.shape[-1]))
@@ -206,7 +205,7 @@ class Packer(NamedTuple):
         if not self.together(weights):
             return sum(self.size([weight]) for weight in weights)
         rows, name = list(map(len, weights)), self._named(weights[0])
-        block = self.kernels.block_bytes(library.FORMATS.index(name), weights[0].shape[1])
+        block = self.kernels.block_bytes(FORMATS[name].number, weights[0].shape[1])
         return sum(-(-n // BLOCK) for n in (rows if gated else [sum(rows)])) * int(block)
 
     def pack(
@@ -215,17 +214,16 @@ class Packer(NamedTuple):
         bias: torch.Tensor | None = None,
         gated: bool = False,
         place: torch.Tensor | None = None,
-        filled: bool = False,
     ) -> Any:
         """Pack weights: as `Packed`, whose arguments and errors these are, or as `SplitPacked`."""
         if self.together(weights):
-            how: dict[str, Any] = {"gated": gated, "place": place, "filled": filled}
-            return Packed(self.kernels, weights, bias, name=self._named(weights[0]), **how)
+            name = self._named(weights[0])
+            return Packed(self.kernels, weights, bias, name=name, gated=gated, place=place)
         parts, column, used = [], 0, 0
         for weight in weights:
             of = None if bias is None else bias[column : column + len(weight)]
             size = self.size([weight])
             room = None if place is None else place[used : used + size]
-            parts.append(self.pack([weight], of, False, room, filled))
+            parts.append(self.pack([weight], of, False, room))
             column, used = column + len(weight), used + size
         return SplitPacked(tuple(parts), gated)
