@@ -3,6 +3,7 @@ the machine runs."""
 
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kernels import (
     plain_rows,
     random_paths,
     relocated,
+    rows_that_depend_on_others,
 )
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, Rows
@@ -448,3 +450,46 @@ def test_a_row_that_sees_a_bad_key_says_so(isa):
     keys[0, 40, 3] = NAN
     got = attend(load(isa), [(1, filled(load(isa), keys, values))], query, [70], [[]], 0.2)
     assert bool(got.isnan().all())
+
+
+# --- float32 ---
+
+
+@every_set
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
+def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, outputs):
+    kernels = load(isa)
+    x, weight = (number(n, inputs, like=torch.float32, seed=n) for n in (128, outputs))
+    packed = Packed(kernels, [weight], name="float32")
+    assert torch.equal(packed.rows(), weight)
+    product = partial(linear, kernels, packed)
+    assert (product(x) - reference.linear(x, weight)).abs().max() < 3e-7 * inputs + 2e-6
+    assert rows_that_depend_on_others(product, x) == 0
+
+
+@every_set
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations(isa, activation, gated):
+    x = number(5, 24, like=torch.float32) * 3
+    weights = [number(40, 24, like=torch.float32, seed=i) for i in (1, 2)]
+    packed = Packed(load(isa), weights[: 1 + gated], gated=gated, name="float32")
+    epilogue = library.GATED if gated else library.ACTIVATE
+    y = linear(load(isa), packed, x, epilogue, activation=activation)
+    right = reference.ACTIVATIONS[activation](reference.linear(x, weights[0]))
+    if gated:
+        right = right * reference.linear(x, weights[1])
+    assert ((y - right).abs() <= 2e-6 * (1 + right.abs()) * (30 if gated else 3)).all()
+    assert right.abs().max() > 5
+
+
+@every_set
+@pytest.mark.parametrize("add", [None, 0.5])
+def test_layer_norms(isa, add):
+    program, x, y = Program(load(isa)), number(7, 45, like=torch.float32) + 3, torch.ones(7, 45)
+    weight, bias = number(45, like=torch.float32, seed=1), number(45, like=torch.float32, seed=2)
+    named = program.given("x", 45, True), program.given("y", 45, True)
+    program.norm(*named, weight, 1e-5, bias=bias, centred=True, add=add)
+    program.run(plain_rows(7), {"x": x, "y": y})
+    right = torch.nn.functional.layer_norm(x.double(), (45,), weight.double(), bias.double(), 1e-5)
+    assert (y - (right if add is None else 1 + add * right)).abs().max() < 3e-6
