@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import itertools
+import random
 import types
 from dataclasses import replace
 
@@ -147,6 +149,22 @@ class Pair:
             distributions.append(probs)
         return torch.stack(distributions)
 
+    def distances(self, lengths=(1, 7, 30, 66), steps=3, vocab=VOCAB, compared=lambda *both: both):
+        """Total variations between the drafter's distributions and those of the equations, over
+        trees in answers. `compared`: what of both counts."""
+        rng, far = random.Random(5), []
+        for length in lengths:
+            text = self.begin([rng.randrange(vocab) for _ in range(length)], rng.randrange(vocab))
+            for _ in range(steps):
+                tree = grown(rng, text.context.ids[-1], 7, vocab)
+                for nodes in rounds(tree):
+                    right = self.expected(text.context.ids, tree, nodes, 1.0)
+                    found, right = compared(text.distributions(tree, nodes), right)
+                    far += ((found - right).abs().sum(-1) / 2).tolist()
+                text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(vocab))
+            text.release()
+        return far
+
     def begin(self, prompt, token, temperature=1.0, shortlist=None):
         """As an answer begins."""
         text = Text(self, [*prompt, token], temperature, shortlist)
@@ -223,14 +241,30 @@ def words(rng, count):
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def grown(rng, root, nodes):
+def grown(rng, root, nodes, vocab=VOCAB):
     """A tree with random tokens, deep rather than wide."""
     tree = TokenTree(root)
     while len(tree) < nodes:
-        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(VOCAB)
+        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(vocab)
         if tree.child(parent, token) is None:
             tree.add(parent, token, "random")
     return tree
+
+
+def interrupt(patch, owner, name, when, late=True):
+    """Have a call be interrupted, before it or after."""
+    calls, run = itertools.count(1), getattr(owner, name)
+
+    def interrupted(*args):
+        this = next(calls) == when
+        if this and not late:
+            raise KeyboardInterrupt
+        out = run(*args)
+        if this:
+            raise KeyboardInterrupt
+        return out
+
+    patch.setattr(owner, name, interrupted)
 
 
 def held(drafter, expected):

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cases import examples
 from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
@@ -15,7 +12,7 @@ from quickbeam.methods.acceptance import GUESSED, elsewhere
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.free import LONGEST
-from toy import ToyModel, path_tokens
+from toy import path_tokens
 
 
 class NoGuesses(LastLogits):
@@ -33,28 +30,6 @@ def priced(ids, prices):
     context = context_of(ids, 0.0)
     context.marginal_cost = prices
     return context
-
-
-@examples(80, derandomize=True)
-@given(
-    st.integers(0, 10**6),
-    st.integers(2, 8),
-    st.integers(1, 40),
-    st.integers(0, 9),
-    st.lists(st.integers(0, 7), min_size=1),
-    st.sampled_from([0.0, 1.0]),
-)
-def test_every_tree_keeps_the_contract(seed, vocab, budget, max_depth, text, temperature):
-    model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
-    drafter = KnownDrafter(model.draft)
-    context = Context(ids, torch.arange(vocab).float(), temperature)
-    tree = tree_of(auto(drafter, guesses=True), context, budget, max_depth)
-    assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
-    assert set(tree.source[1:]) <= {"drafter", "ngram", "last_logits"}
-    assert not any(probs is not None for probs in tree.probs)
-    for node in range(1, len(tree)):
-        assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
-    assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 
 def test_without_repeats_the_tree_is_the_drafters():

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from batches import echo, go, lines, records
+from cases import refuses
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
@@ -149,8 +150,7 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path
 def test_a_file_of_something_else_is_left_alone(source, tmp_path, text):
     output = tmp_path / "out.jsonl"
     output.write_text(text)
-    with pytest.raises(InvalidInput, match="another output"):
-        go(source, output)
+    refuses("another output", go, source, output)
     assert output.read_text() == text
 
 
@@ -165,8 +165,7 @@ def test_other_requests_than_were_answered_are_refused(source, tmp_path, change,
     output = tmp_path / "out.jsonl"
     go(source, output)
     before = output.read_bytes()
-    with pytest.raises(InvalidInput, match=why):
-        go(lines(source, change(LINES)), output)
+    refuses(why, go, lines(source, change(LINES)), output)
     assert output.read_bytes() == before
 
 
@@ -178,8 +177,7 @@ def test_places_that_are_refused(source, tmp_path):
         (tmp_path / "nowhere.jsonl", out, "nowhere"),
         (source, tmp_path / "nowhere" / "out.jsonl", "no such folder"),
     ):
-        with pytest.raises(InvalidInput, match=words):
-            go(asked, output)
+        refuses(words, go, asked, output)
     with Journal(out), pytest.raises(InvalidInput, match="another program"):
         Journal(out)
 
@@ -196,8 +194,7 @@ def test_a_full_disk_loses_nothing(source, tmp_path, monkeypatch):
         return real(file, bytes(data[:taken]))
 
     monkeypatch.setattr("quickbeam.batch.journal.os.write", write)
-    with pytest.raises(QuickbeamError, match=r"No space left.*the \d+ answers before stay"):
-        go(source, output)
+    refuses(r"No space left.*the \d+ answers before stay", go, source, output, error=QuickbeamError)
     assert 0 < len(records(output)) < 23 and output.read_bytes().endswith(b"\n")
     monkeypatch.undo()
     kept = len(records(output))
@@ -216,8 +213,7 @@ def test_answers_of_two_models_are_not_mixed(source, tmp_path):
     go(lines(source, LINES[:9]), output, named("fp_one"))
     before = output.read_bytes()
     words = r"another model.*fp_one, this is fp_two.*another output"
-    with pytest.raises(InvalidInput, match=words):
-        go(lines(source, LINES), output, named("fp_two"))
+    refuses(words, go, lines(source, LINES), output, named("fp_two"))
     assert output.read_bytes() == before
     assert go(source, output, named("fp_one")) == (23, 14)
 
@@ -228,8 +224,7 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source, tmp_pat
             raise QuickbeamError("the engine died")
         return await echo(url, body)
 
-    with pytest.raises(QuickbeamError, match="died"):
-        go(source, tmp_path / "out.jsonl", dying)
+    refuses("died", go, source, tmp_path / "out.jsonl", dying, error=QuickbeamError)
     kept = len(records(tmp_path / "out.jsonl"))
     assert 0 < kept < 23 and go(source, tmp_path / "out.jsonl") == (23, 23 - kept)
     whole(source, tmp_path / "out.jsonl")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam.bench import peers, report
 from quickbeam.bench.methods import (
     PEERS,
@@ -317,8 +318,7 @@ def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tm
 def test_malformed_line_is_named(tmp_path, line):
     file = tmp_path / "q.jsonl"
     file.write_text('{"question_id": 1, "category": "c", "turns": ["t"]}\n\n' + line + "\n")
-    with pytest.raises(InvalidInput, match=r"q\.jsonl:3: .*must be a JSON object with question_id"):
-        load_questions(file)
+    refuses(r"q\.jsonl:3: .*must be a JSON object with question_id", load_questions, file)
 
 
 def test_unreadable_question_files_are_refused(tmp_path):
@@ -330,8 +330,7 @@ def test_unreadable_question_files_are_refused(tmp_path):
         ("latin.jsonl", "not UTF-8 text"),
         ("", "read"),
     ):
-        with pytest.raises(InvalidInput, match=says):
-            load_questions(tmp_path / name)
+        refuses(says, load_questions, tmp_path / name)
 
 
 # Tables, record and command
@@ -360,15 +359,13 @@ def test_tables_show_figures_and_the_reference():
 def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch):
     path = tmp_path / "out.json"
     common.save("--json", path, {"a": float("nan")})
-    with pytest.raises(TypeError, match="JSON"):
-        common.save("--json", path, {"a": object()})
+    refuses("JSON", common.save, "--json", path, {"a": object()}, error=TypeError)
 
     def full(self, path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)
-    with pytest.raises(QuickbeamError, match=r"--json .*No space left"):
-        common.save("--json", path, {"a": 2})
+    refuses(r"--json .*No space left", common.save, "--json", path, {"a": 2}, error=QuickbeamError)
     assert json.loads(path.read_text()) == {"a": None}
 
 

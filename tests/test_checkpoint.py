@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 from answers import answer
+from cases import refuses
 from checkpoints import configure, rewrite
 from quickbeam import LLM
 from quickbeam.cli.app import app
@@ -61,8 +62,7 @@ def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
 def test_vectors_of_another_size_are_refused(name, vector, tmp_path):
     made(name).save_pretrained(tmp_path)
     rewrite(tmp_path, {vector: torch.ones(5)})
-    with pytest.raises(InvalidInput, match=rf"{vector} has shape \[5\]"):
-        Checkpoint(tmp_path, None)
+    refuses(rf"{vector} has shape \[5\]", Checkpoint, tmp_path, None)
 
 
 def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
@@ -94,19 +94,16 @@ def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypa
         assert stack_of(config, torch.bfloat16) == right
         assert config.rope_parameters["rope_theta"] == 500000.0 and not config.mlp_bias
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidInput, match=r"config\.json can't be read"):
-        read_config(tmp_path)
+    refuses(r"config\.json can't be read", read_config, tmp_path)
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):
     made("llama").save_pretrained(tmp_path)
     found = Checkpoint(tmp_path, torch.float32)
     os.truncate(tmp_path / "model.safetensors", 5000)
-    with pytest.raises(QuickbeamError, match=r"model\.safetensors: .* ends too early"):
-        found("lm_head.weight")
+    refuses(r"model\.safetensors: .* ends too early", found, "lm_head.weight", error=QuickbeamError)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"model\.safetensors can't be read", Checkpoint, tmp_path, torch.float32)
 
 
 def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
@@ -171,8 +168,7 @@ def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     stack = stack_of(config, torch.bfloat16)
     assert len(stack.layers) == config.num_hidden_layers
     config.__dict__["odd_scaling"] = 2.0
-    with pytest.raises(NotDescribed, match="odd_scaling"):
-        stack_of(config, torch.bfloat16)
+    refuses("odd_scaling", stack_of, config, torch.bfloat16, error=NotDescribed)
 
 
 def test_names_of_attributes_are_those_of_transformers():
@@ -184,8 +180,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     made("deepseek_v3").save_pretrained(tmp_path)
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
     rewrite(tmp_path, more)
-    with pytest.raises(NotDescribed, match=r"layers\.3"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"layers\.3", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
     configure(tmp_path, num_nextn_predict_layers=1)
     assert Checkpoint(tmp_path, torch.float32).stack.layers
 
@@ -201,8 +196,7 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
-        with pytest.raises(NotDescribed, match=reason):
-            Checkpoint(tmp_path, torch.float32)
+        refuses(reason, Checkpoint, tmp_path, torch.float32, error=NotDescribed)
 
 
 ROPES: list[dict[str, Any]] = [
@@ -407,7 +401,6 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
 def test_fields_that_do_not_fit_are_named(name, changes, told, tmp_path):
     made(name).save_pretrained(tmp_path)
     configure(tmp_path, **changes)
-    with pytest.raises(InvalidInput, match=told):
-        LLM(str(tmp_path))
+    refuses(told, LLM, str(tmp_path))
     shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
     assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))

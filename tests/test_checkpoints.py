@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from cases import refuses
 from checkpoints import (
     DRAFT,
     LAYER_FIELDS,
@@ -221,10 +222,8 @@ def test_our_own(tmp_path):
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
     assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
-    with pytest.raises(InvalidInput, match="reads hidden states 32 wide, the target's are 64"):
-        read(tmp_path / "drafter", size=64)
-    with pytest.raises(InvalidInput, match="the model has 1 to 5"):
-        read(tmp_path / "drafter", layers=5)
+    refuses("reads hidden states 32 wide, the target's are 64", read, tmp_path / "drafter", size=64)
+    refuses("the model has 1 to 5", read, tmp_path / "drafter", layers=5)
 
 
 def test_sglang_names_the_layer_of_a_state(tmp_path):
@@ -262,8 +261,7 @@ def test_a_causal_language_model_is_no_drafter(tmp_path, how):
     state = {k: v.clone() for k, v in model.state_dict().items()}
     folder = write(tmp_path / "llama", LLAMA, state, how)
     assert not is_eagle(folder)
-    with pytest.raises(InvalidInput, match=r"no known feature drafter.*known: EAGLE and EAGLE-2"):
-        read(folder)
+    refuses(r"no known feature drafter.*known: EAGLE and EAGLE-2", read, folder)
 
 
 def test_what_is_no_folder_of_weights_is_no_drafter(tmp_path):
@@ -348,25 +346,19 @@ def test_another_target_is_refused(tmp_path):
 
 def test_a_broken_folder_is_refused(tmp_path):
     folder = tmp_path / "drafter"
-    with pytest.raises(InvalidInput, match=r"has no weights"):
-        read(folder)
+    refuses(r"has no weights", read, folder)
     write(folder, LLAMA, eagle1())
     (folder / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(InvalidInput, match=r"can't be read as weights .*download it again"):
-        read(folder)
+    refuses(r"can't be read as weights .*download it again", read, folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InvalidInput, match=r"has no weights: none of model.safetensors"):
-        read(folder)
+    refuses(r"has no weights: none of model.safetensors", read, folder)
     # anything but tensors is not unpickled
     torch.save({"fc.weight": Path("x")}, folder / "pytorch_model.bin")
-    with pytest.raises(InvalidInput, match="can't be read as weights"):
-        read(folder)
+    refuses("can't be read as weights", read, folder)
     (folder / "pytorch_model.bin").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"index.json can't be read as weights .*weight_map"):
-        read(folder)
+    refuses(r"index.json can't be read as weights .*weight_map", read, folder)
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"fc.weight": "a.safetensors"}}'
     )
-    with pytest.raises(InvalidInput, match=r"can't be read as weights .*a.safetensors"):
-        read(folder)
+    refuses(r"can't be read as weights .*a.safetensors", read, folder)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from cases import refuses
 from gguf_files import model_of, write
 from quickbeam import LLM, hub
 from quickbeam.cache import is_complete
 from quickbeam.conversion import Reader, convert, read_once
-from quickbeam.errors import InvalidInput
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
 
@@ -68,12 +68,10 @@ def test_it_is_converted_once_and_again_when_it_changes(file):
 
 
 def test_a_file_that_is_none_is_refused(tmp_path, file, cache):
-    with pytest.raises(InvalidInput, match=r"no such file: .*none\.gguf"):
-        hub.converted(tmp_path / "none.gguf")
+    refuses(r"no such file: .*none\.gguf", hub.converted, tmp_path / "none.gguf")
     for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):
         (tmp_path / "bad.gguf").write_bytes(data)
-        with pytest.raises(InvalidInput, match=r"can't load .*bad\.gguf"):
-            hub.converted(tmp_path / "bad.gguf")
+        refuses(r"can't load .*bad\.gguf", hub.converted, tmp_path / "bad.gguf")
     assert list((cache / "gguf").glob("*/")) == []
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples
+from cases import examples, refuses
 from models import tiny
 from quickbeam.engine import cost as cost_module
 from quickbeam.engine.budget import Budget, worth_asking
@@ -26,8 +26,7 @@ def test_cost_is_interpolated_and_measured():
     assert [cost.alone(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
     longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
     assert [longer.reading(n, 100) for n in (1, 8)] == pytest.approx([1.0, 30.0])
-    with pytest.raises(ValueError, match="no cost"):
-        CostModel({})
+    refuses("no cost", CostModel, {}, error=ValueError)
     many = CostModel({1: 1.0, 8: 2.0}, {1: 0.01}, per_sequence=0.5)
     assert [many.alone(8, n) for n in (1, 2, 5)] == [2.0, 2.5, 4.0]
     measured = CostModel.measure(make_model(tiny("qwen3", seed=5)), 16)

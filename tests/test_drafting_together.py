@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from answers import answer, request, run_all
+from answers import answer, request, run
 from drafters import DRAFTED
 from features import Pair, Text, context_of, grown, rounds, words
 from kernels import SETS
@@ -155,7 +155,7 @@ def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
     alone = [answer(pair.target, made(), *one, **options).output.token_ids for one in asked]
     engine = Engine(pair.target)
     running = [engine.add(request(pair.target, made(), *one, **options)) for one in asked]
-    run_all(engine)
+    run(engine)
     assert [one.output.token_ids for one in running] == alone
     assert sum(one.statistics.sources["drafter"].accepted for one in running) > 0
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import answer, request, run_all
+from answers import answer, request
+from answers import run as run_engine
 from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -151,7 +152,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
         return passed
 
     changed(model, monkeypatch, failing)
-    run_all(engine)
+    run_engine(engine)
     assert isinstance(bad.error, QuickbeamError) and "NaN" in str(bad.error)
     assert bad.output.token_ids == expected[0][:3] and bad.output.finish_reason == "error"
     assert good.error is None and good.output.finish_reason == "length"
@@ -184,7 +185,7 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
         return forward(batch)
 
     monkeypatch.setattr(model, "forward", failing)
-    run_all(engine)
+    run_engine(engine)
     for one, where, tokens in ((policy, "policy", 5), (observer, "observer", 2), (rows, "pass", 4)):
         assert (str(one.error), len(one.output.token_ids)) == (f"in the {where}", tokens)
     assert (good.error, good.output.token_ids) == (None, expected)
@@ -208,6 +209,6 @@ def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatc
     assert (str(runs.error), runs.output.finish_reason) == ("no room", "interrupted")
     given = runs.output.token_ids
     assert given and given == expected[0][: len(given)]
-    run_all(engine)
+    run_engine(engine)
     assert waits.output.token_ids == expected[1]
     engine.close()

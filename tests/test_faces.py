@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from cases import few
-from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
+from cases import few, refuses
+from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
 from quickbeam.sizes import parse_bytes
 
@@ -44,8 +44,7 @@ def test_lists_are_answered_side_by_side(llm, alone):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     several = [one.token_ids for one in llm.chat(chats, PARAMS)]
     assert several == [llm.chat(chat, PARAMS).token_ids for chat in chats]
-    with pytest.raises(InvalidInput, match="empty prompt"):
-        llm.generate([PROMPTS[0], ""], PARAMS)
+    refuses("empty prompt", llm.generate, [PROMPTS[0], ""], PARAMS)
     assert not llm.engine.busy
 
 
@@ -54,8 +53,7 @@ def test_each_prompt_may_have_its_own_parameters(llm, alone):
     params = [SamplingParams(max_tokens=length) for length in lengths]
     found = [one.token_ids for one in llm.generate(PROMPTS, params)]
     assert found == [alone[text][:length] for text, length in zip(PROMPTS, lengths, strict=True)]
-    with pytest.raises(InvalidInput, match="2 parameters for 5 prompts"):
-        llm.generate(PROMPTS, params[:2])
+    refuses("2 parameters for 5 prompts", llm.generate, PROMPTS, params[:2])
 
 
 def test_several_answers_of_one_prompt(llm):
@@ -110,8 +108,7 @@ def test_sizes_of_memory():
     sizes = {"2GB": 2 * 10**9, "512 MiB": 512 * 2**20, 1000: 1000, "1.5kb": 1500}
     assert [parse_bytes(text) for text in sizes] == list(sizes.values())
     for text in ("", "much", "-1", "0", "2 GB of", "nan", "inf"):
-        with pytest.raises(InvalidInput, match="size of memory"):
-            parse_bytes(text)
+        refuses("size of memory", parse_bytes, text)
 
 
 @pytest.mark.parametrize("method", ("ar", "logitspec"))
@@ -121,10 +118,8 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
         found = llm.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
         assert llm.model.pool.used <= 4
-        with pytest.raises(InvalidInput, match="kv-memory"):
-            llm.generate("hello " * 60, PARAMS)
-    with pytest.raises(InvalidInput, match="kv_memory"):
-        LLM(toy_folder, "ar", kv_memory=page // 2)
+        refuses("kv-memory", llm.generate, "hello " * 60, PARAMS)
+    refuses("kv_memory", LLM, toy_folder, "ar", kv_memory=page // 2)
 
 
 def noted(llm, monkeypatch):
@@ -265,7 +260,6 @@ def test_an_observer_that_asks_the_same_model_is_told(llm, alone):
         llm.generate("hello", PARAMS)
 
     stream = llm.stream("hello", LONG, observer=asks)
-    with pytest.raises(QuickbeamError, match="under way"):
-        stream.result()
+    refuses("under way", stream.result, error=QuickbeamError)
     assert len([error for error in errors if "under way" in error]) >= 2
     assert other.result().token_ids == alone[PROMPTS[0]]

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from answers import answer, request, run_all
+from answers import answer, request, run
+from cases import refuses
 from models import tiny
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import FairQueue
@@ -65,18 +66,6 @@ def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
         assert max(served.values()) - min(served[name] for name in largest) <= 1500
 
 
-def test_one_tenants_sequences_keep_the_order_of_arrival():
-    rng, queue = random.Random(0), FairQueue()
-    ones = [Waits(i, "alone", rng.randint(1, 2000)) for i in range(50)]
-    for one in rng.sample(ones, 50):
-        queue.add(one)
-    order = []
-    while queue:
-        order += queue.heads()
-        queue.take(order[-1])
-    assert order == ones and not queue._served
-
-
 @pytest.mark.parametrize(("tenants", "most_steps"), [(("many", "few"), 3), (("same", "same"), 60)])
 def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_steps):
     """The second case is the wrong version: without tenants, it waits for half of the others."""
@@ -87,7 +76,7 @@ def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_st
     one = add(engine, tenants[1], [9, 8, 7], 8)
     steps = steps_until_started(engine, one)
     assert steps <= most_steps if tenants[0] != tenants[1] else steps > most_steps
-    run_all(engine)
+    run(engine)
     alone = answer(model, NoDraft(), one.params, [9, 8, 7], budget=1)
     assert one.output.token_ids == alone.output.token_ids
     assert all(len(other.output.token_ids) == 60 for other in others)
@@ -148,8 +137,7 @@ def test_a_tenant_leaves_a_part_of_the_queue_to_others():
     gate = Gate(ServeSettings(max_waiting=16))
     gate.places, gate.phase = 1, "ready"
     tickets = [gate.enter(1, 1, "many") for _ in range(15)]
-    with pytest.raises(Busy, match="of this client"):
-        gate.enter(1, 1, "many")
+    refuses("of this client", gate.enter, 1, 1, "many", error=Busy)
     gate.enter(1, 2, "few")
     with pytest.raises(Busy):  # all is full
         gate.enter(1, 1, "few")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from answers import answer, conversation, drafting, drafts_change_nothing
-from cases import few
+from cases import few, refuses
 from interpreter import Interpreter
 from models import VOCAB, spread_out, table
 from quickbeam.drafters.draft_model import LMDrafter
@@ -245,8 +245,7 @@ def test_a_wrong_description_is_seen(what):
 def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
     plain = made("llama")
     plain.config.value_multiplier = 2.5
-    with pytest.raises(NotDescribed, match="value_multiplier"):
-        describe(plain)
+    refuses("value_multiplier", describe, plain, error=NotDescribed)
     with caplog.at_level("INFO", "quickbeam"):
         model = make_model(plain)
     assert not model.exact and "value_multiplier" in caplog.text
@@ -259,12 +258,10 @@ def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
 def test_parameters_that_no_family_names_are_seen():
     plain = made("qwen2")
     plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(NotDescribed, match=r"layers\.1\.mlp\.extra"):
-        describe(plain)
+    refuses(r"layers\.1\.mlp\.extra", describe, plain, error=NotDescribed)
     plain = made("phi")
     plain.config.qk_layernorm = True
-    with pytest.raises(NotDescribed, match="qk_layernorm"):
-        describe(plain)
+    refuses("qk_layernorm", describe, plain, error=NotDescribed)
 
 
 # --- drafts ---

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples
+from cases import examples, refuses
 from features import KINDS, WIDE, Pair, growing, head_of, words
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
@@ -137,19 +137,14 @@ def test_training_unrolls_what_drafting_computes(kind):
 def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs):
     text, tree = pairs["attention"].begin([1], 2), TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
-    with pytest.raises(ValueError, match="ask for its root first"):
-        text.distributions(tree, [1])
+    refuses("ask for its root first", text.distributions, tree, [1], error=ValueError)
     probs = text.distributions(tree, [0])
-    with pytest.raises(ValueError, match="parent 1 first"):
-        text.distributions(tree, [2])
-    with pytest.raises(ValueError, match="parent 1 first"):
-        text.distributions(tree, [1, 2])
-    with pytest.raises(ValueError, match="alone"):
-        text.distributions(tree, [0, 1])
+    refuses("parent 1 first", text.distributions, tree, [2], error=ValueError)
+    refuses("parent 1 first", text.distributions, tree, [1, 2], error=ValueError)
+    refuses("alone", text.distributions, tree, [0, 1], error=ValueError)
     text.check(tree, [0])
     text.check(tree, [1])
-    with pytest.raises(ValueError, match="ask for its root first"):
-        text.distributions(TokenTree(2), [1])
+    refuses("ask for its root first", text.distributions, TokenTree(2), [1], error=ValueError)
     assert torch.equal(
         text.distributions(TokenTree(2), [0]), probs
     )  # a second tree on the same text

@@ -9,7 +9,7 @@ from answers import answer
 from cases import THOROUGH
 from docs import save_drafter
 from drafters import DRAFTED
-from features import Pair, held
+from features import Pair, held, interrupt
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
@@ -35,22 +35,6 @@ def drafted(pair, params, prompt, engine):
 
 def outcome(one):
     return one.output.token_ids, one.statistics.steps
-
-
-def interrupt(patch, owner, name, when, late):
-    """Have a call be interrupted, before it or after."""
-    calls, run = itertools.count(1), getattr(owner, name)
-
-    def interrupted(*args):
-        this = next(calls) == when
-        if this and not late:
-            raise KeyboardInterrupt
-        out = run(*args)
-        if this:
-            raise KeyboardInterrupt
-        return out
-
-    patch.setattr(owner, name, interrupted)
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from cases import few, spread
+from cases import few, refuses, spread
 from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
@@ -182,8 +182,7 @@ def test_no_token_left_ends_that_answer_and_no_other(llm, method):
         for params in (stuck, asked("regex", max_tokens=40), replace(stuck, stop=["bc"]))
     ]
     words = "2 tokens after 3 tokens of the answer, all ruled out by min_tokens, bad_words or logit"
-    with pytest.raises(DeadEnd, match=f"allows {words}_bias"):
-        list(streams[0])
+    refuses(f"allows {words}_bias", list, streams[0], error=DeadEnd)
     assert streams[0].completion.finish_reason == "error" and streams[0].completion.text == "abc"
     expected = llm.generate("abc", asked("regex", max_tokens=40), method="ar")
     assert "".join(streams[1]) == expected.text
@@ -209,8 +208,7 @@ BAD = [
 @pytest.mark.parametrize(("grammar", "words"), BAD, ids=str)
 def test_a_bad_grammar_is_told_when_a_request_begins(llm, grammar, words):
     for begin in (llm.stream, llm.generate):
-        with pytest.raises(InvalidInput, match=re.compile(words, re.DOTALL)):
-            begin("abc", SamplingParams(grammar=grammar))
+        refuses(re.compile(words, re.DOTALL), begin, "abc", SamplingParams(grammar=grammar))
     with pytest.raises(InvalidInput):
         llm.chat_stream([{"role": "user", "content": "hi"}], SamplingParams(grammar=grammar))
 
@@ -230,14 +228,10 @@ def test_what_is_missing_is_told(llm, monkeypatch):
 
 def test_what_is_no_grammar():
     for given in ({"type": {1, 2}}, "{", "nope"):
-        with pytest.raises(InvalidInput, match="json_schema: not JSON"):
-            Grammar.json_schema(given)
-    with pytest.raises(InvalidInput, match="must be a mapping"):
-        Grammar.json_schema(3)
-    with pytest.raises(InvalidInput, match="grammar 'bnf'; known: json_schema, regex, lark"):
-        Grammar("bnf", "")
-    with pytest.raises(InvalidInput, match=r"grammar='a': must be a Grammar"):
-        SamplingParams(grammar="a")
+        refuses("json_schema: not JSON", Grammar.json_schema, given)
+    refuses("must be a mapping", Grammar.json_schema, 3)
+    refuses("grammar 'bnf'; known: json_schema, regex, lark", Grammar, "bnf", "")
+    refuses(r"grammar='a': must be a Grammar", SamplingParams, grammar="a")
 
 
 # --- JSON -----------------------------------------------------------------------------------------

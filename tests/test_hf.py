@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import quickbeam.hf
 from answers import answer
-from cases import few
+from cases import few, refuses
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
 from quickbeam.answering import Answering
@@ -209,8 +209,7 @@ def test_a_smaller_model_drafts(toy, toy_folder):
     for more in ({"tokenizer": tokenizer}, {}):
         how = generator(method="dyspec", drafter=toy_folder, **more)
         assert torch.equal(*pair(model, ids, how, **wanted))
-    with pytest.raises(InvalidInput, match="drafter"):
-        model.generate(ids, **wanted, custom_generate=generate, method="dyspec")
+    refuses("drafter", model.generate, ids, **wanted, custom_generate=generate, method="dyspec")
     model.config._name_or_path = model.name_or_path = "/nowhere"
     with pytest.raises(InvalidInput, match="tokenizer"):
         model.generate(ids, **wanted, custom_generate=generate, drafter=toy_folder)
@@ -282,22 +281,18 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
     (dict(max_new_tokens=5000), "context"),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
 def test_what_has_no_like_is_refused_by_name(llama, asked, named):
-    with pytest.raises(InvalidInput, match=named):
-        llama.generate(ROWS[:1], **{**GREEDY, **asked}, custom_generate=generate)
+    refuses(named, llama.generate, ROWS[:1], **{**GREEDY, **asked}, custom_generate=generate)
 
 
 def test_models_that_are_refused(llama):
     ask = dict(**GREEDY, custom_generate=generate)
-    with pytest.raises(InvalidInput, match="assisted"):
-        llama.generate(ROWS[:1], assistant_model=tiny("llama"), **ask)
-    with pytest.raises(InvalidInput, match="inputs_embeds"):
-        llama.generate(inputs_embeds=torch.zeros(1, 4, 32), **ask)
+    refuses("assisted", llama.generate, ROWS[:1], assistant_model=tiny("llama"), **ask)
+    refuses("inputs_embeds", llama.generate, inputs_embeds=torch.zeros(1, 4, 32), **ask)
     with pytest.raises(InvalidInput, match=r"model\.eval"):
         copy.deepcopy(llama).train().generate(ROWS[:1], **ask)
     adapted = copy.deepcopy(llama)
     adapted.model.layers[0].mlp.get_base_layer = nn.Identity()
-    with pytest.raises(InvalidInput, match="merge_and_unload"):
-        adapted.generate(ROWS[:1], **ask)
+    refuses("merge_and_unload", adapted.generate, ROWS[:1], **ask)
 
 
 def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made):

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from answers import answer
-from cases import few
+from cases import few, refuses
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.hf_recurrent import TorchStates
@@ -95,5 +94,4 @@ def test_families_give_the_logits_of_transformers(family):
 
 def test_what_transformers_runs_in_two_ways_is_refused():
     model = tiny("", torch.float32, config=CONFIGS["nemotron_h"])
-    with pytest.raises(InvalidInput, match=r"time steps have a limit.*only the native kernels"):
-        make_model(model, native=False)
+    refuses(r"time steps have a limit.*only the native kernels", make_model, model, native=False)

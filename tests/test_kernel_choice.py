@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import __version__
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
@@ -50,8 +51,7 @@ def test_a_library_in_the_package_serves_its_own_sources_alone(monkeypatch, tmp_
 def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
-    with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
-        choice.requested()
+    refuses(rf"{name}='{value}': must be one of {', '.join(known)}", choice.requested)
     plain = ["generate", "hi", "--device", "cpu", "--dtype"]
     for command in (["--version"], [*plain, "bfloat16"], [*plain, "float32"]):
         result = CliRunner().invoke(app, command)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cases import few
+from cases import few, refuses
 from checkpoints import configure, rewrite
 from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
@@ -114,15 +114,13 @@ def test_names_of_published_checkpoints(names, tmp_path):
     assert torch.equal(logits_of(tmp_path), right)
     odd = {f"{layers}layers.0.self_attn.extra": torch.ones(3)}
     save_file(renamed | odd, tmp_path / "model.safetensors")
-    with pytest.raises(NotDescribed, match="extra"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses("extra", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
 
 
 def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path):
     made("qwen2_5_vl").save_pretrained(tmp_path)
     rewrite(tmp_path, {"lm_head.weight": None})
-    with pytest.raises(InvalidInput, match=r"lm_head\.weight"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"lm_head\.weight", Checkpoint, tmp_path, torch.float32)
     configure(tmp_path, tie_word_embeddings=True)
     found = Checkpoint(tmp_path, torch.float32)
     assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))

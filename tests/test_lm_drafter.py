@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import examples
-from features import context_of, growing
+from features import context_of, growing, interrupt
 from models import VOCAB, path_logits, tiny
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
@@ -220,12 +220,16 @@ def target():
     return make_model(tiny("llama", seed=3))
 
 
+def equal_drafter():
+    return LMDrafter(make_model(tiny("llama", seed=3)), VOCAB)
+
+
 @pytest.mark.parametrize(
     ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
 )
 def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperature, coupling):
     given = dict(temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
-    method = make_method("chain", LMDrafter(make_model(tiny("llama", seed=3)), VOCAB))
+    method = make_method("chain", equal_drafter())
     params = SamplingParams(max_tokens=61, **given)
     sequence = answer(target, method, params, [4, 5, 6], budget=6)
     # of 6: five drafted tokens and the target's own
@@ -234,10 +238,7 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperatur
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):
-    drafter, engine = (
-        LMDrafter(make_model(tiny("llama", seed=3)), VOCAB),
-        Engine(target, share=False),
-    )
+    drafter, engine = equal_drafter(), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
 
     def asked():
@@ -248,19 +249,10 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
     for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
         for when in range(1, 6):
             engine.forget()
-            inner, calls = getattr(place, where), []
-
-            def interrupted(*args, inner=inner, calls=calls, when=when, **kwargs):
-                calls.append(1)
-                result = inner(*args, **kwargs)
-                if len(calls) == when:
-                    raise KeyboardInterrupt
-                return result
-
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(place, where, interrupted)
+                interrupt(patch, place, where, when)
                 asked()
-            assert len(calls) == when and not engine.busy and drafter.model.pool.used == 0
+            assert not engine.busy and drafter.model.pool.used == 0
             again = asked()
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps

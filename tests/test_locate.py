@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quickbeam.errors import InvalidInput
+from cases import refuses
 from quickbeam.hub import check_hub, check_source
 from scripts import captured
 
@@ -44,8 +44,7 @@ def test_what_can_not_be_loaded_is_named(name, words, tmp_path, monkeypatch):
     Path("empty").mkdir()
     for file in ("weights.bin", "model.safetensors"):
         Path(file).touch()
-    with pytest.raises(InvalidInput, match=words):
-        check_source(name)
+    refuses(words, check_source, name)
 
 
 class Hub(BaseHTTPRequestHandler):

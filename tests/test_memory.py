@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from cases import refuses
 from models import SIZES, tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
@@ -245,8 +246,7 @@ def test_a_file_that_is_cut_is_an_error_that_names_it(folder):
     disk.model.close()
     os.truncate(path, 8192)
     for _ in range(2):
-        with pytest.raises(QuickbeamError, match=str(path)):
-            disk.verify(bush(3))
+        refuses(str(path), disk.verify, bush(3), error=QuickbeamError)
     disk.model.close()
 
 
@@ -290,8 +290,7 @@ def test_what_fits_is_loaded_as_ever(toy_folder, cache):
 
 def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, monkeypatch):
     least = limits(toy_folder)[0]
-    with pytest.raises(InvalidInput, match="at least 1MB"):
-        LLM(toy_folder, "ar", memory=least - 1)
+    refuses("at least 1MB", LLM, toy_folder, "ar", memory=least - 1)
     LLM(toy_folder, "ar", memory=least).close()
     for told, words in (
         ({"memory": "much"}, "not a size of memory"),
@@ -302,20 +301,9 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
             LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
     adapted = saved("llama", tmp_path / "adapted", toy_folder)
     (Path(adapted) / "adapter_config.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"native kernels run in one call.*adapter"):
-        LLM(adapted, "ar", memory=TIGHT)
+    refuses(r"native kernels run in one call.*adapter", LLM, adapted, "ar", memory=TIGHT)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    with pytest.raises(InvalidInput, match="eager"):
-        LLM(toy_folder, "ar", memory=TIGHT)
-
-
-def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, toy_folder):
-    other = saved("llama", tmp_path / "narrow", toy_folder, intermediate_size=64)
-    with pytest.raises(InvalidInput, match="expected"):
-        LLM(other, memory=120_000)
-    fewer = saved("llama", tmp_path / "deeper", toy_folder, num_hidden_layers=4)
-    with pytest.raises(InvalidInput, match=r"lack model\.layers\.3"):
-        LLM(fewer, memory=120_000)
+    refuses("eager", LLM, toy_folder, "ar", memory=TIGHT)
 
 
 def test_on_the_command_line(toy_folder):

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import foreign
+from cases import refuses
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.compiled import NativeLinear
 from quickbeam.models.gathered import RowStore
 from quickbeam.models.native import build, library
-from quickbeam.models.pages import PagedStore
 from quickbeam.tree import TokenTree
 from scripts import captured
 from target import Target
@@ -70,8 +69,7 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
         (compiler_that(tmp_path, "echo 'out of memory' >&2; exit 1"), "failed: out of memory"),
     ):
         monkeypatch.setenv("CXX", command)
-        with pytest.raises(build.CannotBuild, match=words):
-            build.compile_to(to, "plain")
+        refuses(words, build.compile_to, to, "plain", error=build.CannotBuild)
     assert not to.exists() and not list(to.parent.iterdir())  # nothing half made is left
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
@@ -89,19 +87,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_compiled(
     if full:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=build.ROOM - 1))
     words = "kernels can't be written: No space left" if full else "below can't be written"
-    with pytest.raises(build.CannotBuild, match=words):
-        build.build("plain")
-
-
-@pytest.mark.parametrize("isa", SETS)
-def test_a_target_takes_the_set_that_is_asked_for(isa, monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_ISA", isa)
-    found = library.kernels()
-    assert found is not None and found.name == isa and found.page == 64
-    assert library.describe() == f"native ({isa})"
-    target = Target(tiny("llama", torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels is found
-    assert isinstance(target.model.head, NativeLinear)
+    refuses(words, build.build, "plain", error=build.CannotBuild)
 
 
 def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_cache):
@@ -162,12 +148,10 @@ def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_
         library.Kernels("amx", library_with(library.VERSION, size))
     no_cache.mkdir()
     (no_cache / "plain.so").write_text("not a library")
-    with pytest.raises(build.CannotBuild, match=r"library can't be loaded: .*plain\.so"):
-        library.load("plain")
+    refuses(r"library can't be loaded: .*plain\.so", library.load, "plain", error=build.CannotBuild)
     monkeypatch.setenv("QUICKBEAM_ISA", "plain")
     words = r"native kernels can't be had: .*the library can't be loaded: .*plain\.so"
-    with pytest.raises(InvalidInput, match=words):
-        library.kernels()
+    refuses(words, library.kernels)
 
 
 SANITIZED = """

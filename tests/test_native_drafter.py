@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -38,23 +39,6 @@ from test_shortlist import spread
 SINGLE, HALF = 2.0**-23, 2.0**-8
 
 
-def distance(pair):
-    """Mean total variation between a drafter's distributions and those of the equations, over
-    trees in an answer."""
-    rng, far = random.Random(5), []
-    for length in (1, 7, 30, 66):
-        ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
-        text = pair.begin(ids[:-1], ids[-1])
-        for _ in range(3):
-            tree = grown(rng, text.context.ids[-1], 7)
-            for nodes in rounds(tree):
-                right = pair.expected(text.context.ids, tree, nodes, 1.0)
-                far += ((text.distributions(tree, nodes) - right).abs().sum(-1) / 2).tolist()
-            text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
-        text.release()
-    return sum(far) / len(far)
-
-
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
@@ -66,21 +50,21 @@ def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operato
         native(way)
         pair = Pair(kind, torch.bfloat16, native=True)
         assert isinstance(pair.drafter.passes, NativeEagle) is (way != "eager")
-        found[way] = distance(pair)
+        found[way] = mean(pair.distances())
     assert found[isa] <= 1.25 * found["eager"] + 0.02, found
     for other in (isa, SETS[-1]) if kind == "ours" else (isa,):
         native(other)
         pair = Pair(kind, torch.bfloat16, native=True, weights=BFLOAT16)
-        assert distance(pair) <= 1.25 * found["eager"] + 1e-3
+        assert mean(pair.distances()) <= 1.25 * found["eager"] + 1e-3
 
 
 @best_set
 def test_a_drafter_that_computes_something_else_is_seen(isa, native):
     native(isa)
     pair = Pair("attention", torch.bfloat16)
-    before = distance(pair)
+    before = mean(pair.distances())
     pair.network.out.weight.mul_(1.5)
-    assert distance(pair) > 5 * before + 0.01
+    assert mean(pair.distances()) > 5 * before + 0.01
 
 
 @every_set
@@ -323,7 +307,7 @@ def test_an_embedding_that_scales_is_not_passed_over(isa, config, native, monkey
     found = {}
     for way in (isa, "eager"):
         native(way)
-        found[way] = distance(Pair("scaled", torch.bfloat16, weights=BFLOAT16))
+        found[way] = mean(Pair("scaled", torch.bfloat16, weights=BFLOAT16).distances())
     assert found[isa] <= 1.25 * found["eager"] + 1e-3, found
 
 

@@ -4,8 +4,8 @@ what the whole model does."""
 import pytest
 import torch
 
+from cases import refuses
 from models import tiny
-from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import _by_transformers, make_model
@@ -139,15 +139,12 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused():
     least = limits(model)[0]
     assert pin_layers(model, 1 << 30, CPU) is None
     assert not any(layer._forward_hooks for layer in decoder_layers(model))
-    with pytest.raises(InvalidInput, match=r"needs at least \d+MB on cpu"):
-        pin_layers(model, least - 1, CPU)
+    refuses(r"needs at least \d+MB on cpu", pin_layers, model, least - 1, CPU)
     layers = model.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(InvalidInput, match="share weights"):
-        pin_layers(model, least, CPU)
+    refuses("share weights", pin_layers, model, least, CPU)
     model.config.num_hidden_layers = DEEP + 1
-    with pytest.raises(InvalidInput, match=f"in no list of {DEEP + 1}"):
-        pin_layers(model, least, CPU)
+    refuses(f"in no list of {DEEP + 1}", pin_layers, model, least, CPU)
 
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
 from answers import answer
-from cases import spread
+from cases import refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
@@ -365,8 +365,7 @@ def test_stacked_experts_in_float8(name, tmp_path):
     scales = "model.layers.1.mlp.experts.down_proj_scale_inv"
     stored[scales] = stored[scales][:, :, :0].contiguous()
     save_file(stored, tmp_path / SINGLE)
-    with pytest.raises(InvalidInput, match="down_proj_scale_inv"):
-        Checkpoint(tmp_path, None)
+    refuses("down_proj_scale_inv", Checkpoint, tmp_path, None)
 
 
 @pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
@@ -416,8 +415,7 @@ def test_other_methods_are_named(name, tmp_path):
     write(tmp_path, "awq")
     configure(tmp_path, quantization_config=REFUSED[name])
     words = re.escape(f"quantised by {name}; read are AWQ")
-    with pytest.raises(NotDescribed, match=words + ".*unquantised"):
-        Checkpoint(tmp_path, None)
+    refuses(words + ".*unquantised", Checkpoint, tmp_path, None, error=NotDescribed)
 
 
 AT = "model.layers.0.self_attn.q_proj"
@@ -459,8 +457,7 @@ def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
 def test_fields_of_another_kind_are_refused(config, tmp_path):
     write(tmp_path, "packed")
     configure(tmp_path, quantization_config=config)
-    with pytest.raises(InvalidInput, match=r"quantization_config can't be read .* again"):
-        Checkpoint(tmp_path, None)
+    refuses(r"quantization_config can't be read .* again", Checkpoint, tmp_path, None)
 
 
 def expert(s, number, part, rows, bits):
@@ -497,5 +494,4 @@ def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tm
     write(tmp_path, "packed", moe=True)
     change_file(tmp_path, change)
     configure(tmp_path, **fields)
-    with pytest.raises(error, match=words):
-        Checkpoint(tmp_path, None)
+    refuses(words, Checkpoint, tmp_path, None, error=error)

@@ -1,13 +1,22 @@
-"""Trees whose nodes and calls have prices."""
+"""Trees whose nodes and calls have prices, and how likely proposals are accepted."""
 
+import random
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
 from drafters import context_of, tree_of, zipf_drafter
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.methods import make_method
-from quickbeam.methods.acceptance import as_printed
+from quickbeam.methods.acceptance import (
+    REPEATED,
+    AcceptanceModel,
+    as_printed,
+    drafted,
+    drawn,
+    elsewhere,
+)
 from quickbeam.methods.dyspec import DySpec
 
 
@@ -73,3 +82,21 @@ def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
             next(growth)
         end.value.value.learn(end.value.value.tree, [0])
     assert len(end.value.value.tree) == 1
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
+def test_what_is_accepted_is_learned_where_it_was_seen(rate):
+    model, rng = AcceptanceModel(), random.Random(3)
+    for _ in range(4000):
+        accepted = rng.random() < rate
+        model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
+        model.observe(elsewhere(REPEATED, 5), accepted)
+        model.observe(as_printed(0, 0.5), accepted)
+    near = pytest.approx(rate, abs=0.06)
+    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == near
+    assert model.rate(elsewhere(REPEATED, 4)) == near
+    others = drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), as_printed(0, 0.5)
+    for other in (*others, elsewhere(REPEATED, 3)):
+        assert model.rate(other) == other.usual
+    agreed = elsewhere(REPEATED, 4).given(True)
+    assert model.rate(agreed) == agreed.usual

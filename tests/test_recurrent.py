@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from answers import answer, conversation, drafting, drafts_change_nothing, request
-from cases import few, spread
+from cases import few, refuses, spread
 from kernels import SETS
 from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -175,8 +175,7 @@ def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
 
     monkeypatch.setattr(model._kernels, "run", failing)
     for part in (Draft(cache, tree), Chain(cache, IDS[:30])):
-        with pytest.raises(RuntimeError, match="failed"):
-            model.forward(Batch([part]))
+        refuses("failed", model.forward, Batch([part]), error=RuntimeError)
     monkeypatch.setattr(model._kernels, "run", run)
     other = random_tree(generator, 8)
     (passed,) = model.forward(Batch([Draft(cache, other)]))
@@ -216,13 +215,11 @@ def test_what_cannot_be_committed_is_refused(kind, far):
     model = either(kind, far)
     cache = read(model, IDS[:10])
     model.forward(Batch([Chain(cache, IDS[:5])]))
-    with pytest.raises(ValueError, match="commit all of them"):
-        cache.commit(range(3))
+    refuses("commit all of them", cache.commit, range(3), error=ValueError)
     cache.commit(range(5))
     with pytest.raises(ValueError, match="commit all of them"):  # nothing has run since
         cache.commit(range(5))
-    with pytest.raises(ValueError, match="only to 0"):
-        cache.truncate(3)
+    refuses("only to 0", cache.truncate, 3, error=ValueError)
     cache.truncate(0)
     (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
     assert same(passed.logits[0], of_path(model, IDS[:3]), far)

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cases import examples
+from cases import examples, refuses
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.noise import Noise
@@ -113,8 +113,7 @@ def test_tiny_temperatures_do_not_overflow(temperature, dtype):
 def test_nan_logits_are_an_error_that_says_what_to_try(logits, temperature):
     with pytest.raises(QuickbeamError, match=r"NaN.*--dtype float32"):
         probs_of(torch.tensor(logits), temperature=temperature)
-    with pytest.raises(QuickbeamError, match="NaN"):
-        most_probable(torch.tensor(logits))
+    refuses("NaN", most_probable, torch.tensor(logits), error=QuickbeamError)
 
 
 # --- bias and penalties ---------------------------------------------------------------------------
@@ -276,8 +275,7 @@ WRONG: dict[str, list[object]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_values_that_cannot_be_used_are_named(name):
     for value in WRONG[name]:
-        with pytest.raises(InvalidInput, match=f"^{name}=.*must be"):
-            SamplingParams(**{name: value})
+        refuses(f"^{name}=.*must be", SamplingParams, **{name: value})
 
 
 def test_values_at_the_edge_are_accepted():

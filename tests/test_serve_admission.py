@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.serve.admission import Busy, Gate
 from quickbeam.serve.settings import ServeSettings
@@ -52,8 +53,7 @@ def test_more_tokens_than_may_wait_are_turned_away():
     with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):
         one.enter(1)
     first = one.enter(60)
-    with pytest.raises(Busy, match="this one has about 41"):
-        one.enter(41)
+    refuses("this one has about 41", one.enter, 41, error=Busy)
     first.weigh(40)
     with one.enter(60), pytest.raises(Busy):
         one.enter(1)
@@ -78,8 +78,7 @@ def test_more_tokens_than_may_wait_are_turned_away():
     ],
 )
 def test_settings_that_can_not_be(given, words):
-    with pytest.raises(InvalidInput, match=words):
-        ServeSettings(**given)
+    refuses(words, ServeSettings, **given)
 
 
 async def test_a_full_server_tells_when_to_come_back(llm):

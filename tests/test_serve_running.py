@@ -19,6 +19,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app as command
 from quickbeam.cli.serve import keys_of
@@ -125,8 +126,7 @@ def test_a_model_that_can_not_be_loaded_ends_it(llm):
         raise InvalidInput("no such model")
 
     seen = list[str]()
-    with pytest.raises(InvalidInput, match="no such model"):
-        run(Runner(ServeSettings(port=0)), load, ready=seen.append)
+    refuses("no such model", run, Runner(ServeSettings(port=0)), load, ready=seen.append)
     assert not seen
 
 
@@ -334,8 +334,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidInput, match=f"port {port}"):
-            listen("127.0.0.1", port)
+        refuses(f"port {port}", listen, "127.0.0.1", port)
         for option, value, words in (
             ("port", str(port), f"port {port} ("),
             ("host", "no.such.host.invalid", "no.such.host.invalid"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cases import refuses
 from quickbeam import LLM
 from quickbeam.serve.messages import Tool
 from quickbeam.serve.tools import (
@@ -126,8 +127,7 @@ def test_a_tokenizers_own_template_comes_first():
     )
     form = tool_format(own)
     assert read(form, "so <call=f><x>3</x></call>", 4) == ["so ", ("f", {"x": 3})]
-    with pytest.raises(ValueError, match="can't force"):
-        forcing_grammar(form, TOOLS, True, own)
+    refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig
 
+from cases import refuses
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
-from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from target import Target
 
@@ -75,8 +75,7 @@ def test_watching_anew_ends_the_watch_before(native):
     target.prefill(PREFIX)
     close(target.take_hidden(), states(model, PREFIX, (2,)))
     for layers in ((), (0,), (1, 5), (-1,)):
-        with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
-            target.model.watch(layers)
+        refuses(r"the model has 1 to 3, and 4 for the final norm", target.model.watch, layers)
 
 
 def test_layers_that_share_keys_and_values_read_those_of_all_rows():
@@ -104,10 +103,8 @@ def test_prefill_in_any_chunks_and_from_any_common_prefix():
 
 def test_bad_calls_name_what_is_wrong():
     target = Target(tiny("llama"))
-    with pytest.raises(InvalidInput, match="empty prompt"):
-        target.prefill([])
-    with pytest.raises(InvalidInput, match=f"token id {VOCAB} is outside"):
-        target.prefill([1, VOCAB])
+    refuses("empty prompt", target.prefill, [])
+    refuses(f"token id {VOCAB} is outside", target.prefill, [1, VOCAB])
 
 
 def test_context_length_is_the_models():

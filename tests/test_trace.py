@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fake_llm
+from cases import refuses
 from quickbeam.cli.app import app
 from quickbeam.cli.inspect import page
 from quickbeam.engine.result import Completion, Statistics
@@ -93,12 +94,10 @@ def test_a_record_comes_back_as_it_was_written(trace, tmp_path):
 def test_other_files_are_named(trace, tmp_path):
     for content in (b"{", b"\xff", b"[]"):
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(InvalidInput, match="not a trace" if content == b"[]" else "read"):
-            read_trace(tmp_path / "x")
+        refuses("not a trace" if content == b"[]" else "read", read_trace, tmp_path / "x")
     with pytest.raises(InvalidInput, match="a trace of version 2; this quickbeam reads version 1"):
         read_trace(written(tmp_path / "x", trace | {"version": 2}))
-    with pytest.raises(InvalidInput, match="can't be read"):
-        read_trace(tmp_path / "y")
+    refuses("can't be read", read_trace, tmp_path / "y")
 
 
 def test_the_page_shows_everything_and_loads_nothing(trace):

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
 from quickbeam.drafters.base import Context, DraftRequest
@@ -16,7 +17,7 @@ from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
 from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
@@ -250,14 +251,12 @@ def test_what_goes_wrong_is_named(text, tmp_path):
             else:
                 weight.register_hook(lambda gradient: gradient * float("inf"))
 
-        with pytest.raises(QuickbeamError, match="take a smaller --lr"):
-            run.run(diverge)
+        refuses("take a smaller --lr", run.run, diverge, error=QuickbeamError)
         left = torch.load(tmp_path / what / "checkpoint.pt", weights_only=True)
         assert left["counters"]["step"] == 1
         assert all(weight.isfinite().all() for weight in left["network"].values())
     (tmp_path / "loss" / "checkpoint.pt").write_bytes(b"nonsense")
-    with pytest.raises(InvalidInput, match="take another --out"):
-        trainer(text, tmp_path / "loss")
+    refuses("take another --out", trainer, text, tmp_path / "loss")
 
 
 # --- the command ----------------------------------------------------------------------------------

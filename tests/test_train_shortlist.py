@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cases import refuses
 from checkpoints import LLAMA, configure, eagle1, save, write
 from features import causal
 from quickbeam.cli.app import app
@@ -138,8 +139,7 @@ def test_text_without_answers_is_refused(network, tmp_path):
     silent = [c._replace(answer=torch.zeros_like(c.answer)) for c in conversations(3)]
     shards = written(tmp_path, silent)
     for chosen in ([0, 1, 2], []):
-        with pytest.raises(InvalidInput, match="no answers"):
-            collect_places(network, CodedTarget(), shards, chosen, 3, 100)
+        refuses("no answers", collect_places, network, CodedTarget(), shards, chosen, 3, 100)
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
@@ -168,8 +168,7 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(n
     )
     assert torch.equal(one, again) and not torch.equal(one, other)
     broken = collected._replace(hidden=torch.full_like(collected.hidden, float("nan")))
-    with pytest.raises(QuickbeamError, match="epoch 1"):
-        train_router(network, broken, cluster_of)
+    refuses("epoch 1", train_router, network, broken, cluster_of, error=QuickbeamError)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cases import refuses
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from quickbeam.train import stages
@@ -132,8 +133,7 @@ def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source
     if source is not None:  # between two @: said of each message
         source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
     monkeypatch.setattr(chat.tokenizer, "chat_template", source)
-    with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
-        Template.of(chat.tokenizer, {7})
+    refuses(f"{words}.*give --prompts", Template.of, chat.tokenizer, {7})
 
 
 def test_answers_that_go_in_circles_end(chat):
@@ -163,8 +163,7 @@ def test_every_prompt_is_answered_once(chat):
         assert answer[-len(said) :].all()
         assert not any(token in chat.template.stops for token in said[:-1])
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
-    with pytest.raises(InvalidInput, match="raise --length"):
-        chat.writer([[1] * LENGTH])
+    refuses("raise --length", chat.writer, [[1] * LENGTH])
 
 
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from answers import answer, same_as_plain
+from answers import PROMPTS, answer, same_as_plain
+from cases import refuses
 from drafters import DRAFTED
 from features import context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter, Translation
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import BYTES
@@ -24,7 +24,6 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
 
 
 def tokenizer(characters):
@@ -72,7 +71,7 @@ def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature):
 
 
 def test_many_answers_in_one_call_are_plain_decodings():
-    same_as_plain(*pair(), PROMPTS)
+    same_as_plain(*pair())
 
 
 def test_a_node_whose_token_the_model_lacks_has_no_distribution():
@@ -102,8 +101,7 @@ def test_beyond_its_context_it_drafts_nothing():
 
 
 def test_too_few_shared_tokens_are_told():
-    with pytest.raises(InvalidInput, match=r"shares 40 of 97 tokens with the target \(41%\)"):
-        pair(own=57)
+    refuses(r"shares 40 of 97 tokens with the target \(41%\)", pair, own=57)
 
 
 def test_a_drafter_with_another_tokenizer_is_loaded_by_name(toy_folder, tmp_path):

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 import fake_llm
+from cases import refuses
 from checkpoints import DRAFT, LLAMA, eagle3, read, write
 from quickbeam.cli import common
 from quickbeam.cli.common import harmless, strict_json
 from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.engine.result import Logprob
-from quickbeam.errors import InvalidInput
 
 EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
 
@@ -29,8 +29,7 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     (tmp_path / "elsewhere.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("b.safetensors", json.dumps(name)[1:-1]))
-    with pytest.raises(InvalidInput, match="can't be read as weights"):
-        read(folder)
+    refuses("can't be read as weights", read, folder)
 
 
 def test_json_is_strict():

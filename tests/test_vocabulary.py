@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from answers import answer, request
-from cases import few
+from answers import answer, request, run
+from cases import few, refuses
 from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
@@ -153,8 +153,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
 
 def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
-    with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
-        LLM(method="dyspec", vocab="half")
+    refuses("unknown vocabulary 'half'", LLM, method="dyspec", vocab="half")
     size = ["--shortlist", "99"]
     for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
         result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
@@ -179,8 +178,7 @@ def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
         asked = [SamplingParams(**given, seed=seed) for seed in range(8)]
         add = partial(request, pair.target, DRAFTED[name](pair.drafter), budget=5, shortlist=use)
         ones = [engine.add(add(params=one, prompt=[3, 9, 4])) for one in asked]
-        while engine.busy:
-            engine.step()
+        run(engine)
         for params, one in zip(asked, ones, strict=True):
             plain = answer(pair.target, NoDraft(), params, [3, 9, 4])
             assert one.output.token_ids == plain.output.token_ids

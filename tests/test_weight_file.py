@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from cases import refuses
 from models import tiny
 from quickbeam.errors import QuickbeamError
 from quickbeam.models import memory
@@ -78,8 +79,7 @@ def test_huge_pages_of_a_mapped_file_are_counted(tmp_path):
 def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):
     usage = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(QuickbeamError, match="0 MB are free there"):
-        made(tmp_path / "w.safetensors")
+    refuses("0 MB are free there", made, tmp_path / "w.safetensors", error=QuickbeamError)
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
 
@@ -88,8 +88,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path):
     with pytest.raises(QuickbeamError, match=r"weights.*QUICKBEAM_CACHE"):
         made(tmp_path / "weights" / "w.safetensors")
     (tmp_path / ".w.safetensors.lock").mkdir()
-    with pytest.raises(QuickbeamError, match="QUICKBEAM_CACHE"):
-        made(tmp_path / "w.safetensors")
+    refuses("QUICKBEAM_CACHE", made, tmp_path / "w.safetensors", error=QuickbeamError)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

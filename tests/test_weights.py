@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import quantised
+from cases import refuses
 from kernels import best_set, every_set, linear, load, number, rows_that_depend_on_others
 from quantised import quantise
-from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import INT4, INT8, Packed
 
@@ -122,7 +122,5 @@ def test_weights_that_are_not_finite_are_refused(isa, name):
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = number(40, 64)
         weight[39, 63] = value
-        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
-            quantise(weight, name)
-        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
-            Packed(load(isa), [weight], name=name)
+        refuses(r"not finite .* leave weights out", quantise, weight, name)
+        refuses(r"not finite .* leave weights out", Packed, load(isa), [weight], name=name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cases import few
+from cases import few, refuses
 from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
@@ -137,8 +137,7 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
 
 
 def test_what_can_not_be_quantised_is_refused(toy_folder):
-    with pytest.raises(InvalidInput, match="unknown weights 'int2'; known: bfloat16, int8, int4"):
-        LLM(toy_folder, weights="int2")
+    refuses("unknown weights 'int2'; known: bfloat16, int8, int4", LLM, toy_folder, weights="int2")
     with pytest.raises(InvalidInput, match="weights='int8' go with rows of bfloat16, not float32"):
         LLM(toy_folder, weights="int8", dtype="float32")
     with pytest.raises(InvalidInput, match="are for the CPU, the model is on meta"):
