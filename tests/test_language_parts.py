@@ -16,7 +16,6 @@ from checkpoints import configure, rewrite
 from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models.base import Batch, Chain
 from quickbeam.models.chat_template import for_template
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.families import FAMILIES
@@ -26,6 +25,7 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
+from target import logits_of as model_logits
 from test_families import IDS, off
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -62,9 +62,7 @@ def made(kind):
 
 def logits_of(folder):
     checkpoint = Checkpoint(folder, torch.float32)
-    model = NativeModel(checkpoint, checkpoint.stack)
-    chain = Chain(model.pool.new(), IDS.tolist(), len(IDS))
-    return model.forward(Batch([chain]))[0].logits
+    return model_logits(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
 
 
 # `make test` leaves out those whose text and names are as another's
@@ -160,9 +158,6 @@ def test_gemma_4_as_published(tmp_path):
     table = "model.embed_tokens_per_layer.weight"
     assert torch.equal(found.mapped(table), found(table))
     assert torch.equal(Checkpoint(tmp_path, torch.bfloat16).mapped(table), found(table).bfloat16())
-
-
-# --- prompts ---
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}

@@ -148,9 +148,8 @@ def test_an_adapter_is_merged(folder, tmp_path, beside):
     write(folder, tie_word_embeddings=False)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     whole = [] if beside else ["lm_head"]
-    settings = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "down_proj"], modules_to_save=whole, init_lora_weights=False
-    )
+    parts = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": whole}
+    settings = peft.LoraConfig(r=4, **parts, init_lora_weights=False)
     adapted = peft.get_peft_model(base, settings).eval()
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.inference_mode():
@@ -217,15 +216,15 @@ def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch, tmp_path):
     assert seen == [False, True]
 
 
-def test_the_number_format_may_be_the_checkpoints_own(folder):
+def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder, monkeypatch):
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
     assert load(folder, wanted_dtype("auto")).dtype is torch.float16
     assert load(folder, wanted_dtype("float32")).dtype is torch.float32
     for parse in (parse_dtype, wanted_dtype):
         refuses(r"unknown dtype 'int8'; known: .*bfloat16", parse, "int8")
-
-
-def test_a_revision_is_of_the_hub_alone(folder, monkeypatch):
+    assert load(folder, device_map="cpu").device == CPU
+    with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
+        load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
     refuses(r"revision 'v1'.*on this machine", load, folder, revision="v1")
     seen: dict[str, Any] = {}
 
@@ -238,15 +237,8 @@ def test_a_revision_is_of_the_hub_alone(folder, monkeypatch):
     assert seen == {"revision": "v1", "trust_remote_code": False}
 
 
-def test_a_device_map_takes_the_place_of_the_device(folder):
-    assert load(folder, device_map="cpu").device == CPU
-    with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
-        load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
+def test_what_is_no_causal_language_model_is_named(tmp_path):
+    for config, reason in (
         (
             LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
             r"LlavaForConditionalGeneration reads more than text \(text_config, vision_config\): "
@@ -255,15 +247,12 @@ def test_a_device_map_takes_the_place_of_the_device(folder):
         (Qwen2VLConfig(), r"Qwen2VLConfig reads more than text .*\(qwen2_vl_text\)"),
         (ViTConfig(), "ViTConfig doesn't continue a text from left to right"),
         (T5Config(), "T5Config is an encoder-decoder"),
-    ],
-    ids=["llava", "qwen2-vl", "vit", "t5"],
-)
-def test_what_is_no_causal_language_model_is_named(tmp_path, config, reason):
-    config.save_pretrained(tmp_path)
-    refuses(f"can't load .*: {reason}", load, tmp_path)
+    ):
+        config.save_pretrained(tmp_path)
+        refuses(f"can't load .*: {reason}", load, tmp_path)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(folder):
+def test_a_checkpoint_that_lacks_weights_or_has_other_shapes_is_refused(folder):
     write(folder, tie_word_embeddings=False)
     rewrite(folder, {"lm_head.weight": None})
     words = r"lack lm_head.weight: download it again.*tie_word_embeddings: true"
@@ -274,9 +263,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder):
     rewrite(folder, dict.fromkeys([*gone, "model.norm.weight"]))
     words = rf"can't load '{folder}'.* lack {gone[1]}.* and 1 more[^\n]*$"
     refuses(words, load, folder)
-
-
-def test_a_checkpoint_of_other_shapes_is_refused(folder):
     write(folder)
     rewrite(folder, {"model.norm.weight": torch.ones(3)})
     words = r"model.norm.weight has shape \[3\], expected \[32\] by config.json"

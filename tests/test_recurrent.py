@@ -130,9 +130,6 @@ def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
     assert wrong_rows(model, 1) == 0
 
 
-# --- mistakes ---
-
-
 class Siblings:
     """A tree whose nodes take their older siblings for their parents."""
 
@@ -223,9 +220,6 @@ def test_what_cannot_be_committed_is_refused(kind, far):
     cache.truncate(0)
     (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
     assert same(passed.logits[0], of_path(model, IDS[:3]), far)
-
-
-# --- answers ---
 
 
 FORMATS = ("bfloat16", "float32", "int8", "int4")

@@ -93,7 +93,6 @@ def test_one_scale_for_all_rows_is_seen():
 @every_set
 @kinds
 def test_the_largest_sums_do_not_saturate(isa, name):
-    """All numbers as large as they can be, of one sign and of both."""
     weight = torch.ones(32, 4096, dtype=torch.bfloat16)
     weight[16:] = -1
     weight[::2, ::32] = 0  # int4 has a span then
