@@ -102,10 +102,11 @@ def drafts_change_nothing(model, policies, params, right, alone=None):
         for prompt, said in right if alone is None else alone:
             last = answer(model, policy, params, prompt, engine=engine, budget=8)
             assert last.output.token_ids == said
-    asked = [(policy, *one) for policy in policies for one in right]
     running = [
-        engine.add(request(model, policy, params, prompt, budget=8)) for policy, prompt, _ in asked
+        (engine.add(request(model, policy, params, prompt, budget=8)), said)
+        for policy in policies
+        for prompt, said in right
     ]
     run(engine)
-    assert [one.output.token_ids for one in running] == [said for *_, said in asked]
+    assert all(one.output.token_ids == said for one, said in running)
     return last

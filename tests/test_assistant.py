@@ -4,6 +4,7 @@ whatever the assistant reads."""
 import copy
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,8 @@ class Assisted(Pair):
     @torch.inference_mode()
     def expected(self, ids, tree, nodes, temperature):
         """By transformers' class alone; tokens that it does not score have probability 0."""
-        read = self.model(
-            torch.tensor([ids[:-1]]),
-            output_hidden_states=True,
-            return_shared_kv_states=True,
-            use_cache=False,
-        )
+        asked = dict(output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        read = self.model(torch.tensor([ids[:-1]]), **asked)
         states, kept = read.hidden_states[-1][:, -1:], dict(read.shared_kv_states)
         embed, distributions = self.model.get_input_embeddings(), []
         for node in nodes:
@@ -116,9 +113,8 @@ class Assisted(Pair):
         return torch.stack(distributions)
 
 
-def opened(folder, **options):
-    kind = {name: options.pop(name) for name in ("target", "head") if name in options}
-    return Assisted(**kind).open(folder, **options)
+def opened(folder, target="shared", head="all", **options):
+    return Assisted(target, head).open(folder, **options)
 
 
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
@@ -150,15 +146,8 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """By target and head, in bfloat16, each made once."""
-    made = dict[tuple[str, str], Assisted]()
-
-    def get(target, head):
-        if (target, head) not in made:
-            folder = tmp_path_factory.mktemp("assistant")
-            made[target, head] = opened(folder, target=target, head=head, dtype=torch.bfloat16)
-        return made[target, head]
-
-    return get
+    folder = lambda: tmp_path_factory.mktemp("assistant")  # noqa: E731
+    return cache(lambda *kind: opened(folder(), *kind, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
@@ -179,9 +168,8 @@ def test_what_was_computed_of_a_beginning_is_shared(pairs):
     pair, prompt = pairs("shared", "all"), list(range(90)) * 2
     params, engine = SamplingParams(max_tokens=12, ignore_eos=True), Engine(pair.target)
     method = DRAFTED["dyspec"](pair.drafter)
-    first, second = (
-        answer(pair.target, method, params, prompt, engine=engine, budget=6) for _ in range(2)
-    )
+    asked = pair.target, method, params, prompt
+    first, second = (answer(*asked, engine=engine, budget=6) for _ in range(2))
     assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, 128)
     assert first.output.token_ids == second.output.token_ids
     assert first.statistics.steps == second.statistics.steps
@@ -231,10 +219,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     assert is_assistant(path) and not is_assistant(tmp_path)
     with pytest.raises(InvalidInput, match="an assistant of Gemma 4, the target is a llama"):
         load_assistant(path, make_model(tiny("llama")))
-    narrow = Gemma4TextConfig(
-        **FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
-    )
-    other = make_model(tiny("", config=narrow))
+    narrow = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
+    other = make_model(tiny("", config=Gemma4TextConfig(**narrow)))
     refuses(r"it has 4 heads of 16, the target", load_assistant, path, other)
     eager = make_model(copy.deepcopy(pair.model), native=False)
     refuses("an assistant needs the native kernels", load_assistant, path, eager)
@@ -246,9 +232,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         load_assistant(path, pair.target)
 
 
-@pytest.mark.parametrize(
-    ("part", "field", "value"),
-    [
+def test_fields_of_another_kind_are_refused(tmp_path):
+    pair, path = opened(tmp_path, head="ordered"), tmp_path / "config.json"
+    whole = path.read_text()
+    for part, field, value in (
         ("text_config", "rope_parameters", {}),
         ("text_config", "num_hidden_layers", 7),
         ("text_config", "num_hidden_layers", 1 << 31),
@@ -258,12 +245,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         ("text_config", "enable_moe_block", "x"),
         (None, "text_config", True),
         (None, "centroid_intermediate_top_k", -1),
-    ],
-)
-def test_fields_of_another_kind_are_refused(part, field, value, tmp_path):
-    pair = opened(tmp_path, head="ordered")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (config if part is None else config[part])[field] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInput):
-        load_assistant(tmp_path, pair.target)
+    ):
+        config = json.loads(whole)
+        (config if part is None else config[part])[field] = value
+        path.write_text(json.dumps(config))
+        with pytest.raises(InvalidInput):
+            load_assistant(tmp_path, pair.target)

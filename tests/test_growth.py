@@ -1,7 +1,5 @@
 """Trees grown from a drafter: sampled output keeps the target's distribution, limits hold."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,6 @@ from drafters import (
     toy_distributions,
     tree_of,
 )
-from quickbeam.drafters.base import Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods import children
@@ -28,8 +25,6 @@ from quickbeam.methods.sequoia import Sequoia
 from quickbeam.methods.specinfer import SpecInfer
 from quickbeam.tree import TokenTree
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
-
-Change = Callable[[TokenTree], TokenTree]
 
 
 def p_value(policy, model, temperature, count, budget=7, change=None):
@@ -44,9 +39,6 @@ def p_value(policy, model, temperature, count, budget=7, change=None):
 
     counts = sample_sequences(model, grow, count=count, length=2, seed=1, probs=target)
     return chi_square(counts, exact_probs(target, model.vocab, 2))
-
-
-# --- sampling keeps the distribution --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
@@ -127,9 +119,6 @@ def test_reranked_candidates_are_no_draws():
     assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
-# --- limits ---------------------------------------------------------------------------------------
-
-
 def makers(drafter):
     return {name: make(drafter) for name, make in DRAFTED.items()} | {
         "five branches": SpecInfer(drafter, 5),
@@ -155,9 +144,7 @@ def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, te
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
     for name, policy in makers(drafter).items():
         drafter.calls = []
-        context = Context(
-            list(ids), torch.arange(vocab).float(), temperature, torch.Generator().manual_seed(0)
-        )
+        context = context_of(list(ids), temperature, logits=torch.arange(vocab).float())
         tree = tree_of(policy, context, budget, max_depth)
         assert 1 <= len(tree) <= budget
         assert max(tree.depth) <= max_depth and tree.token[0] == ids[-1]

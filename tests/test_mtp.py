@@ -4,6 +4,7 @@ head reads."""
 import copy
 import json
 import shutil
+from functools import cache
 
 import gguf
 import pytest
@@ -46,11 +47,7 @@ every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3
 
 
 class Head(Pair):
-    """A tiny model and its MTP head, which is of transformers' class.
-
-    `folder`: where both are written as published checkpoints have them. `normed`, `weights`: as of
-    `load_mtp`.
-    """
+    """A tiny model and its MTP head, which is of transformers' class."""
 
     def __init__(self, kind, dtype=torch.float32, config=None):
         self.kind = kind
@@ -139,15 +136,9 @@ class Head(Pair):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """By kind and dtype, each made once."""
-    made = dict[tuple[str, torch.dtype], Head]()
-
-    def get(kind, dtype=torch.bfloat16):
-        if (kind, dtype) not in made:
-            made[kind, dtype] = Head(kind, dtype).open(tmp_path_factory.mktemp(kind), dtype)
-        return made[kind, dtype]
-
-    return get
+    """By kind, in bfloat16, each made once."""
+    half = torch.bfloat16
+    return cache(lambda kind: Head(kind, half).open(tmp_path_factory.mktemp(kind), half))
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -252,9 +243,7 @@ def test_what_is_no_head_is_refused_by_name(toy_folder, tmp_path):
         LLM(str(with_head(tmp_path / "c", toy_folder)), drafter="mtp", draft_weights="int8")
 
 
-def test_where_pytorch_runs_the_model_a_head_is_left_alone_unless_it_is_asked_for(
-    toy_folder, tmp_path
-):
+def test_a_head_is_left_alone_where_pytorch_runs_the_model(toy_folder, tmp_path):
     folder = str(with_head(tmp_path / "model", toy_folder))
     with LLM(folder, dtype="float16") as llm:
         assert llm.method == "recycling"

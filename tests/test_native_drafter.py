@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import quantised
 import reference
 from cases import examples
-from features import KINDS, WIDE, Pair, grown, head_of, rounds
+from features import KINDS, RANDOM, WIDE, Pair, grown, head_of, rounds
 from kernels import SETS, best_set, every_set, load, number, plain_rows
 from models import VOCAB, tiny
 from quickbeam.drafters.eagle import eagle_drafter
@@ -30,7 +30,7 @@ from quickbeam.drafters.shortlist.native import (
     RouterConfig,
     rows_format,
 )
-from quickbeam.drafters.shortlist.shortlist import ContextTokens, Shortlist
+from quickbeam.drafters.shortlist.shortlist import ContextTokens
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8
 from quickbeam.models.opening import make_model
@@ -41,9 +41,7 @@ SINGLE, HALF = 2.0**-23, 2.0**-8
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
-    isa, kind, native
-):
+def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind, native):
     """The head's rows in 8 bits add little to what rounding does."""
     found = {}
     for way in (isa, "eager"):
@@ -107,9 +105,6 @@ def test_chunks_of_the_certain_text_give_the_same_distributions(isa, native, mon
     assert all(torch.equal(distributions[0], one) for one in distributions[1:])
 
 
-# --- the head on parts of the vocabulary ---
-
-
 @st.composite
 def heads(draw):
     vocab, size, half = (draw(st.integers(1, most)) for most in (200, 50, 40))
@@ -154,7 +149,6 @@ def test_blocks_give_the_rows_of_the_head(isa, case):
 @examples(40, derandomize=True)
 @given(heads(), st.lists(st.integers(0, 10**6), max_size=30))
 def test_rows_of_8_bits_are_those_of_the_reference(isa, case, others):
-    """In blocks, and one by one: bit for bit, whatever stands beside them."""
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
     blocks = NativeBlocks(weight, layout, load(isa), INT8)
@@ -187,12 +181,11 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa):
 @every_set
 @examples(40, derandomize=True)
 @given(
-    rng=st.integers(0, 2**32).map(random.Random),
+    rng=RANDOM,
     window=st.integers(1, 60),
     d=st.integers(1, 40).map(lambda half: 2 * half),
 )
 def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
-    """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
     weight, skip = number(100, d), {token for token in range(100) if token % 7 == 0}
     rows = NativeRows(weight, load(isa), BFLOAT16)
     context, h = ContextTokens(window, skip, rows), number(rng.randint(1, 20), d, seed=1)
@@ -206,22 +199,6 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
         assert bool(((got.double() - right[:, context.tokens]).abs() <= allowed).all())
 
 
-@best_set
-def test_a_shortlist_takes_the_kernels_by_itself(isa, native):
-    weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
-    native(isa)
-    for given_weight, fits in ((weight, True), (weight.float(), False), (weight[:, :15], False)):
-        shortlist = Shortlist(given_weight, layout, window=9)
-        context = shortlist.begin([30]).context
-        assert context is not None
-        assert (shortlist.native is not None) is (context.rows is not None) is fits
-    native("eager")
-    assert Shortlist(weight, layout).native is None
-
-
-# --- the router ---
-
-
 @every_set
 @examples(40, derandomize=True)
 @given(
@@ -232,7 +209,6 @@ def test_a_shortlist_takes_the_kernels_by_itself(isa, native):
     seed=st.integers(0, 99),
 )
 def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
-    """Widths that are odd and numbers of clusters that are no multiples of 16."""
     kernels, rng = load(isa), random.Random(seed)
     torch.manual_seed(seed)
     router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
@@ -263,32 +239,6 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     torch.testing.assert_close(scores, plain, rtol=0.05, atol=0.05)
     near = float(plain.abs().max())  # 8 bits, as a wrong cluster costs only its time
     torch.testing.assert_close(scored(None), plain, rtol=0.05, atol=0.05 + 0.05 * near)
-
-
-@every_set
-@pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(isa, kind, native):
-    native(isa)
-    pair, rng = Pair(kind, torch.bfloat16), random.Random(3)
-    torch.manual_seed(0)
-    layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)  # the last cluster holds 2
-    router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
-    weight = pair.model.get_output_embeddings().weight.detach().to(torch.bfloat16)
-    ids = [rng.randrange(VOCAB) for _ in range(30)]
-    tree = grown(rng, ids[-1], 12)
-    distributions: dict[bool, list[torch.Tensor]] = {}
-    for short in (False, True):
-        shortlist = Shortlist(weight, layout, router=router, chosen=2, window=40) if short else None
-        assert shortlist is None or (shortlist.native_router and shortlist.native)
-        text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), tree.first(len(tree))
-        distributions[short] = [
-            probs for nodes in rounds(tree) for probs in text.distributions(asked, nodes)
-        ]
-    for whole, part in zip(distributions[False], distributions[True], strict=True):
-        held = part > 0
-        assert 20 <= int(held.sum()) < VOCAB
-        right = whole[held] / whole[held].sum()
-        torch.testing.assert_close(part[held], right, rtol=1e-3, atol=1e-5)
 
 
 def test_drafters_of_odd_sizes_stay_with_pytorchs_operators():

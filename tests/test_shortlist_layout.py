@@ -50,18 +50,8 @@ def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab, data, siz
     assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
 
 
-def test_a_layout_by_frequency_is_the_head_of_the_ranking():
-    ranking = shuffled(VOCAB)
-    layout = Layout.by_frequency(ranking, 6, VOCAB)
-    assert (layout.order.tolist(), layout.frequent, layout.clusters) == (ranking[:6].tolist(), 6, 0)
-    assert Layout.by_frequency(ranking, 999, VOCAB).frequent == VOCAB
-    assert Layout.nothing(VOCAB).cluster_of.tolist() == [ABSENT] * VOCAB
-    refuses("clusters of 0", Layout.by_frequency, ranking, 0, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("order", "frequent", "size", "vocab", "says"),
-    [
+def test_an_impossible_layout_is_refused():
+    for order, frequent, size, vocab, says in (
         (torch.tensor([1, 2, 1]), 1, 2, 4, "token 1 more than once"),
         (torch.tensor([1, 4]), 1, 2, 4, "token 4: must be ids from 0 to 3"),
         (torch.tensor([-1, 2]), 1, 2, 4, "token -1"),
@@ -70,10 +60,14 @@ def test_a_layout_by_frequency_is_the_head_of_the_ranking():
         (torch.tensor([1, 2]), 3, 2, 4, "3 frequent ones"),
         (torch.tensor([1, 2]), -1, 2, 4, "-1 frequent ones"),
         (torch.tensor([1, 2]), 1, 0, 4, "clusters of 0"),
-    ],
-)
-def test_an_impossible_layout_is_refused(order, frequent, size, vocab, says):
-    refuses(says, Layout, order, frequent, size, vocab)
+    ):
+        refuses(says, Layout, order, frequent, size, vocab)
+    ranking = shuffled(VOCAB)
+    layout = Layout.by_frequency(ranking, 6, VOCAB)
+    assert (layout.order.tolist(), layout.frequent, layout.clusters) == (ranking[:6].tolist(), 6, 0)
+    assert Layout.by_frequency(ranking, 999, VOCAB).frequent == VOCAB
+    assert Layout.nothing(VOCAB).cluster_of.tolist() == [ABSENT] * VOCAB
+    refuses("clusters of 0", Layout.by_frequency, ranking, 0, VOCAB)
 
 
 def test_a_router_scores_clusters_from_two_normed_inputs():
@@ -122,9 +116,11 @@ def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
     refuses(name, Artefact.load, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_fields_that_do_not_fit_are_refused(artefact, tmp_path):
+    artefact.save(tmp_path)
+    path = tmp_path / "shortlist.json"
+    record = json.loads(path.read_text())
+    for change, says in (
         ({"frequent": None}, "holds no whole shortlist.*NoneType"),
         ({"frequent": 99}, "99 frequent ones"),
         ({"vocab": 30}, "must be ids from 0 to 29"),
@@ -133,14 +129,9 @@ def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
         ({"router": {"width": 8}}, "holds no whole shortlist"),
         ({"router": 3}, "holds no whole shortlist"),
         ({"router": dict(hidden_size=6, embed_size=4, width=9, clusters=5)}, "size mismatch"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(artefact, tmp_path, change, says):
-    artefact.save(tmp_path)
-    path = tmp_path / "shortlist.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | change))
-    refuses(says, Artefact.load, tmp_path)
+    ):
+        path.write_text(json.dumps(record | change))
+        refuses(says, Artefact.load, tmp_path)
     path.write_text("[1]")
     refuses("holds no whole shortlist", Artefact.load, tmp_path)
 
