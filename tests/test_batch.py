@@ -235,7 +235,7 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
     folder, paths = str(Path(__file__).parent), f"Path({str(source)!r}), Path({str(output)!r})"
     program = (
-        f"import sys; sys.path.insert(0, {folder!r}); import batches; from pathlib import Path"
+        f"import sys\nsys.path.insert(0, {folder!r})\nimport batches\nfrom pathlib import Path"
     )
     program += f"\nbatches.killed({paths}, *map(int, sys.argv[1:]))"
     for writes, part in ((0, 20), (60, 1), (100, 10**6)):

@@ -2,7 +2,6 @@
 chose. On every instruction set that the machine runs."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -64,9 +63,6 @@ def experts(activation="silu"):
     return Experts(RULE, chosen, beside, Linear((Tensor("scale"),)))
 
 
-Pass = Callable[[torch.Tensor], torch.Tensor]
-
-
 def by_kernels(isa, of, name):
     """`[n, INPUTS]` to `[n, INPUTS]` float32."""
     kernels, numbers, wide = load(isa), parameters(), name == "float32"
@@ -92,7 +88,7 @@ def by_kernels(isa, of, name):
         program.run(plain_rows(len(x)), {"x": x, "y": y})
         return y
 
-    run.compiler = compiler  # type: ignore[attr-defined]  # keeps what the program reads
+    run.compiler = compiler  # keeps what the program reads
     return run
 
 
@@ -150,17 +146,13 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
 
 @best_set
-def test_how_many_experts_a_pass_read_is_counted(isa):
+def test_experts_read_are_counted_and_a_row_that_is_not_finite_spoils_no_other(isa):
     run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
         ((struct, _),) = run.compiler.experts  # type: ignore[attr-defined]
         assert struct.read == len(expert.unique())
-
-
-@best_set
-def test_a_row_that_is_not_finite_spoils_no_other(isa):
     x = number(8, INPUTS)
     run = by_kernels(isa, experts(), "bfloat16")
     right = run(x)
