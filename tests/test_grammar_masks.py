@@ -28,7 +28,6 @@ from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
 LETTERS = "abcdefghijkl"
@@ -120,7 +119,7 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
             text += path
 
 
-def test_a_path_that_is_banned_spoils_nothing():
+def test_paths_that_are_banned_or_behind_the_end_spoil_nothing():
     found = masks("ab(cd)*", V - 1)
     refuses("no token can come after 2 tokens", found.place, ids("ac"), error=DeadEnd)
     assert found.find(ids("ac")) is None and found.forced(ids("ac")) is None
@@ -128,29 +127,20 @@ def test_a_path_that_is_banned_spoils_nothing():
     found.extend(ids("ab"))
     place = found.place()
     assert place is not None and place.left == 2
+    found = masks("a+", V - 1)
+    found.extend([0, V - 1])
+    assert found.place() is None and found.place([3]) is None
+    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
 
 
 def test_a_grammar_that_cannot_be_read_backwards_is_read_anew():
     """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
     grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
     found = compiler(V - 1, V).begin(grammar, [V - 1])
-    for path, expected in (
-        (ids("a"), {0, 1, 4}),
-        (ids("ab"), {4}),
-        (ids("b"), {0, 1, 4}),
-        ([], {0, 1, 4}),
-        (ids("ba"), {4}),
-    ):
-        place = found.place(path)
-        assert place is not None
-        assert {token for token in range(V) if not place.banned[token]} == expected
-
-
-def test_after_the_end_nothing_is_asked():
-    found = masks("a+", V - 1)
-    found.extend([0, V - 1])
-    assert found.place() is None and found.place([3]) is None
-    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
+    for text in ("a", "ab", "b", "", "ba"):
+        banned = found.place(ids(text)).banned
+        expected = {4} if len(text) == 2 else {0, 1, 4}
+        assert {token for token in range(V) if not banned[token]} == expected
 
 
 # --- what is sampled ------------------------------------------------------------------------------
@@ -263,13 +253,10 @@ def residual_p(name, wrong=False, count=1500, length=3):
     def probs(context):
         return sampler_of(params, context).probs(model.target(context).log())
 
-    counts = sample_sequences(model, grow, verify_residual, count, length, probs=cached(probs))
+    known = cache(lambda *context: probs(context))
+    given = dict(count=count, length=length, probs=lambda context: known(*context))
+    counts = sample_sequences(model, grow, **given)
     return chi_square(counts, exact_probs(probs_of(model, params), V, length))
-
-
-def cached(probs):
-    known = cache(probs)
-    return lambda context: known(tuple(context))
 
 
 @pytest.mark.parametrize("name", few(list(DRAFTED), ["specinfer"]))
@@ -323,6 +310,5 @@ def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
         for node in range(1, len(tree)):
             keep = allowed(pattern, spelt([*text, *tree.tokens(tree.parent[node])]), V - 1)
             assert tree.token[node] in keep
-            assert (tree.source[node] == GRAMMAR) == (
-                len(keep) == 1 and tree.source[node] != Ngram.name
-            )
+            forced = len(keep) == 1 and tree.source[node] != Ngram.name
+            assert (tree.source[node] == GRAMMAR) == forced

@@ -124,9 +124,6 @@ def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tm
     refuses(words, LLM, str(tmp_path))
 
 
-# With a drafter
-
-
 def save_small(toy_folder, folder, **changes):
     """A smaller random model beside the toy's tokenizer."""
     import torch
@@ -165,13 +162,17 @@ def test_a_budget_of_auto_is_the_measured_one():
     assert choose_budget(None, "chain") == METHODS["chain"].budget
 
 
-def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder, drafter_folder):
+def test_a_drafter_is_loaded_by_the_first_method_that_needs_it_or_named(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
     assert llm.drafting.drafter is None and llm.prepare("pld") is None
     assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
+    with pytest.raises(InvalidInput, match="--drafter"):
+        LLM("no/such/folder", "dyspec")  # before the model is looked for
+    llm = LLM(toy_folder, dtype="float32")
+    refuses("--drafter", llm.generate, "a", SHORT, method="dyspec")
 
 
 def test_an_interrupt_ends_what_this_client_asked(llm):
@@ -203,10 +204,3 @@ def test_an_interrupt_ends_what_this_client_asked(llm):
             llm.generate(["abc abc", "q"], LONG, method="ar")
     assert not llm.engine.busy
     assert llm.generate("abc abc", SHORT).text == expected
-
-
-def test_drafters_that_cannot_be_used_are_named(toy_folder):
-    with pytest.raises(InvalidInput, match="--drafter"):
-        LLM("no/such/folder", "dyspec")  # before the model is looked for
-    llm = LLM(toy_folder, dtype="float32")
-    refuses("--drafter", llm.generate, "a", SHORT, method="dyspec")

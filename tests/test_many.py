@@ -183,7 +183,6 @@ def plain(engine, prompt, tokens=30):
 
 
 def test_a_long_prompt_does_not_hold_up_the_others(world):
-    """While it is read, every step still gives each running answer a token."""
     here = world("llama", "native")
     engine = here.engine(share=False)
     first = plain(engine, [5, 6, 7], 60)
@@ -268,8 +267,6 @@ def test_a_prompt_that_is_known_to_its_end_is_answered(world, way):
 
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
-    """Those that stay begin in order of arrival and answer as alone, some of them preempted
-    meanwhile."""
     here = world("llama", "native")
     engine = here.engine(most=3, share=pages is not None, pages=pages)
     chance = random.Random(0)
@@ -303,7 +300,6 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
 
 @pytest.mark.long
 def test_memory_stays_flat(world):
-    """10,000 short requests: what is kept of them, and of their texts, is bounded."""
     here, process, chance = world("llama", "native"), psutil.Process(), random.Random(0)
     engine = Engine(here.model, pages=40, memory=AnswerMemory(1 << 20))
     policies, before, under_way = here.policies(), 0, list[SequenceState]()

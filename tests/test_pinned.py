@@ -63,11 +63,9 @@ def pinned(model, held, copies=None, device=CPU):
 
 def outputs(target):
     """Of a prompt, of trees, and after a path of one was kept."""
-    tree, path = bush(9), [0]
+    tree = bush(9)
     found = [target.prefill(ids(40)), *map(target.verify, (bush(1), bush(5), tree))]
-    while below := list(tree.children[path[-1]].values()):
-        path.append(below[-1])
-    target.commit(tree, path)
+    target.commit(tree, tree.path(len(tree) - 1))
     return [*found, target.verify(bush(3))]
 
 

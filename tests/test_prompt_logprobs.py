@@ -61,7 +61,6 @@ def test_they_are_transformers_own(layout):
 
 
 def test_bits_are_the_same_alone_and_in_a_batch(model):
-    """Beside prompts that are scored, prompts that are not, and answers that run."""
     alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
     engine, policy = Engine(model), PromptLookup(Ngram())
     for chance in map(random.Random, range(6)):
@@ -129,7 +128,6 @@ def test_a_preempted_prompt_is_scored_once(native):
 
 
 def test_an_answer_scores_as_it_was_given(native):
-    """As a prompt, an answer's tokens have the log-probabilities they were given with."""
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, logprobs=3, ignore_eos=True)
     for prompt in PROMPTS:
         given = scored(native, prompt, params)

@@ -76,19 +76,13 @@ def encode(tokenizer, text):
 
 def decode(tokenizer, ids):
     """What `ids` say. Where they end within a character: the text up to there, then what the
-    decoder makes of the rest.
-
-    A byte-fallback decoder alone would turn the complete characters before it, if they are bytes
-    too, into U+FFFD as well.
-    """
+    decoder makes of the rest. A byte-fallback decoder alone would turn the complete characters
+    before it, if they are bytes too, into U+FFFD as well."""
     say = partial(tokenizer.decode, skip_special_tokens=True)
     whole = len(ids)
     while whole and say(ids[:whole]).endswith("\ufffd"):
         whole -= 1
     return say(ids[:whole]) + say(ids[whole:])
-
-
-# --- Detokenizer ----------------------------------------------------------------------------------
 
 
 @examples(300)
@@ -153,9 +147,6 @@ def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
     detokenizer = Detokenizer(Stripping())
     shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
     assert shown == text.replace("\0", "").strip()
-
-
-# --- Output ---------------------------------------------------------------------------------------
 
 
 def brute_force(tokenizer, ids, ends, params):
@@ -254,7 +245,6 @@ class Read(deque):
 
 @pytest.mark.parametrize("stop", ["dog", ""])
 def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
-    """Reading decodes, but it never takes the end of the answer from the engine."""
     tokenizer, found = byte_level(), []
     for read in (False, True):
         output = Output(tokenizer, SamplingParams(stop=stop or (), max_tokens=50))

@@ -102,7 +102,6 @@ def read(net, conversation, at, depth):
 
 
 def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
-    """Against a plain walk over each conversation."""
     monkeypatch.setattr(places, "OFFERED", 2)
     monkeypatch.setattr(places, "autocast", lambda device: torch.autocast("cpu", enabled=False))
     text = conversations(5)
@@ -172,11 +171,9 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(n
 
 
 @pytest.fixture(scope="module")
-def made(toy_folder, tmp_path_factory):
+def made(toy_folder, prompts, tmp_path_factory):
     """The folder of a feature drafter, with text of the model."""
     folder = tmp_path_factory.mktemp("drafter")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
     save(EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)), folder)
@@ -221,9 +218,8 @@ def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
         return collect_places(net, of, shards, chosen, *rest)
 
     monkeypatch.setattr(shortlist, "collect_places", watched)
-    stage = ShortlistTraining(
-        toy_folder, folder, ShortlistPlan(rows=100, router_epochs=1, depths=1)
-    )
+    plan = ShortlistPlan(rows=100, router_epochs=1, depths=1)
+    stage = ShortlistTraining(toy_folder, folder, plan)
     stage.run(lambda what, done: None)
     train, held = taken
     assert held == split(stage.shards)[1] and not set(held) & set(train)

@@ -24,9 +24,6 @@ def plain(model, ids):
     return logits
 
 
-# --- conversations --------------------------------------------------------------------------------
-
-
 class Chat:
     """A tiny chat model and what writes with it."""
 
@@ -119,21 +116,18 @@ def test_pieces_make_up_what_the_template_says(chat):
     assert t.stops == {chat.end, t.reply[0]}
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
+def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch):
+    for source, words in (
         (None, "no chat template"),
         ("{{ messages | length }} turns", "changes what users say"),
         ("@{{ m.content | upper | reverse }};@", "changes what users say"),
         ("@{{ m.content }};@", "says nothing before"),
         ("-@{{ m.content }}{% if m.role == 'assistant' %};{% endif %}@", "says nothing before"),
-    ],
-)
-def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source, words):
-    if source is not None:  # between two @: said of each message
-        source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
-    monkeypatch.setattr(chat.tokenizer, "chat_template", source)
-    refuses(f"{words}.*give --prompts", Template.of, chat.tokenizer, {7})
+    ):
+        if source is not None:  # between two @: said of each message
+            source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
+        monkeypatch.setattr(chat.tokenizer, "chat_template", source)
+        refuses(f"{words}.*give --prompts", Template.of, chat.tokenizer, {7})
 
 
 def test_answers_that_go_in_circles_end(chat):
@@ -175,9 +169,6 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
     model, given = make_model(copy.deepcopy(chat.model)), (chat.template, chat.template.stops)
     with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
         Writer(model, 2, chat.encode, *given, Recipe(8))
-
-
-# --- how text begins, by language ---
 
 
 @pytest.mark.parametrize("languages", ["en,tlh", ""])
