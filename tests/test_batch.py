@@ -143,17 +143,6 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path
             assert output.read_bytes().startswith(text[: text[:size].rfind(b"\n") + 1])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"],
-)
-def test_a_file_of_something_else_is_left_alone(source, tmp_path, text):
-    output = tmp_path / "out.jsonl"
-    output.write_text(text)
-    refuses("another output", go, source, output)
-    assert output.read_text() == text
-
-
 @pytest.mark.parametrize(("change", "why"), [
     (lambda some: [*some[:3], {**some[3], "body": {"prompt": "other"}}, *some[4:]],
         "answers another request.*'p0'"),
@@ -169,8 +158,14 @@ def test_other_requests_than_were_answered_are_refused(source, tmp_path, change,
     assert output.read_bytes() == before
 
 
-def test_places_that_are_refused(source, tmp_path):
+def test_places_that_are_refused_and_files_of_something_else_left_alone(source, tmp_path):
     empty, out = lines(tmp_path / "empty.jsonl", []), tmp_path / "out.jsonl"
+    begun = '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch'
+    for text in ("my notes", '{"a": 1}\n', begun, "\n"):
+        out.write_text(text)
+        refuses("another output", go, source, out)
+        assert out.read_text() == text
+    out.unlink()
     for asked, output, words in (
         (empty, empty, "another file"),
         (source, tmp_path, "must be a file"),
@@ -302,16 +297,16 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     assert output.read_bytes() == before
 
 
-@pytest.mark.parametrize(("arguments", "why"), [
-    (["nowhere.jsonl", "out.jsonl"], "no such file"), (["in.jsonl", "in.jsonl"], "another output"),
-    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"),
-    (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
-])  # fmt: skip
-def test_commands_that_are_refused(tmp_path, monkeypatch, arguments, why):
-    monkeypatch.chdir(tmp_path)
-    lines(tmp_path / "in.jsonl", LINES)
-    done = CliRunner().invoke(app, ["batch", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
+def test_commands_that_are_refused(source, monkeypatch):
+    monkeypatch.chdir(source.parent)
+    for arguments, why in (
+        ("nowhere.jsonl out.jsonl", "no such file"),
+        ("in.jsonl in.jsonl", "another output"),
+        ("in.jsonl out.jsonl --replicas 2", "--ray"),
+        ("in.jsonl out.jsonl --method atuo", "atuo"),
+    ):
+        done = CliRunner().invoke(app, ["batch", *arguments.split()])
+        assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
 
 
 def forty(folder):

@@ -25,10 +25,7 @@ from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
 Slots = list[tuple[float, list[float], Path]]  # v, R, the path of the node
-seeds = st.integers(0, 10**6)
-
-
-# --- draws ----------------------------------------------------------------------------------------
+seeds, few = st.integers(0, 10**6), st.integers(1, 5)
 
 
 def test_draws_are_without_replacement_and_ranked_children_deterministic():
@@ -225,9 +222,6 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
 
 
-# --- cost -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_greedy_calls_the_drafter_about_once_a_layer(temperature):
     generator, extra, wasted = torch.Generator().manual_seed(0), [], []
@@ -258,14 +252,7 @@ def expand_and_rerank(probs, width, depth, size):
 
 
 @examples(80, derandomize=True)
-@given(
-    seeds,
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(2, 40),
-    st.integers(1, 5),
-    st.sampled_from([0.0, 1.0]),
-)
+@given(seeds, few, st.integers(1, 4), st.integers(2, 40), few, st.sampled_from([0.0, 1.0]))
 def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, temperature):
     model = ToyModel(vocab=6, seed=seed)
     policy = Eagle2(KnownDrafter(model.draft), width, depth)

@@ -38,12 +38,8 @@ from quickbeam.params import SamplingParams
 
 LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3")
 LAYOUTS += ("gpt2", "gpt-neox")
-SAMPLING = (
-    {},
-    {},
-    {"temperature": 0.7},
-    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
-)
+FILTERED = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+SAMPLING = ({}, {}, {"temperature": 0.7}, FILTERED)
 # bfloat16 by the kernels, float32 by PyTorch's operators
 WAYS = ("native", "float32")
 COMBINATIONS = list(itertools.product(LAYOUTS, WAYS))

@@ -143,7 +143,6 @@ class Stripping:
 @given(text=st.text(alphabet="ab \0", max_size=40))
 @example(text="\0 \0a \0 \0 \0b")
 def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
-    """Spaces show nothing at the end of a text, unlike what is left out they do later."""
     detokenizer = Detokenizer(Stripping())
     shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
     assert shown == text.replace("\0", "").strip()
@@ -208,20 +207,15 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
         shown += output.take()
         expected = (*expected[:2], "interrupted")
     assert (output.token_ids, output.text, output.finish_reason) == expected
-    assert shown == output.text
-    assert output.take() == ""
+    assert shown == output.text and output.take() == ""
 
 
-@pytest.mark.parametrize("stop", [("b", "ab"), ("ab", "b")])
-def test_of_stop_strings_that_end_together_the_earliest_counts(stop):
+def test_the_earliest_stop_string_counts_and_what_begins_one_is_held_back():
     tokenizer = byte_level()
-    output = Output(tokenizer, SamplingParams(stop=stop))
-    assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
-    assert output.text == "x"
-
-
-def test_what_begins_a_stop_string_is_held_back_and_a_whole_one_is_not():
-    tokenizer = byte_level()
+    for stop in (("b", "ab"), ("ab", "b")):  # they end together
+        output = Output(tokenizer, SamplingParams(stop=stop))
+        assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
+        assert output.text == "x"
     output = Output(tokenizer, SamplingParams(stop=("de", "a", "bbc"), min_tokens=9, max_tokens=9))
     shown = []
     for one in "xabbd":
