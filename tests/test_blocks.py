@@ -67,7 +67,7 @@ def by_package(rows):
 def run(isa, packed, outputs, x, **more):
     program = Program(load(isa))
     source, target = program.given("x", x.shape[1]), program.given("y", outputs, True)
-    product(program, packed, source, target, **more)  # type: ignore[arg-type]
+    product(program, packed, source, target, **more)
     y = torch.zeros(len(x), outputs)
     program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
     return y

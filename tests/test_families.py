@@ -72,7 +72,6 @@ def by_interpreter(model, stack):
 
 def by_kernels(model, stack):
     kernels = library.kernels()
-    assert kernels is not None
     pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
     compiled = CompiledStack(ModelParameters(model), stack, pool)
     store, rows = pool.new(), RowList()

@@ -92,7 +92,6 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
         path = list[int]()
         for _ in range(chance.randrange(6)):
             place = found.place(path)
-            assert place is not None
             free = [token for token in range(V - 1) if not place.banned[token]]
             path.append(chance.choice(free or [V - 1]))
             if path[-1] == V - 1:
@@ -108,7 +107,6 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
         elif question == 1:
             found.follows(path, [chance.randrange(V) for _ in range(3)])
         place = found.place(path)
-        assert place is not None
         # 6 to 8 are padding
         assert {token for token in range(9) if not place.banned[token]} == expected
         assert (place.left, place.first) == (len(expected), min(expected))
@@ -216,7 +214,6 @@ def test_a_mask_after_the_filters_is_found_out(name, monkeypatch):
     """As is done elsewhere: what is banned then has its part in the filters."""
 
     def late(self, logits, path=()):
-        assert self.grammar is not None
         place = self.grammar.place(path)
         probs = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
         kept = probs if place is None else probs.masked_fill(place.banned, 0.0)
@@ -241,7 +238,6 @@ def residual_p(name, wrong=False, count=1500, length=3):
 
     def grow(context, rng):
         sampler = sampler_of(params, context)
-        assert sampler.grammar is not None
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
         growth = constrained(policy.grow(where, 6, 4), where, 6, 4)
         tree = grown(growth, drafter.answer).tree
@@ -302,7 +298,6 @@ def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
         text = list[int]()
         for _ in range(chance.randrange(8)):
             place = masks(pattern, V - 1, text).place()
-            assert place is not None
             options = [token for token in range(V - 1) if not place.banned[token]]
             text += [chance.choice(options)] if options else []
         tree = draft(policy, pattern, spelt(text), 10, temperature, 6).tree

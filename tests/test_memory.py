@@ -286,7 +286,7 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
         ({"device_map": "cpu"}, "device_map"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
+            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})
     adapted = saved("llama", tmp_path / "adapted", toy_folder)
     (Path(adapted) / "adapter_config.json").write_text("{}")
     refuses(r"native kernels run in one call.*adapter", LLM, adapted, "ar", memory=TIGHT)

@@ -382,7 +382,7 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     checkpoint = Checkpoint(tmp_path, None)
     model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
-    assert model.head.packed.name == "int8"  # type: ignore[union-attr]
+    assert model.head.packed.name == "int8"
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03
 
 

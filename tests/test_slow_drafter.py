@@ -86,7 +86,6 @@ class SlowDrafter(KnownDrafter):
 
     def _read(self, states):
         for state in states:
-            assert isinstance(state, ReadingState)
             self.clock.now += self.token * state.unread
             self.tokens_read += state.unread
             state.unread = 0
@@ -115,7 +114,7 @@ def simulated(monkeypatch, call, right, mode, busy=False, costs=EXACT):
         clock.now += slow * (PASS + ROW * (rows - 1))
         return forward(batch)
 
-    target.forward = timed  # type: ignore[method-assign]
+    target.forward = timed
     budget = Budget(CostModel(dict(costs)))
     if mode is not None:
         only = Comparison({mode: 1.2})

@@ -155,7 +155,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     distance = (p - log.exp()).abs().sum(-1)
     taken = 1 - distance.detach() / 2
     confidence = made.confidence(drafted.rows, drafted.previous)
-    assert confidence is not None
     said = confidence.sigmoid()
     plain, weights = torch.zeros(()), 0.0
     for i, k in enumerate(drafted.position.tolist()):

@@ -138,7 +138,6 @@ def test_another_way_of_packing_has_another_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("layout", ["qwen2", "gpt2", "gpt-oss-sinks"])
 def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kind, monkeypatch):
     kernels, model = library.kernels(), tiny(layout, torch.bfloat16, wide=True)
-    assert kernels is not None
     weights = PackedWeights(ModelParameters(model), describe(model), kernels, kind)
     monkeypatch.setattr("quickbeam.models.packing.CHUNK", 1)
     got = torch.cat(list(weights.pieces()))
@@ -186,7 +185,7 @@ def test_a_file_system_without_direct_reads_is_read(tmp_path, monkeypatch):
     def refuse(name, flags, *more):
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return opened(name, flags, *more)  # type: ignore[arg-type]
+        return opened(name, flags, *more)
 
     monkeypatch.setattr(os, "open", refuse)
     file = File(path)
