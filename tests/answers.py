@@ -35,19 +35,22 @@ def answer(model, policy, params, prompt, *, engine=None, **options):
     """One answer, run to its end. Raises what ended it."""
     engine = engine or Engine(model)
     sequence = engine.add(request(model, policy, params, prompt, **options))
-    while not sequence.over:
-        engine.step()
+    run(engine, sequence)
     if sequence.error is not None:
         raise sequence.error
     return sequence
 
 
-def run_all(engine):
-    while engine.busy:
+def run(engine, *sequences):
+    """Step until these are over, or all."""
+    while any(not one.over for one in sequences) if sequences else engine.busy:
         engine.step()
 
 
-def same_as_plain(model, drafter, prompts):
+PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
+
+
+def same_as_plain(model, drafter, prompts=PROMPTS):
     """Answers of `auto` over a drafter are plain decoding's, alone and all at a time, at two
     temperatures, with a measured budget and with one that leaves the drafter its room."""
     for temperature, budget in itertools.product((0.0, 0.8), (None, 9)):
@@ -58,7 +61,7 @@ def same_as_plain(model, drafter, prompts):
         assert alone.output.token_ids == plain[0]
         engine = Engine(model)
         running = [engine.add(request(model, auto, params, p, budget=budget)) for p in prompts]
-        run_all(engine)
+        run(engine)
         assert [one.output.token_ids for one in running] == plain
         assert budget is None or running[0].statistics.sources["drafter"].drafted > 0
         engine.close()
@@ -99,10 +102,11 @@ def drafts_change_nothing(model, policies, params, right, alone=None):
         for prompt, said in right if alone is None else alone:
             last = answer(model, policy, params, prompt, engine=engine, budget=8)
             assert last.output.token_ids == said
-    asked = [(policy, *one) for policy in policies for one in right]
     running = [
-        engine.add(request(model, policy, params, prompt, budget=8)) for policy, prompt, _ in asked
+        (engine.add(request(model, policy, params, prompt, budget=8)), said)
+        for policy in policies
+        for prompt, said in right
     ]
-    run_all(engine)
-    assert [one.output.token_ids for one in running] == [said for *_, said in asked]
+    run(engine)
+    assert all(one.output.token_ids == said for one, said in running)
     return last

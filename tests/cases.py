@@ -1,10 +1,12 @@
-"""Which combinations of parameters every change is tested with."""
+"""Which combinations of parameters every change is tested with, and what a call refuses."""
 
 import itertools
 import os
 
 import pytest
 from hypothesis import settings
+
+from quickbeam.errors import InvalidInput
 
 THOROUGH = os.environ.get("QUICKBEAM_TESTS") == "all"  # as `make test-all` sets it
 SHARE = 0.4  # of a property's examples that `make test` tries
@@ -35,3 +37,9 @@ def examples(most, **more):
     return settings(
         max_examples=most if THOROUGH else min(most, max(LEAST, round(most * SHARE))), **more
     )
+
+
+def refuses(words, call, *given, error=InvalidInput, **options):
+    """Hold a call to end with an error whose message has these words (an expression)."""
+    with pytest.raises(error, match=words):
+        call(*given, **options)

@@ -54,13 +54,8 @@ def eagle1(bias=False, fc_bias=False):
 def eagle3(prefix="midlayer", rows=DRAFT, d=D):
     tokens = torch.randperm(VOCAB)[:rows].sort().values
     maps = {"d2t": tokens - torch.arange(rows), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
-    return {
-        "fc.weight": noise(d, 3 * D),
-        "norm.weight": noise(d),
-        "lm_head.weight": noise(rows, d),
-        **maps,
-        **layer(prefix, True, d=d),
-    }
+    own = {"fc": noise(d, 3 * D), "norm": noise(d), "lm_head": noise(rows, d)}
+    return {f"{name}.weight": one for name, one in own.items()} | maps | layer(prefix, True, d=d)
 
 
 def write(folder, config, state, how="safetensors"):

@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -112,7 +113,8 @@ def native(monkeypatch):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """Runs the command line in front of a stand-in for the model, `fake_llm.py`."""
+    """Runs the command line in front of a stand-in for the model, `fake_llm.py`. No command may end
+    in a traceback."""
     from typer.testing import CliRunner
 
     import fake_llm
@@ -121,7 +123,13 @@ def faked(monkeypatch):
     monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     fake_llm.CALLS.clear()
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    def run(*arguments, input=None):
+        result = CliRunner().invoke(app, [str(one) for one in arguments], input=input)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +163,11 @@ def scripted(llm):
 @pytest.fixture(scope="session")
 def anyio_backend():
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory):
+    """A file of 60 prompts to train on."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
+    return path

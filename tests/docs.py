@@ -29,7 +29,7 @@ FENCE = re.compile(
     r"(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
-ANSWERED = ("http://127.0.0.1:8000",)  # a block that names it needs the server
+SERVER = "http://127.0.0.1:8000"  # a block that names it needs the server
 
 
 class Block(NamedTuple):
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     @property
     def served(self):
         """Whether it asks the server."""
-        return any(address in self.body for address in ANSWERED)
+        return SERVER in self.body
 
     def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"

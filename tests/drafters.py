@@ -1,7 +1,6 @@
 """Drafters with known distributions for the tests of tree policies, and the policies over them."""
 
 import random
-from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -18,16 +17,12 @@ DRAFTED = {
     for name, preset in METHODS.items()
     if preset.sources == (DRAFTER,) and name not in ("frspec", "dynaspec")
 }
-ProbsOf = Callable[[Sequence[int]], torch.Tensor]
 
 
 class KnownDrafter(Drafter):
     """DraftProbs by a function of the context, and the contract held: each node once a tree, the
-    root first, parents before children.
-
-    `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes
-    asked for, of all trees.
-    """
+    root first, parents before children. `calls` has the nodes of each request since the last root.
+    `rounds` and `rows`: calls, and nodes asked for, of all trees."""
 
     name = "drafter"
 
@@ -124,8 +119,8 @@ def policies(probs):
     return {name: make(KnownDrafter(probs)) for name, make in DRAFTED.items()}
 
 
-def context_of(ids, temperature, generator=None):
-    return Context(ids, torch.zeros(1), temperature, generator or torch.Generator().manual_seed(0))
+def context_of(ids, temperature, generator=None, logits=torch.zeros(1)):  # noqa: B008
+    return Context(ids, logits, temperature, generator or torch.Generator().manual_seed(0))
 
 
 def paths(tree):

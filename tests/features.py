@@ -2,24 +2,27 @@
 
 import contextlib
 import copy
+import itertools
+import random
 import types
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
-from models import VOCAB, tiny
+from models import VOCAB, spread_out, tiny
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.eagle import EagleState, eagle_drafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
 from target import Target
 
-WIDE = EagleConfig(
-    32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB
-)
+WIDE = EagleConfig(32, 48, 4, 2, 8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB)
+RANDOM = st.integers(0, 2**32).map(random.Random)
 KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native, of drafter
     "attention": ("llama", True, WIDE),
     "own-head": ("mistral-window", True, replace(WIDE, layers=(4, 1), draft_vocab_size=20)),
@@ -37,10 +40,7 @@ def head_of(config, model):
     network = EagleHead(config, *modules).requires_grad_(False)
     # without norms outputs grow, and rounding with them
     gain = 3 if config.join == "attention" else 1.75
-    for parameter in network.parameters():
-        parameter.mul_(gain) if parameter.dim() > 1 else parameter.add_(
-            0.3 * torch.randn_like(parameter)
-        )
+    spread_out(network, gain, 0.3)
     if config.own_head:
         network.tokens.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size])
     return network
@@ -83,9 +83,8 @@ class Pair:
         self.model = tiny(layout, seed=3).to(dtype).float()
         self.network = head_of(self.config, self.model).to(dtype).float()
         # pages of the kernels are longer than the beginnings that tests share in float32
-        self.target = make_model(
-            copy.deepcopy(self.model).to(dtype), native=native and dtype is torch.bfloat16, chunk=6
-        )
+        kernels = native and dtype is torch.bfloat16
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), native=kernels, chunk=6)
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
         self.drafter = eagle_drafter(network, self.target, native=native, weights=weights)
@@ -146,6 +145,22 @@ class Pair:
             probs[self.network.tokens if self.config.own_head else slice(None)] = logits.softmax(-1)
             distributions.append(probs)
         return torch.stack(distributions)
+
+    def distances(self, lengths=(1, 7, 30, 66), steps=3, vocab=VOCAB, compared=lambda *both: both):
+        """Total variations between the drafter's distributions and those of the equations, over
+        trees in answers. `compared`: what of both counts."""
+        rng, far = random.Random(5), []
+        for length in lengths:
+            text = self.begin([rng.randrange(vocab) for _ in range(length)], rng.randrange(vocab))
+            for _ in range(steps):
+                tree = grown(rng, text.context.ids[-1], 7, vocab)
+                for nodes in rounds(tree):
+                    right = self.expected(text.context.ids, tree, nodes, 1.0)
+                    found, right = compared(text.distributions(tree, nodes), right)
+                    far += ((found - right).abs().sum(-1) / 2).tolist()
+                text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(vocab))
+            text.release()
+        return far
 
     def begin(self, prompt, token, temperature=1.0, shortlist=None):
         """As an answer begins."""
@@ -223,14 +238,42 @@ def words(rng, count):
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def grown(rng, root, nodes):
+def grown(rng, root, nodes, vocab=VOCAB):
     """A tree with random tokens, deep rather than wide."""
     tree = TokenTree(root)
     while len(tree) < nodes:
-        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(VOCAB)
+        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(vocab)
         if tree.child(parent, token) is None:
             tree.add(parent, token, "random")
     return tree
+
+
+def small_pages(page):
+    """A fixture for modules: beginnings are shared in whole pages of so many rows."""
+
+    @pytest.fixture(autouse=True, scope="module")
+    def smaller():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowPool, "page", page)
+            yield
+
+    return smaller
+
+
+def interrupt(patch, owner, name, when, late=True):
+    """Have a call be interrupted, before it or after."""
+    calls, run = itertools.count(1), getattr(owner, name)
+
+    def interrupted(*args):
+        this = next(calls) == when
+        if this and not late:
+            raise KeyboardInterrupt
+        out = run(*args)
+        if this:
+            raise KeyboardInterrupt
+        return out
+
+    patch.setattr(owner, name, interrupted)
 
 
 def held(drafter, expected):
@@ -257,9 +300,8 @@ def growing(rng, root, alone):
         ready = list[int]()
         for node in range(len(tree)) if rng.random() < 0.9 else ():
             known = asked if alone else [*asked, *ready]
-            if node not in asked and (
-                node == 0 or (tree.parent[node] in known and rng.random() < 0.7)
-            ):
+            likely = node == 0 or (tree.parent[node] in known and rng.random() < 0.7)
+            if node not in asked and likely:
                 ready.append(node)
         yield tree, ready
         asked += ready

@@ -297,15 +297,7 @@ def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[
     return found
 
 
-def write(
-    path,
-    architecture: str,
-    model: PreTrainedModel,
-    kinds=None,
-    change=as_it_is,
-    behind=(),
-    pre="qwen2",
-):
+def write(path, architecture, model, kinds=None, change=as_it_is, behind=(), pre="qwen2"):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
     `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block.
     `pre`: how text is split into words."""

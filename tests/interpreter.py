@@ -3,8 +3,6 @@
 Tests hold the families' descriptions to it. A text is run whole, without a cache.
 """
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 
@@ -13,27 +11,24 @@ from quickbeam.models.stack import Attention, Experts, FeedForward, Linear, Matr
 from quickbeam.models.stack_tensors import norm_weight, query_factors, rows_of
 from reference import ACTIVATIONS
 
-# cosines and sines `[n, half]` of positions `[n]`
-Angles = Callable[[of_stack.Rotary, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Held = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer
 
-
-def cap(x: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def cap(x, softcap: float | None):
     return x if softcap is None else torch.tanh(x / softcap) * softcap
 
 
 class Interpreter:
-    """The parts of a model with these `parameters`; `n` rows are those of one text."""
+    """The parts of a model with these `parameters`; `n` rows are those of one text. `angles`:
+    cosines and sines `[n, half]` of a `Rotary` and positions `[n]`."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], angles: Angles | None = None):
+    def __init__(self, parameters, angles=None):
         self.parameters, self.angles = parameters, angles
 
-    def logits(self, stack: of_stack.Stack, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, stack: of_stack.Stack, tokens):
         """Return the logits after each of `tokens` `[n]`, `[n, vocab]`, in the model's dtype."""
         x = F.embedding(tokens, self.parameters[stack.embedding]) * stack.scale
         if stack.positions is not None:
             x = x + self.parameters[stack.positions][: len(tokens)]
-        inputs, held = self.per_layer(stack, tokens, x), Held()
+        inputs, held = self.per_layer(stack, tokens, x), []
         for i, layer in enumerate(stack.layers):
             normed = self.norm(x, layer.attention_before)
             mixed = torch.zeros_like(x)
@@ -61,7 +56,7 @@ class Interpreter:
         x = self.norm(x, stack.norm)
         return cap(self.linear(x, stack.head) * stack.head_scale, stack.softcap)
 
-    def linear(self, x: torch.Tensor, of: Linear) -> torch.Tensor:
+    def linear(self, x, of: Linear):
         weight, *bias = (
             torch.cat([rows_of(one, self.parameters[one.name]) for one in parts])
             for parts in (of.weights, of.biases)
@@ -69,7 +64,7 @@ class Interpreter:
         )
         return F.linear(x, weight, *bias)
 
-    def norm(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def norm(self, x, norm: Norm | None):
         """Apply a norm to the last dimension, or of several heads' weights to the last two."""
         if norm is None:
             return x
@@ -84,7 +79,7 @@ class Interpreter:
             y = y + self.parameters[norm.bias].float()
         return y.to(x.dtype)
 
-    def turn(self, x: torch.Tensor, of: Attention) -> torch.Tensor:
+    def turn(self, x, of: Attention):
         """Apply rotary angles to heads `[n, heads, dim]`."""
         if of.rotary is None or self.angles is None:
             return x
@@ -99,7 +94,7 @@ class Interpreter:
             pairs = torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
         return torch.cat([pairs, rest], -1)
 
-    def attend(self, x: torch.Tensor, of: Attention, held: Held) -> torch.Tensor:
+    def attend(self, x, of: Attention, held):
         n, group, positions = len(x), of.heads // of.kv_heads, torch.arange(len(x))
         sizes = [of.heads * of.head_dim, of.kv_heads * of.head_dim, of.kv_heads * of.head_dim]
         read = self.linear(x, of.qkv)
@@ -143,9 +138,7 @@ class Interpreter:
             mixed = mixed * gates.repeat_interleave(of.head_dim if of.one_gate else 1, -1)
         return self.linear(mixed, of.out)
 
-    def per_layer(
-        self, stack: of_stack.Stack, tokens: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
+    def per_layer(self, stack: of_stack.Stack, tokens, x):
         """Return the per-layer inputs `[n, layers, width]`; none where there are no such."""
         if (of := stack.per_layer) is None:
             return torch.empty(0)
@@ -154,13 +147,13 @@ class Interpreter:
         made = (self.linear(x, of.projection) * of.factor).view(apart)
         return (self.norm(made, of.norm) + rows) * of.mixed
 
-    def recur(self, x: torch.Tensor, of: of_stack.Recurrent) -> torch.Tensor:
+    def recur(self, x, of: of_stack.Recurrent):
         if isinstance(of, Matrices):
             return self.recur_matrices(x, of)
         b, c, x = self.linear(x, of.into).chunk(3, -1)
         return self.linear(c * self.convolve(b * x, of), of.out)
 
-    def recur_matrices(self, x: torch.Tensor, of: Matrices) -> torch.Tensor:
+    def recur_matrices(self, x, of: Matrices):
         keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
         sizes = [of.channels, values, of.heads if of.delta else 0, of.heads]
         mixed, gates, rate, step = self.linear(x, of.into).split(sizes, -1)
@@ -201,15 +194,13 @@ class Interpreter:
         y = self.norm(y * gates, of.norm) if of.norm_last else self.norm(y, of.norm) * gates
         return self.linear(y.flatten(1), of.out)
 
-    def convolve(self, x: torch.Tensor, of: of_stack.Recurrent) -> torch.Tensor:
+    def convolve(self, x, of: of_stack.Recurrent):
         """The convolution of `[n, channels]` over the last `taps` tokens."""
         bias = None if of.bias is None else self.parameters[of.bias]
         padded = F.pad(x.t(), (of.taps - 1, 0))
         return F.conv1d(padded, self.parameters[of.weight], bias, groups=of.channels).t()
 
-    def from_latent(
-        self, made: torch.Tensor, of: Attention, latent: of_stack.Latent
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def from_latent(self, made, of: Attention, latent: of_stack.Latent):
         """Return queries, keys, values `[n, heads, ...]`; what turns of a head comes first here."""
         sizes = [made.shape[-1] - latent.rank - of.turned, latent.rank, of.turned]
         query, small, turning = torch.split(made, sizes, -1)
@@ -221,7 +212,7 @@ class Interpreter:
         still, value = torch.split(rest, [of.head_dim - of.turned, latent.value_dim], -1)
         return query, torch.cat([turning[:, None].expand(-1, of.heads, -1), still], -1), value
 
-    def feed(self, x: torch.Tensor, of: FeedForward | Experts) -> torch.Tensor:
+    def feed(self, x, of: FeedForward | Experts):
         if isinstance(of, Experts):
             return self.feed_experts(x, of)
         up = self.linear(x, of.up)
@@ -237,13 +228,11 @@ class Interpreter:
             up = activation(up)
         return self.linear(up, of.down) * of.factor
 
-    def feed_beside(self, x: torch.Tensor, of: of_stack.Beside) -> torch.Tensor:
+    def feed_beside(self, x, of: of_stack.Beside):
         made = self.feed_experts(self.norm(x, of.before), of.experts, self.norm(x, of.router))
         return self.norm(made, of.after)
 
-    def feed_experts(
-        self, x: torch.Tensor, of: Experts, router: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def feed_experts(self, x, of: Experts, router=None):
         weight, expert = self.route(x if router is None else router, of.routing)
         total = torch.zeros_like(x)
         for i, one in enumerate(of.chosen):
@@ -256,7 +245,7 @@ class Interpreter:
             total = total + shared
         return total
 
-    def route(self, x: torch.Tensor, of: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x, of: Routing):
         """Return the weights and numbers of each row's experts, `[n, top]` each."""
         logits = self.linear(x, of.logits).float()
         if of.scores == "mixer":
@@ -281,7 +270,7 @@ class Interpreter:
         return weight * of.factor, expert
 
 
-def mix(logits: torch.Tensor, of: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def mix(logits, of: Routing):
     left, weights, experts = logits, [], []
     for _ in range(of.top):
         top, expert = left.max(-1, keepdim=True)

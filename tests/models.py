@@ -45,9 +45,8 @@ def tiny(name, dtype=torch.float32, seed=0, wide=False, layers=None, config=None
         config.hidden_size = 128
         if "head_dim" in config.to_dict():
             config.head_dim = 32
-    return spread_out(
-        AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    )
+    how = dict(dtype=dtype, attn_implementation="eager")
+    return spread_out(AutoModelForCausalLM.from_config(config, **how))
 
 
 @torch.no_grad()

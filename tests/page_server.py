@@ -7,7 +7,6 @@ the format of the real ones.
 import asyncio
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +163,10 @@ def refuse(status, message, headers=None):
     )
 
 
-@contextmanager
 def serving(app):
-    """The application on a free port of this machine, from a thread; gives its address."""
+    """The application on a free port of this machine, from a thread: address and loop."""
     how = {"log_level": "error", "ws": "none", "lifespan": "on", "timeout_graceful_shutdown": 1}
-    with in_thread(uvicorn.Config(app, **how)) as (address, _):
-        yield address
+    return in_thread(uvicorn.Config(app, **how))
 
 
 def chromium(playwright):

@@ -94,11 +94,9 @@ def idle(runner):
     return not any(places) and not sequences and not engine.busy
 
 
-@contextmanager
 def serving(runner):
     """Its address, and its event loop, in a thread of its own."""
-    with in_thread(config(runner)) as found:
-        yield found
+    return in_thread(config(runner))
 
 
 @contextmanager

@@ -32,29 +32,25 @@ def saved(layout, folder, toy_folder, layers=None, **changes):
     return str(folder)
 
 
-def limits(folder, weights="bfloat16", dtype=torch.bfloat16):
+def stored(folder):
+    """The checkpoint in a folder, for rows of bfloat16."""
+    return Checkpoint(Path(folder), torch.bfloat16)
+
+
+def limits(checkpoint, weights="bfloat16"):
     """Memory for no resident group, one, … as far as that is less than the model takes."""
-    return limits_of(Checkpoint(Path(folder), dtype), weights)
-
-
-def limits_of(checkpoint, weights="bfloat16"):
-    kernels, name = library.kernels(), weights_format(weights, checkpoint.dtype)
-    assert kernels is not None
-    packed = PackedWeights(checkpoint, checkpoint.stack, kernels, name)
+    name = weights_format(weights, checkpoint.dtype)
+    packed = PackedWeights(checkpoint, checkpoint.stack, library.kernels(), name)
     piece = disk.piece(packed)
     every = range(packed.small + 2 * piece, packed.small + packed.size, piece)
     return [limit for limit in every if disk.limit(checkpoint, checkpoint.stack, weights, limit)]
 
 
-def on_disk(folder, memory, weights="bfloat16", dtype=torch.bfloat16):
+def on_disk(checkpoint, memory, weights="bfloat16"):
     """The model with so much memory for its weights."""
-    return of_disk(Checkpoint(Path(folder), dtype), memory, weights)
-
-
-def of_disk(checkpoint, memory, weights="bfloat16"):
     kept = WeightFile.of(str(checkpoint.path), None, weights, None)
     more = {"weights": weights, "kept": kept, "memory": memory}
-    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))  # type: ignore[arg-type]
+    target = Target(NativeModel(checkpoint, checkpoint.stack, **more))
     assert target.model.streamed is not None and target.model.exact
     return target
 
@@ -66,12 +62,9 @@ def alike(one, other, widths=(1, 2, 3, 16, 17, 40, 128)):
         tree = bush(width)
         assert torch.equal(one.verify(tree), other.verify(tree)), width
     tree = bush(20)
-    path = [0]
-    while below := list(tree.children[path[-1]].values()):
-        path.append(below[-1])
     for target in (one, other):
         target.verify(tree)
-        target.commit(tree, path)
+        target.commit(tree, tree.path(len(tree) - 1))
     assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
 
 

@@ -77,3 +77,8 @@ class Target:
             if self._drafted is not None:
                 self._held.append(self._drafted[list(path)])
         self.ids.extend(tree.token[node] for node in path)
+
+
+def logits_of(model, ids):
+    """`[n, vocab]`, after each token of a text that is read at once."""
+    return model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits

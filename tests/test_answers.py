@@ -6,9 +6,10 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from answers import request, run_all
+from answers import request, run
+from cases import refuses
 from models import tiny
-from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
 from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
 from quickbeam.engine.engine import Engine
@@ -92,33 +93,35 @@ def test_answers_stay_the_same_and_take_fewer_steps(temperature):
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=5)
     model, prompt = make_model(tiny("llama", seed=3)), [*range(1, 30)]
     answers, steps, policy = [], [], make_method("logitspec")
-    for memory, tenant in ((None, "a"), (AnswerMemory(1 << 20), "a")):
+    for memory in (None, AnswerMemory(1 << 20)):
         engine = Engine(model, memory=memory)
-        for who in (tenant, tenant, "b"):
+        for tenant in "aab":
             asked = request(model, policy, params, prompt, budget=16)
-            asked.tenant = who
+            asked.tenant = tenant
             one = engine.add(asked)
-            run_all(engine)
-            assert one.error is None
+            run(engine)
             answers.append(one.output.token_ids)
             steps.append(one.statistics.steps)
             assert one.statistics.sources["answers"].accepted <= 39
         engine.close()
-    assert all(answer == answers[0] for answer in answers)
-    without, first, again, others = steps[0], steps[3], steps[4], steps[5]
-    assert first == without and others == without
-    assert again <= 5 < without
+    assert len(answers[0]) == 40 and all(answer == answers[0] for answer in answers)
+    without, first, again, others = steps[0], *steps[3:]
+    assert first == others == without > 5 >= again
 
 
-def test_off_by_zero_and_on_by_default(toy_folder):
-    params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), "a b c d e f"
-    steps = []
-    for given in ({"memory_of_answers": "0"}, {"memory_of_answers": "1MB"}, {}):
+def test_off_by_zero_and_on_by_default_and_kept_by_a_model(toy_folder, tmp_path):
+    params, prompt, steps = SamplingParams(max_tokens=30, ignore_eos=True), "a b c d e f", []
+    keep = {"keep": tmp_path / "kept"}
+    for given in ({"memory_of_answers": "0"}, {"memory_of_answers": "1MB"}, {}, keep, keep):
         with LLM(toy_folder, "logitspec", budget=8, **given) as llm:
             first, again = (llm.generate(prompt, params) for _ in range(2))
             assert first.token_ids == again.token_ids
             steps.append((first.statistics.steps, again.statistics.steps))
-    assert steps[0][0] == steps[0][1] and steps[1] == steps[2] and steps[1][1] < steps[1][0]
+    (slow, same), learned, *others = steps
+    assert same == slow == learned[0] > learned[1]
+    assert others == [learned, learned, (learned[1], learned[1])]
+    words = "a memory of answers of 0 keeps none"
+    refuses(words, LLM, toy_folder, memory_of_answers=0, keep=tmp_path / "kept")
 
 
 def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
@@ -137,12 +140,10 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
         match = again.of(who).match(text[:40])
         assert match is not None and again.of(who).continuation(match, 99) == text[40:]
         assert all(again.of(other).match(text[:40]) is None for other in texts if other != who)
-    with pytest.raises(InvalidInput, match="keeps answers of m, not of other: name"):
-        AnswerMemory(1 << 20, path, "other")
+    refuses("keeps answers of m, not of other: name", AnswerMemory, 1 << 20, path, "other")
     for content in (b"", b"no such file", path.read_bytes()[:-7]):
         (tmp_path / "wrong").write_bytes(content)
-        with pytest.raises(InvalidInput, match="no file of kept answers"):
-            AnswerMemory(1 << 20, tmp_path / "wrong", "m")
+        refuses("no file of kept answers", AnswerMemory, 1 << 20, tmp_path / "wrong", "m")
     before = path.read_bytes()
     again._keep = tmp_path / "missing" / "folder"
     again.close()
@@ -150,22 +151,10 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
 
 
 def test_commands_keep_their_answers(toy_folder, tmp_path):
-    options, held = (
-        ["--model", toy_folder, "--keep", str(tmp_path / "kept"), "--max-tokens", "8"],
-        0,
-    )
+    options = ["--model", toy_folder, "--keep", str(tmp_path / "kept"), "--max-tokens", "8"]
+    held = 0
     for command in (["generate", "a b c"], ["chat"]):
         done = CliRunner().invoke(app, [*command, *options], input="other words\n")
         kept = AnswerMemory(1 << 20, tmp_path / "kept", toy_folder).of(None).ring()
         assert done.exit_code == 0 and (kept > 0).sum() >= held + 8
         held = (kept > 0).sum()
-
-
-def test_a_model_keeps_its_answers(toy_folder, tmp_path):
-    params, steps = SamplingParams(max_tokens=30, ignore_eos=True), []
-    for _ in range(2):
-        with LLM(toy_folder, "logitspec", budget=8, keep=tmp_path / "kept") as llm:
-            steps.append(llm.generate("a b c d e f", params).statistics.steps)
-    assert steps[1] < steps[0]
-    with pytest.raises(InvalidInput, match="a memory of answers of 0 keeps none"):
-        LLM(toy_folder, memory_of_answers=0, keep=tmp_path / "kept")

@@ -3,8 +3,8 @@ whatever the assistant reads."""
 
 import copy
 import json
-import random
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
-from answers import answer, method_as_plain, request, same_as_plain
-from cases import spread
+from answers import PROMPTS, answer, method_as_plain, request, run, same_as_plain
+from cases import refuses, spread
 from checkpoints import configure, rewrite
 from drafters import DRAFTED
-from features import Pair, grown, held, rounds
+from features import Pair, held
 from models import SIZES, tiny
 from quickbeam import LLM
 from quickbeam.drafters.assistant import OrderedHead, is_assistant, load_assistant
@@ -43,7 +43,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 SAME = ("num_global_key_value_heads", "attention_k_eq_v")
 ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 3}
 HEAD = {"all": {}, "ordered": ORDERED}
-native_alone = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 
 
 def randomised(model, seed):
@@ -92,12 +92,8 @@ class Assisted(Pair):
     @torch.inference_mode()
     def expected(self, ids, tree, nodes, temperature):
         """By transformers' class alone; tokens that it does not score have probability 0."""
-        read = self.model(
-            torch.tensor([ids[:-1]]),
-            output_hidden_states=True,
-            return_shared_kv_states=True,
-            use_cache=False,
-        )
+        asked = dict(output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        read = self.model(torch.tensor([ids[:-1]]), **asked)
         states, kept = read.hidden_states[-1][:, -1:], dict(read.shared_kv_states)
         embed, distributions = self.model.get_input_embeddings(), []
         for node in nodes:
@@ -117,31 +113,20 @@ class Assisted(Pair):
         return torch.stack(distributions)
 
 
-def opened(folder, **options):
-    kind = {name: options.pop(name) for name in ("target", "head") if name in options}
-    return Assisted(**kind).open(folder, **options)
+def opened(folder, target="shared", head="all", **options):
+    return Assisted(target, head).open(folder, **options)
 
 
-@native_alone
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
 def test_distributions_are_those_of_transformers_class(target, head, tmp_path):
+    def scored(found, right):
+        found = found * (right > 0)  # what other nodes of the call asked for counts, too
+        return found / found.sum(-1, keepdim=True), right
+
     pair = opened(tmp_path, target=target, head=head)
-    rng = random.Random(target)
-    text = pair.begin([rng.randrange(VOCABULARY) for _ in range(9)], 5)
-    for _ in range(3):
-        tree = grown(rng, text.context.ids[-1], 7)
-        for nodes in rounds(tree):
-            found = text.distributions(tree, nodes)
-            right = pair.expected(text.context.ids, tree, nodes, 1.0)
-            found = found * (right > 0)  # what other nodes of the call asked for counts, too
-            found /= found.sum(-1, keepdim=True)
-            torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
-        path = max((tree.path(node) for node in range(len(tree))), key=len)
-        text.go_on(tree, path[:3], rng.randrange(VOCABULARY))
-    text.release()
+    assert max(pair.distances((9,), 3, VOCABULARY, scored)) < 1e-4
 
 
-@native_alone
 def test_the_kernels_score_the_clusters_that_fit_each_row():
     """In 8 bits, as nearly as that tells: what a row scores alone is among what a call scores."""
     torch.manual_seed(0)
@@ -158,31 +143,19 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
     torch.testing.assert_close(native.logits, plain.logits, atol=0.3, rtol=0.05)
 
 
-PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """By target and head, in bfloat16, each made once."""
-    made = dict[tuple[str, str], Assisted]()
-
-    def get(target, head):
-        if (target, head) not in made:
-            folder = tmp_path_factory.mktemp("assistant")
-            made[target, head] = opened(folder, target=target, head=head, dtype=torch.bfloat16)
-        return made[target, head]
-
-    return get
+    folder = lambda: tmp_path_factory.mktemp("assistant")  # noqa: E731
+    return cache(lambda *kind: opened(folder(), *kind, dtype=torch.bfloat16))
 
 
-@native_alone
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
 def test_answers_are_plain_decodings_alone_and_six_at_a_time(target, head, pairs):
     pair = pairs(target, head)
-    same_as_plain(pair.target, pair.drafter, PROMPTS)
+    same_as_plain(pair.target, pair.drafter)
 
 
-@native_alone
 def test_the_engine_has_it_draft_from_the_right_hidden_state(tmp_path):
     pair = opened(tmp_path, head="all")
     for prompt in PROMPTS[:3]:
@@ -190,22 +163,19 @@ def test_the_engine_has_it_draft_from_the_right_hidden_state(tmp_path):
             method_as_plain(pair.target, DRAFTED["dyspec"](pair.drafter), prompt)
 
 
-@native_alone
 def test_what_was_computed_of_a_beginning_is_shared(pairs):
     """The assistant reads no hidden state but the last: it drafts the same behind a cached text."""
     pair, prompt = pairs("shared", "all"), list(range(90)) * 2
     params, engine = SamplingParams(max_tokens=12, ignore_eos=True), Engine(pair.target)
     method = DRAFTED["dyspec"](pair.drafter)
-    first, second = (
-        answer(pair.target, method, params, prompt, engine=engine, budget=6) for _ in range(2)
-    )
+    asked = pair.target, method, params, prompt
+    first, second = (answer(*asked, engine=engine, budget=6) for _ in range(2))
     assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, 128)
     assert first.output.token_ids == second.output.token_ids
     assert first.statistics.steps == second.statistics.steps
     engine.close()
 
 
-@native_alone
 def test_a_sequence_that_was_preempted_goes_on_drafting(pairs):
     pair = pairs("shared", "all")
     params, engine = SamplingParams(max_tokens=40, ignore_eos=True), Engine(pair.target)
@@ -216,14 +186,12 @@ def test_a_sequence_that_was_preempted_goes_on_drafting(pairs):
         engine.step()
     engine.scheduler.preempt(one)
     calls = one.statistics.drafter_calls
-    while not one.over:
-        engine.step()
+    run(engine, one)
     assert one.output.token_ids == plain and one.statistics.preemptions == 1
     assert one.statistics.drafter_calls > calls
     engine.close()
 
 
-@native_alone
 def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
     vocab = json.loads((Path(toy_folder) / "config.json").read_text())["vocab_size"]
     small = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "vocab_size": vocab}
@@ -245,35 +213,29 @@ def test_it_is_named_like_any_drafter(toy_folder, tmp_path):
         LLM(folder, drafter=drafter, draft_weights="int8")
 
 
-@native_alone
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     pair = opened(tmp_path / "a", target="shared")
     path = tmp_path / "a"
     assert is_assistant(path) and not is_assistant(tmp_path)
     with pytest.raises(InvalidInput, match="an assistant of Gemma 4, the target is a llama"):
         load_assistant(path, make_model(tiny("llama")))
-    narrow = Gemma4TextConfig(
-        **FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
-    )
-    other = make_model(tiny("", config=narrow))
-    with pytest.raises(InvalidInput, match=r"it has 4 heads of 16, the target"):
-        load_assistant(path, other)
+    narrow = FIELDS | PLAIN | {"num_hidden_layers": 2, "layer_types": KINDS, "global_head_dim": 8}
+    other = make_model(tiny("", config=Gemma4TextConfig(**narrow)))
+    refuses(r"it has 4 heads of 16, the target", load_assistant, path, other)
     eager = make_model(copy.deepcopy(pair.model), native=False)
-    with pytest.raises(InvalidInput, match="an assistant needs the native kernels"):
-        load_assistant(path, eager)
+    refuses("an assistant needs the native kernels", load_assistant, path, eager)
     configure(path, backbone_hidden_size=48)
-    with pytest.raises(InvalidInput, match="states 48 wide, the target's are 32"):
-        load_assistant(path, pair.target)
+    refuses("states 48 wide, the target's are 32", load_assistant, path, pair.target)
     configure(path, backbone_hidden_size=32)
     rewrite(path, {"pre_projection.weight": torch.ones(3, 4)})
     with pytest.raises(InvalidInput, match=r"pre_projection.weight has shape \[3, 4\], expected"):
         load_assistant(path, pair.target)
 
 
-@native_alone
-@pytest.mark.parametrize(
-    ("part", "field", "value"),
-    [
+def test_fields_of_another_kind_are_refused(tmp_path):
+    pair, path = opened(tmp_path, head="ordered"), tmp_path / "config.json"
+    whole = path.read_text()
+    for part, field, value in (
         ("text_config", "rope_parameters", {}),
         ("text_config", "num_hidden_layers", 7),
         ("text_config", "num_hidden_layers", 1 << 31),
@@ -283,12 +245,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         ("text_config", "enable_moe_block", "x"),
         (None, "text_config", True),
         (None, "centroid_intermediate_top_k", -1),
-    ],
-)
-def test_fields_of_another_kind_are_refused(part, field, value, tmp_path):
-    pair = opened(tmp_path, head="ordered")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (config if part is None else config[part])[field] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInput):
-        load_assistant(tmp_path, pair.target)
+    ):
+        config = json.loads(whole)
+        (config if part is None else config[part])[field] = value
+        path.write_text(json.dumps(config))
+        with pytest.raises(InvalidInput):
+            load_assistant(tmp_path, pair.target)

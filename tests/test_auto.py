@@ -1,21 +1,31 @@
 """One tree of what the text repeats, what the last logits nearly chose and what a drafter says."""
 
+import random
+from dataclasses import replace
+from statistics import mean
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cases import examples
 from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.methods.acceptance import GUESSED, elsewhere
+from quickbeam.methods import make_method
+from quickbeam.methods.acceptance import (
+    GUESSED,
+    REPEATED,
+    AcceptanceModel,
+    as_printed,
+    drafted,
+    drawn,
+    elsewhere,
+)
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.free import LONGEST
-from toy import ToyModel, path_tokens
+from toy import path_tokens
 
 
 class NoGuesses(LastLogits):
@@ -25,36 +35,18 @@ class NoGuesses(LastLogits):
         return []
 
 
+def flat(node, nodes=64, explore=False):
+    return replace(MarginalCost.of_passes([1, nodes], [0.0, node * (nodes - 1)]), explore=explore)
+
+
 def auto(drafter, guesses=False):
     return Auto(drafter, Ngram(), LastLogits() if guesses else NoGuesses())
 
 
-def priced(ids, prices):
+def priced(ids, node):
     context = context_of(ids, 0.0)
-    context.marginal_cost = prices
+    context.marginal_cost = flat(node)
     return context
-
-
-@examples(80, derandomize=True)
-@given(
-    st.integers(0, 10**6),
-    st.integers(2, 8),
-    st.integers(1, 40),
-    st.integers(0, 9),
-    st.lists(st.integers(0, 7), min_size=1),
-    st.sampled_from([0.0, 1.0]),
-)
-def test_every_tree_keeps_the_contract(seed, vocab, budget, max_depth, text, temperature):
-    model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
-    drafter = KnownDrafter(model.draft)
-    context = Context(ids, torch.arange(vocab).float(), temperature)
-    tree = tree_of(auto(drafter, guesses=True), context, budget, max_depth)
-    assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
-    assert set(tree.source[1:]) <= {"drafter", "ngram", "last_logits"}
-    assert not any(probs is not None for probs in tree.probs)
-    for node in range(1, len(tree)):
-        assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
-    assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 
 def test_without_repeats_the_tree_is_the_drafters():
@@ -67,23 +59,20 @@ def test_without_repeats_the_tree_is_the_drafters():
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked():
-    period, prices = [5, 9, 2, 7, 1, 8, 3], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.01])
-    drafter = zipf_drafter(20)
+    period, drafter = [5, 9, 2, 7, 1, 8, 3], zipf_drafter(20)
     policy = auto(drafter)
-    tree = tree_of(policy, priced(period * 4, prices), 64, 12, call=0.3)
+    tree = tree_of(policy, priced(period * 4, 0.01), 64, 12, call=0.3)
     assert drafter.rounds == 0 and path_tokens(tree, len(tree) - 1) == (period * 2)[:12]
-    tree_of(policy, priced([1, 2, 3, 4], prices), 64, 12, call=0.3)
+    tree_of(policy, priced([1, 2, 3, 4], 0.01), 64, 12, call=0.3)
     assert drafter.rounds > 0
 
 
 def test_likely_paths_are_continued_from_the_text():
-    """The drafter is sure of one token."""
     probs = torch.full((30,), 0.001)
     probs[4] = 1 - 0.029
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
     drafter = KnownDrafter(lambda context: probs)
-    prices = MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])
-    tree = tree_of(auto(drafter), priced([*text[:-1], 20, 1], prices), 64, 9, call=0.75)
+    tree = tree_of(auto(drafter), priced([*text[:-1], 20, 1], 0.02), 64, 9, call=0.75)
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
 
 
@@ -93,8 +82,7 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
     policy, ids = auto(drafter, guesses=True), [1, 2, 3, 29]
 
     def tree():
-        prices = MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])
-        context = Context(list(ids), logits, marginal_cost=prices)
+        context = Context(list(ids), logits, marginal_cost=flat(0.02))
         return tree_of(policy, context, 64, 9, call=9.0)
 
     first = tree()
@@ -115,10 +103,86 @@ def test_auto_takes_what_is_at_hand(toy_folder):
     answer = alone.generate("abc abc", short)
     assert alone.method == answer.method == "recycling"
     both = LLM(toy_folder, dtype="float32", drafter=toy_folder)
-    drafted = both.generate("abc abc", short)
-    assert drafted.method == "auto" and drafted.token_ids == answer.token_ids
+    other = both.generate("abc abc", short)
+    assert other.method == "auto" and other.token_ids == answer.token_ids
 
 
 def test_continuations_are_not_endless():
     ids = [1] * 40
     assert max(tree_of(auto(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
+
+
+# --- nodes and calls that have costs ---
+
+
+def test_what_promises_too_little_is_not_asked_for():
+    drafter = zipf_drafter()
+    policy = DySpec(drafter, as_printed)
+    context, calls = priced([0], 0.02), []
+    for call in (0.0, 0.05, 0.2, 0.5, 0.7):
+        policy.calls = type(policy.calls)()
+        before = drafter.rounds
+        tree = tree_of(policy, context, 64, 20, call)
+        calls.append(drafter.rounds - before)
+        assert (len(tree) == 1) == (calls[-1] == 0)
+    assert calls == sorted(calls, reverse=True) and calls[0] > calls[2] > 0 == calls[-1]
+    context.marginal_cost = flat(0.02, explore=True)
+    assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
+    tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without prices, the paper's own
+    assert len(drafter.calls) > 1
+    policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
+    for _ in range(60_000):
+        policy.calls.observe(0, 1.0, 2)
+    context.marginal_cost = flat(0.02, explore=True)
+    assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
+
+
+def test_only_the_first_call_of_a_block_drafter_costs_anything():
+    rounds, sizes = [], []
+    for one_call in (False, True):
+        drafter = zipf_drafter()
+        drafter.one_call = one_call
+        context = priced([0], 0.02)
+        policy = DySpec(drafter, as_printed)
+        sizes.append(len(tree_of(policy, context, 64, 20, call=0.3)))
+        rounds.append(drafter.rounds)
+        assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
+        assert drafter.rounds == rounds[-1]
+    assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("name", ["pld", "logitspec"])
+def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
+    policy, sizes = make_method(name), list[int]()
+    context = context_of([5, 9, 2, 7, 1, 8, 3] * 3, 0.0).begin(policy.sources)
+    for node in (0.001, 0.1, 0.3, 0.7):
+        context.marginal_cost = flat(node)
+        tree = tree_of(policy, context, 64, 20)
+        assert len(tree_of(policy, context, 64, 0)) == 1
+        assert all(value > node for value in tree.value[1:])
+        sizes.append(len(tree))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > 1
+    for _ in range(300):  # the text goes on differently each time
+        growth = policy.grow(context, 64, 20)
+        with pytest.raises(StopIteration) as end:
+            next(growth)
+        end.value.value.learn(end.value.value.tree, [0])
+    assert len(end.value.value.tree) == 1
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.5, 0.97])
+def test_what_is_accepted_is_learned_where_it_was_seen(rate):
+    model, rng = AcceptanceModel(), random.Random(3)
+    for _ in range(4000):
+        accepted = rng.random() < rate
+        model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
+        model.observe(elsewhere(REPEATED, 5), accepted)
+        model.observe(as_printed(0, 0.5), accepted)
+    near = pytest.approx(rate, abs=0.06)
+    assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == near
+    assert model.rate(elsewhere(REPEATED, 4)) == near
+    others = drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), as_printed(0, 0.5)
+    for other in (*others, elsewhere(REPEATED, 3)):
+        assert model.rate(other) == other.usual
+    agreed = elsewhere(REPEATED, 4).given(True)
+    assert model.rate(agreed) == agreed.usual

@@ -38,9 +38,6 @@ def params_of(min_tokens, bad, **more):
     return SamplingParams(min_tokens=min_tokens, bad_words=["…" for _ in bad], **more)
 
 
-# --- one node -------------------------------------------------------------------------------------
-
-
 @examples(400)
 @given(
     bad=words,
@@ -68,28 +65,19 @@ def test_a_node_bans_what_the_whole_output_bans(bad, ends, min_tokens, steps, pa
     assert torch.equal(got, expected)
 
 
-def test_a_word_that_begins_in_the_prompt_is_not_seen():
+def test_what_bans_leave_alone():
     sampler = Sampler(SamplingParams(bad_words=["…"]), [5, 6], V, bad=[[5, 6, 7]])
     assert sampler.process(torch.zeros(V))[7] == 0
     assert sampler.process(torch.zeros(V), [5, 6])[7] == -math.inf
-
-
-def test_ids_outside_the_vocabulary_need_no_ban():
     bad = [[V], [2, V + 1], [V, 2], [1]]
     sampler = sampler_of(params_of(1, bad), [V, 3], bad)
     scores = sampler.process(torch.zeros(V), [])
     assert [token for token in range(V) if scores[token] == -math.inf] == [1, 3]
     assert sampler.process(torch.zeros(V), [V, 2])[2] == 0
-
-
-def test_bans_must_leave_a_token():
     params = SamplingParams(min_tokens=1, bad_words="x", logit_bias={2: -math.inf})
     with pytest.raises(InvalidInput, match="min_tokens, bad_words and logit_bias ban all 3 tokens"):
         Sampler(params, [], 3, ends=[0], bad=[[1]])
     Sampler(replace(params, min_tokens=0), [], 3, ends=[0], bad=[[1]])
-
-
-# --- words to tokens ------------------------------------------------------------------------------
 
 
 class Pieces:
@@ -131,14 +119,11 @@ def test_words_are_banned_with_and_without_a_leading_space(tokenizer, words, ids
     assert bad_word_ids(tokenizer, words) == ids
 
 
-def test_words_of_a_tokenizer_of_transformers():
+def test_words_of_transformers_tokenizers_and_of_too_many_tokens():
     vocab = {"a": 0, "Ġ": 1, "Ġa": 2}
     backend = Tokenizer(models.BPE(vocab, [("Ġ", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert bad_word_ids(PreTrainedTokenizerFast(tokenizer_object=backend), ["a"]) == [[0], [2]]
-
-
-def test_a_word_of_too_many_tokens_is_named():
     tokenizer = Pieces(["a", " "])
     assert bad_word_ids(tokenizer, ["a" * 255]) == [[0] * 255]
     with pytest.raises(InvalidInput, match=r"bad_words: 'aaaa.* has 257 tokens: .* at most 256"):

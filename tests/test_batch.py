@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from batches import echo, go, lines, records
+from cases import refuses
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
@@ -142,18 +143,6 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path
             assert output.read_bytes().startswith(text[: text[:size].rfind(b"\n") + 1])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"],
-)
-def test_a_file_of_something_else_is_left_alone(source, tmp_path, text):
-    output = tmp_path / "out.jsonl"
-    output.write_text(text)
-    with pytest.raises(InvalidInput, match="another output"):
-        go(source, output)
-    assert output.read_text() == text
-
-
 @pytest.mark.parametrize(("change", "why"), [
     (lambda some: [*some[:3], {**some[3], "body": {"prompt": "other"}}, *some[4:]],
         "answers another request.*'p0'"),
@@ -165,21 +154,25 @@ def test_other_requests_than_were_answered_are_refused(source, tmp_path, change,
     output = tmp_path / "out.jsonl"
     go(source, output)
     before = output.read_bytes()
-    with pytest.raises(InvalidInput, match=why):
-        go(lines(source, change(LINES)), output)
+    refuses(why, go, lines(source, change(LINES)), output)
     assert output.read_bytes() == before
 
 
-def test_places_that_are_refused(source, tmp_path):
+def test_places_that_are_refused_and_files_of_something_else_left_alone(source, tmp_path):
     empty, out = lines(tmp_path / "empty.jsonl", []), tmp_path / "out.jsonl"
+    begun = '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch'
+    for text in ("my notes", '{"a": 1}\n', begun, "\n"):
+        out.write_text(text)
+        refuses("another output", go, source, out)
+        assert out.read_text() == text
+    out.unlink()
     for asked, output, words in (
         (empty, empty, "another file"),
         (source, tmp_path, "must be a file"),
         (tmp_path / "nowhere.jsonl", out, "nowhere"),
         (source, tmp_path / "nowhere" / "out.jsonl", "no such folder"),
     ):
-        with pytest.raises(InvalidInput, match=words):
-            go(asked, output)
+        refuses(words, go, asked, output)
     with Journal(out), pytest.raises(InvalidInput, match="another program"):
         Journal(out)
 
@@ -196,8 +189,7 @@ def test_a_full_disk_loses_nothing(source, tmp_path, monkeypatch):
         return real(file, bytes(data[:taken]))
 
     monkeypatch.setattr("quickbeam.batch.journal.os.write", write)
-    with pytest.raises(QuickbeamError, match=r"No space left.*the \d+ answers before stay"):
-        go(source, output)
+    refuses(r"No space left.*the \d+ answers before stay", go, source, output, error=QuickbeamError)
     assert 0 < len(records(output)) < 23 and output.read_bytes().endswith(b"\n")
     monkeypatch.undo()
     kept = len(records(output))
@@ -216,8 +208,7 @@ def test_answers_of_two_models_are_not_mixed(source, tmp_path):
     go(lines(source, LINES[:9]), output, named("fp_one"))
     before = output.read_bytes()
     words = r"another model.*fp_one, this is fp_two.*another output"
-    with pytest.raises(InvalidInput, match=words):
-        go(lines(source, LINES), output, named("fp_two"))
+    refuses(words, go, lines(source, LINES), output, named("fp_two"))
     assert output.read_bytes() == before
     assert go(source, output, named("fp_one")) == (23, 14)
 
@@ -228,8 +219,7 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source, tmp_pat
             raise QuickbeamError("the engine died")
         return await echo(url, body)
 
-    with pytest.raises(QuickbeamError, match="died"):
-        go(source, tmp_path / "out.jsonl", dying)
+    refuses("died", go, source, tmp_path / "out.jsonl", dying, error=QuickbeamError)
     kept = len(records(tmp_path / "out.jsonl"))
     assert 0 < kept < 23 and go(source, tmp_path / "out.jsonl") == (23, 23 - kept)
     whole(source, tmp_path / "out.jsonl")
@@ -240,7 +230,7 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
     folder, paths = str(Path(__file__).parent), f"Path({str(source)!r}), Path({str(output)!r})"
     program = (
-        f"import sys; sys.path.insert(0, {folder!r}); import batches; from pathlib import Path"
+        f"import sys\nsys.path.insert(0, {folder!r})\nimport batches\nfrom pathlib import Path"
     )
     program += f"\nbatches.killed({paths}, *map(int, sys.argv[1:]))"
     for writes, part in ((0, 20), (60, 1), (100, 10**6)):
@@ -307,16 +297,16 @@ def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     assert output.read_bytes() == before
 
 
-@pytest.mark.parametrize(("arguments", "why"), [
-    (["nowhere.jsonl", "out.jsonl"], "no such file"), (["in.jsonl", "in.jsonl"], "another output"),
-    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"),
-    (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
-])  # fmt: skip
-def test_commands_that_are_refused(tmp_path, monkeypatch, arguments, why):
-    monkeypatch.chdir(tmp_path)
-    lines(tmp_path / "in.jsonl", LINES)
-    done = CliRunner().invoke(app, ["batch", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
+def test_commands_that_are_refused(source, monkeypatch):
+    monkeypatch.chdir(source.parent)
+    for arguments, why in (
+        ("nowhere.jsonl out.jsonl", "no such file"),
+        ("in.jsonl in.jsonl", "another output"),
+        ("in.jsonl out.jsonl --replicas 2", "--ray"),
+        ("in.jsonl out.jsonl --method atuo", "atuo"),
+    ):
+        done = CliRunner().invoke(app, ["batch", *arguments.split()])
+        assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
 
 
 def forty(folder):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from features import grown
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagedStore, PagePool
-from quickbeam.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("threads")
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -58,21 +58,13 @@ class World:
             cache.commit(range(len(text.ids)))
         return cache
 
-    def tree(self, text):
-        tree = TokenTree(self.below(VOCAB))
-        for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
-            parent = self.rng.choice([len(tree) - 1, self.below(len(tree))])
-            token = self.below(VOCAB)
-            if tree.child(parent, token) is None:
-                tree.add(parent, token, "random")
-        return tree
-
     def part(self, text):
         """A piece of prompt or a tree."""
         length = text.cache.length
         if self.rng.random() < (0.4 if length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
-        return Draft(text.cache, self.tree(text))
+        size = self.rng.choice([1, 2, 6, 18, 41])
+        return Draft(text.cache, grown(self.rng, self.below(VOCAB), size))
 
     def passes(self):
         """One pass over some of the sequences, and the same rows alone."""
@@ -205,8 +197,12 @@ def wrong_rows(model, other, seeds, steps):
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name, seeds, steps):
-    """Random prefixes, trees and pieces of prompts."""
     assert wrong_rows(*models(name), seeds, steps) == 0
+
+
+def all_but_the_last(self):
+    pages = enumerate(self._pages)
+    return [i for i, page in pages if page.users > 1 and i * self.page >= self.length]
 
 
 def early(self, page):
@@ -221,27 +217,16 @@ def early(self, page):
     ("owner", "name", "wrong"),
     [
         (PagedStore, "_shared", lambda self: []),  # writes a page that others hold
-        (
-            PagedStore,
-            "_shared",
-            lambda self: [
-                i
-                for i, page in enumerate(self._pages)
-                if page.users > 1 and i * self.page >= self.length
-            ],
-        ),
+        (PagedStore, "_shared", all_but_the_last),
         (PagePool, "leave", early),  # gives a page away that others hold
     ],
     ids=["never copied", "the last not copied", "given away early"],
 )
 def test_memory_that_is_shared_wrongly_is_seen(owner, name, wrong, monkeypatch):
-    model, other = models("llama")
+    pair = models("llama")
+    worlds = [World(*pair, seed) for seed in range(4)]
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, wrong)
-        assert sum(seen(model, other, seed) for seed in range(4)) > 5
-
-
-def seen(model, other, seed, steps=100):
-    world = World(model, other, seed)
-    world.live(steps)
-    return world.wrong
+        for world in worlds:
+            world.live(100)
+    assert sum(world.wrong for world in worlds) > 5

@@ -10,6 +10,7 @@ import pytest
 from gguf import GGUFReader
 from transformers import Qwen3Config
 
+from cases import refuses
 from docs import ROOT, commands, save_drafter
 from models import SIZES
 from quickbeam.errors import InvalidInput
@@ -57,9 +58,7 @@ def test_every_script_is_run_here():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_script_prints_a_table_and_writes_a_summary(
-    name, toy_folder, drafter, tmp_path, monkeypatch, capsys
-):
+def test_a_script_prints_and_writes(name, toy_folder, drafter, tmp_path, monkeypatch, capsys):
     words, key = RUNS[name]
     given = ["--model", toy_folder, "--drafter", drafter, *words]
     shown, summary = run(name, given, tmp_path / "out.json", monkeypatch, capsys)
@@ -133,13 +132,8 @@ def test_a_case_is_given_to_the_servers_that_read_it(toy_folder, tmp_path, monke
     assert "--spec-type draft-simple -md small.gguf" in asked["llama.cpp draft-simple"]
     assert asked["quickbeam auto"].endswith(f"--model {file} --method auto --drafter small.gguf")
     assert asked["quickbeam ar"].endswith("--method ar")  # which takes no drafter
-    with pytest.raises(InvalidInput, match="BITS are 16, 8 or 4"):
-        peers_of(f"{file}:5")
-    with pytest.raises(InvalidInput, match="llama-quantize"):
-        peers_of(f"{file}:8")
-
-
-# --- figures ---
+    refuses("BITS are 16, 8 or 4", peers_of, f"{file}:5")
+    refuses("llama-quantize", peers_of, f"{file}:8")
 
 
 def test_a_share_of_the_vocabulary_is_kept_with_errors_over_questions():

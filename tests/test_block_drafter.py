@@ -5,17 +5,29 @@ import json
 import math
 import random
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
 from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
-from cases import spread
+from cases import refuses, spread
 from drafters import DRAFTED
-from features import Pair, Text, attended, causal, grown, held, normed, rotated, rounds, words
+from features import (
+    Pair,
+    attended,
+    causal,
+    grown,
+    held,
+    normed,
+    rotated,
+    rounds,
+    small_pages,
+    words,
+)
 from kernels import best_set, load
-from models import VOCAB, tiny
+from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
 from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
@@ -25,15 +37,13 @@ from quickbeam.drafters.shortlist.shortlist import Artefact, Shortlist
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.gathered import RowPool
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
 D, MASK = 32, 7
-DSPARK = BlockConfig(
-    D, 48, 4, 2, 8, 2, (1, 2), D, VOCAB, block_size=4, mask_token=MASK, markov_rank=6
-)
+SIZES = {"block_size": 4, "mask_token": MASK, "markov_rank": 6}
+DSPARK = BlockConfig(D, 48, 4, 2, 8, 2, (1, 2), D, VOCAB, **SIZES)
 KINDS = {
     "dspark": DSPARK,
     "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
@@ -50,10 +60,7 @@ class Toy(Pair):
         self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
         torch.manual_seed(0)
         self.network = BlockNetwork(config, self.target.embedding, self.target.head)
-        for parameter in self.network.parameters():
-            parameter.data.mul_(2) if parameter.dim() > 1 else parameter.data.add_(
-                0.3 * torch.randn_like(parameter)
-            )
+        spread_out(self.network, 2, 0.3)
         more = {"candidates": VOCAB, "within": math.inf, **more}
         self.config, self.drafter = config, BlockDrafter(self.network, self.target, **more)
 
@@ -104,10 +111,7 @@ def among(probs, kept):
     return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    """Beginnings are shared in whole pages."""
-    monkeypatch.setattr(RowPool, "page", 16)
+pages = small_pages(16)
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +121,10 @@ def toys():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_are_those_of_the_equations(toys, kind):
-    """Over steps of a text: nodes of any depth, with one pass a tree."""
-    rng = random.Random(kind)
-    text = toys[kind].begin(words(rng, 8), rng.randrange(VOCAB))
-    for _ in range(4):
-        tree = grown(rng, text.context.ids[-1], 12)
-        for nodes in rounds(tree):
-            text.check(tree, nodes)
-        assert text.state.cache.length == len(text.context.ids) - 1
-        text.go_on(tree, tree.path(len(tree) - 1), rng.randrange(VOCAB))
+    assert max(toys[kind].distances((8, 1), 4)) < 1e-4
 
 
 def test_a_causal_block_without_a_context_is_qwen3s(toys):
-    """Against transformers' own decoder."""
     c, network = toys["causal"].config, toys["causal"].network
     sizes = dict(hidden_size=D, intermediate_size=c.intermediate_size, head_dim=c.head_dim)
     heads = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads)
@@ -151,9 +146,8 @@ def test_answers_are_plain_decodings(toys, kind, name):
     toy, rng = toys[kind], random.Random(f"{name} {kind}")
     for temperature, budget in ((0.0, 2), (0.0, 9), (0.8, 9)):
         prompt = words(rng, rng.randint(1, 12))
-        params = SamplingParams(
-            max_tokens=25, temperature=temperature, seed=rng.randrange(99), ignore_eos=True
-        )
+        given = dict(temperature=temperature, seed=rng.randrange(99), ignore_eos=True)
+        params = SamplingParams(max_tokens=25, **given)
         with held(toy.drafter, toy.expected):
             drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=budget)
         plain = answer(toy.target, NoDraft(), params, prompt)
@@ -163,7 +157,6 @@ def test_answers_are_plain_decodings(toys, kind, name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_serves_many_sequences(toys, kind):
-    """Roots of some, with nodes below those of others."""
     toy, rng = toys[kind], random.Random(kind)
     texts = [
         toy.begin(words(rng, length), rng.randrange(VOCAB), rng.choice([0.0, 0.7]))
@@ -197,12 +190,10 @@ def test_what_another_sequence_read_is_taken_over(toys):
         state.release()
     assert toy.drafter.pool.used < used or used == 0
     text.context.states["drafter"] = toy.drafter.begin(ids)
-    with pytest.raises(ValueError, match="hidden states of 0 tokens for 40"):
-        text.distributions(tree, [0])
+    refuses("hidden states of 0 tokens for 40", text.distributions, tree, [0], error=ValueError)
 
 
 def test_scores_of_few_candidates_are_the_equations_among_them():
-    """And the confidence is the head's, of the row and the token before."""
     toy, rng, few = Toy(KINDS["confident"], candidates=5), random.Random(2), 0
     ids = words(rng, 9)
     text, tree = toy.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 9)
@@ -225,7 +216,6 @@ def test_scores_of_few_candidates_are_the_equations_among_them():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shortlist_is_scored_once_a_tree(dtype):
-    """Frequent tokens and the context: the whole distributions on what is scored, one product."""
     toy, rng = Toy(DSPARK, dtype=dtype), random.Random(2)
     ids = words(rng, 20)
     tree, layout = grown(rng, ids[-1], 9), Layout.by_frequency(torch.arange(VOCAB), 30, VOCAB)
@@ -242,31 +232,6 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
     assert text.state.used.tokens == int(offered.sum())
 
 
-def test_a_router_is_refused(toys):
-    with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
-        make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
-
-
-# The native kernels
-
-
-def distance(toy):
-    """Mean total variation between its distributions and the equations."""
-    rng, far = random.Random(5), []
-    for length in (1, 7, 30, 70):
-        ids = words(rng, length + 1)
-        tree, text = grown(rng, ids[-1], 8), Text(toy, ids, 1.0, None)
-        if length > 1:
-            text.read(ids[: length // 2])
-            toy.drafter.read([text.state])
-        text.read(ids[:-1], length // 2)
-        for nodes in rounds(tree):
-            off = text.distributions(tree, nodes) - toy.expected(ids, tree, nodes)
-            far += (off.abs().sum(-1) / 2).tolist()
-        text.release()
-    return sum(far) / len(far)
-
-
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind):
@@ -274,13 +239,13 @@ def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kin
     config, half = KINDS[kind], torch.bfloat16
     plain = Toy(config, dtype=half, native=False)
     assert isinstance(plain.drafter.passes, TorchBlocks)
-    usual = distance(plain)
+    usual = mean(plain.distances())
     for weights, more in ((BFLOAT16, 1e-3), (None, 0.02)):  # 8 bits add little
         toy = Toy(config, dtype=half, weights=weights)
         assert isinstance(toy.drafter.passes, NativeBlocks)
-        assert distance(toy) <= 1.25 * usual + more
+        assert mean(toy.distances()) <= 1.25 * usual + more
     toy.network.layers[1].self_attn["o_proj"].weight.mul_(1.5)
-    assert distance(toy) > 3 * usual  # another network is seen
+    assert mean(toy.distances()) > 3 * usual  # another network is seen
 
 
 @best_set
@@ -304,9 +269,6 @@ def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa,
     together = toy.drafter.answer(calls)
     for one, probs in zip(alone, together, strict=True):
         assert torch.equal(toy.drafter.answer([one])[0].dense(), probs.dense())
-
-
-# Folders
 
 
 def read(folder):
@@ -336,9 +298,11 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
     assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
+def test_what_does_not_fit_is_refused(toys, tmp_path):
+    toys["dspark"].network.save(tmp_path)
+    path = tmp_path / "config.json"
+    record = json.loads(path.read_text())
+    for change, match in (
         ({"markov_head_type": "rnn"}, "markov_head_type: 'rnn'; known: vanilla"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
@@ -350,20 +314,15 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
         ({"num_hidden_layers": 3}, "lack layers.2"),
         ({"num_hidden_layers": 1}, "no place for layers.1"),
         ({"num_hidden_layers": 0}, "drafts nothing"),
-    ],
-)
-def test_what_does_not_fit_is_refused(toys, tmp_path, change, match):
-    toys["dspark"].network.save(tmp_path)
-    record = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(record | change))
-    with pytest.raises(InvalidInput, match=match) as caught:
-        read(tmp_path)
-    assert str(caught.value).startswith(str(tmp_path))
+    ):
+        path.write_text(json.dumps(record | change))
+        refuses(f"^{tmp_path}.*{match}", read, tmp_path)
+    with pytest.raises(InvalidInput, match=r"--vocab router: .* takes no router"):
+        make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
 
 
 @pytest.mark.parametrize("method", ["dyspec", "auto"])
 def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method):
-    """From the folder to the answer."""
     config = AutoConfig.from_pretrained(toy_folder)
     size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers
     block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))

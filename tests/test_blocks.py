@@ -92,7 +92,6 @@ def test_the_table_names_what_files_hold():
 @every_set
 @kinds
 def test_blocks_stand_for_the_packages_numbers(isa, name):
-    """All bits of float32 are equal, through the layout of the kernels and by row."""
     kernels, rows = load(isa), blocks(name, 37, 768)
     wanted = by_package(rows)
     packed = Packed(kernels, [rows], name=name)
@@ -131,7 +130,6 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
 @every_set
 @kinds
 def test_the_largest_sums_are_exact(isa, name):
-    """All values and scales as large as they can be, of both signs."""
     rows = blocks(name, 32, 512)
     rows.data.fill_(255)
     raw = rows.data.view(-1, FORMATS[name].bytes)
@@ -199,7 +197,6 @@ def test_dense_rows_keep_further_dimensions(isa, name):
 @every_set
 @pytest.mark.parametrize("name", ["w4g32", "w8g128"])
 def test_inputs_in_another_order(isa, name):
-    """Products, chosen blocks and numbers are those of the columns put back; not without."""
     kernels, rows, x = load(isa), blocks(name, 48, 256), numbers(5, 256)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()
     ordered = BlockRows(rows.data, name, order)

@@ -17,14 +17,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
-from answers import answer
-from checkpoints import configure, rewrite
+from answers import conversation, drafts_change_nothing
+from cases import refuses
+from checkpoints import LLAMA3, configure, rewrite
 from quickbeam import LLM
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.methods.base import NoDraft
 from quickbeam.models.angles import Angles, frequencies, hold
-from quickbeam.models.base import Batch, Chain
 from quickbeam.models.checkpoint import Checkpoint, read_config
 from quickbeam.models.families import FAMILIES, describe, stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
@@ -33,6 +32,7 @@ from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
 from quickbeam.params import SamplingParams
+from target import logits_of
 from test_families import CONFIGS, IDS, made, policies
 
 
@@ -50,19 +50,15 @@ def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
     assert found.config.hidden_size == model.config.hidden_size
 
 
-@pytest.mark.parametrize(
-    ("name", "vector"),
-    [
+def test_vectors_of_another_size_are_refused(tmp_path):
+    for name, vector in (
         ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
         ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
         ("gemma2", "model.layers.0.post_feedforward_layernorm.weight"),
-    ],
-)
-def test_vectors_of_another_size_are_refused(name, vector, tmp_path):
-    made(name).save_pretrained(tmp_path)
-    rewrite(tmp_path, {vector: torch.ones(5)})
-    with pytest.raises(InvalidInput, match=rf"{vector} has shape \[5\]"):
-        Checkpoint(tmp_path, None)
+    ):
+        made(name).save_pretrained(tmp_path)
+        rewrite(tmp_path, {vector: torch.ones(5)})
+        refuses(rf"{vector} has shape \[5\]", Checkpoint, tmp_path, None)
 
 
 def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
@@ -77,15 +73,9 @@ def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
 
 def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    fields = {
-        "model_type": "llama",
-        "transformers_version": "4.43.0",
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "rope_theta": 500000.0,
-        "rope_scaling": rope | {"original_max_position_embeddings": 64},
-    }
+    sizes = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
+    fields = sizes | {"transformers_version": "4.43.0", "rope_theta": 500000.0}
+    fields["rope_scaling"] = LLAMA3
     (tmp_path / "config.json").write_text(json.dumps(fields))
     right = stack_of(LlamaConfig.from_pretrained(tmp_path), torch.bfloat16)
     first = read_config(tmp_path)
@@ -94,19 +84,16 @@ def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypa
         assert stack_of(config, torch.bfloat16) == right
         assert config.rope_parameters["rope_theta"] == 500000.0 and not config.mlp_bias
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidInput, match=r"config\.json can't be read"):
-        read_config(tmp_path)
+    refuses(r"config\.json can't be read", read_config, tmp_path)
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):
     made("llama").save_pretrained(tmp_path)
     found = Checkpoint(tmp_path, torch.float32)
     os.truncate(tmp_path / "model.safetensors", 5000)
-    with pytest.raises(QuickbeamError, match=r"model\.safetensors: .* ends too early"):
-        found("lm_head.weight")
+    refuses(r"model\.safetensors: .* ends too early", found, "lm_head.weight", error=QuickbeamError)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(InvalidInput, match=r"model\.safetensors can't be read"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"model\.safetensors can't be read", Checkpoint, tmp_path, torch.float32)
 
 
 def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
@@ -144,17 +131,15 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
     found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     for name in right:
         assert torch.equal(dense_rows(kernels, blocks(name)), found(name).transpose(1, 2)), name
-    models = [NativeModel(one, one.stack) for one in (found, blocks)]
-    ids = IDS.tolist()
-    logits = [
-        model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits for model in models
-    ]
+    right, near = (logits_of(NativeModel(one, one.stack), IDS.tolist()) for one in (found, blocks))
     # rows have 8 bits before they meet the blocks, and some choose other experts by that
-    assert (logits[1] - logits[0]).abs().median() < 0.1 * logits[0].abs().median()
-    model, params = models[1], SamplingParams(max_tokens=9, temperature=0.8, seed=5)
-    said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
-    for policy in policies(torch.bfloat16):
-        assert answer(model, policy, params, ids, budget=8).output.token_ids == said
+    assert (near - right).abs().median() < 0.1 * right.abs().median()
+    model, params = (
+        NativeModel(blocks, blocks.stack),
+        SamplingParams(max_tokens=9, temperature=0.8, seed=5),
+    )
+    plain = conversation(model, params, IDS.tolist(), [[]])
+    drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
 
 
 LINES = Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
@@ -163,7 +148,6 @@ PUBLISHED = {line["name"]: line["config"] for line in map(json.loads, LINES)}
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
-    """Field by field as on the Hub, with what the models' code doesn't read."""
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
@@ -171,8 +155,7 @@ def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     stack = stack_of(config, torch.bfloat16)
     assert len(stack.layers) == config.num_hidden_layers
     config.__dict__["odd_scaling"] = 2.0
-    with pytest.raises(NotDescribed, match="odd_scaling"):
-        stack_of(config, torch.bfloat16)
+    refuses("odd_scaling", stack_of, config, torch.bfloat16, error=NotDescribed)
 
 
 def test_names_of_attributes_are_those_of_transformers():
@@ -184,8 +167,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     made("deepseek_v3").save_pretrained(tmp_path)
     more = {"model.layers.3.eh_proj.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
     rewrite(tmp_path, more)
-    with pytest.raises(NotDescribed, match=r"layers\.3"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"layers\.3", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
     configure(tmp_path, num_nextn_predict_layers=1)
     assert Checkpoint(tmp_path, torch.float32).stack.layers
 
@@ -201,15 +183,14 @@ def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "'odd'; known: default"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(fields | change))
-        with pytest.raises(NotDescribed, match=reason):
-            Checkpoint(tmp_path, torch.float32)
+        refuses(reason, Checkpoint, tmp_path, torch.float32, error=NotDescribed)
 
 
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    LLAMA3,
     {"rope_type": "yarn", "factor": 16.0},
     {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False, "beta_fast": 20},
     {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5},
@@ -238,9 +219,6 @@ def test_angles_that_lack_a_parameter_say_so():
         frequencies({"rope_type": "llama3", "rope_theta": 1e4}, 32)
 
 
-# --- tokenizers ---
-
-
 TEXTS = [
     "",
     "Hello world",
@@ -250,21 +228,12 @@ TEXTS = [
     "don't 12345 1,000.5",
     Path(__file__).read_text(encoding="utf-8"),
 ]
-TURNS = [
-    [{"role": "user", "content": "Hi"}],
-    [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi", "name": None},
-        {"role": "assistant", "content": "Yes ", "reasoning": "hm"},
-    ],
-]
+HI, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
+SAID = {"role": "assistant", "content": "Yes ", "reasoning": "hm"}
+TURNS = [[HI], [SYSTEM, {**HI, "name": None}, SAID]]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-WAYS: list[dict[str, Any]] = [
-    {"add_generation_prompt": True},
-    {},
-    {"continue_final_message": True},
-    {"tools": [TOOL], "add_generation_prompt": True},
-]
+REPLY: dict[str, Any] = {"add_generation_prompt": True}
+WAYS = [REPLY, {}, {"continue_final_message": True}, {"tools": [TOOL], **REPLY}]
 
 
 def same_tokenizers(folder):
@@ -292,10 +261,6 @@ def same_tokenizers(folder):
             assert ours.apply_chat_template(turns, **way) == ids
 
 
-def test_the_default_models_tokenizer_is_that_of_transformers(smollm2):
-    same_tokenizers(smollm2)
-
-
 TEMPLATE = """{%- for message in messages if message.role != 'tool' %}
   {%- generation %}[{{ message.role }}] {{ message.content | trim }}{% endgeneration %}
   {%- if message.thinking %}({{ message.thinking }}/{{ message.reasoning_content }}){% endif %}
@@ -317,44 +282,42 @@ def toy(toy_folder, tmp_path):
 
 def test_templates_are_rendered_as_transformers_renders_them(toy):
     ours, theirs = load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)
-    assert isinstance(ours, Tokenizer)
     blocks = [{"role": "user", "content": [{"type": "text", "text": "<b>"}], "extra": (1, 2.5)}]
     for turns in (*TURNS, blocks):
         for way in (*WAYS[:2], WAYS[3], {"name": ("x", 1)}):
             text = theirs.apply_chat_template(turns, tokenize=False, **way)
             assert ours.apply_chat_template(turns, tokenize=False, **way) == text
-    text = theirs.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True)
-    assert ours.apply_chat_template(TURNS[1], tokenize=False, continue_final_message=True) == text
+    given = TURNS[1], {"tokenize": False, "continue_final_message": True}
+    found, right = (one.apply_chat_template(given[0], **given[1]) for one in (ours, theirs))
+    assert found == right
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_templates_stay_in_their_sandbox(toy):
+    for template in (
         "{{ messages.__class__.__mro__ }}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('no') }}",
-    ],
-)
-def test_templates_stay_in_their_sandbox(toy, template):
-    (toy / "chat_template.jinja").write_text(template)
-    found = []
-    for tokenizer in (load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)):
-        try:
-            found.append(tokenizer.apply_chat_template(TURNS[0], tokenize=False))
-        except Exception as error:
-            found.append(type(error).__name__)
-    assert found[0] == found[1]
-
-
-def test_other_tokenizers_are_read_by_transformers(toy):
-    fields = json.loads((toy / "tokenizer_config.json").read_text())
-    for change in (
-        {"tokenizer_class": "BertTokenizer"},
-        {"image_token": "<image>"},
-        {"clean_up_tokenization_spaces": True},
-        {"extra_special_tokens": {"a": "b"}},
     ):
+        (toy / "chat_template.jinja").write_text(template)
+        found = []
+        for tokenizer in (
+            load_tokenizer(toy, read_config(toy)),
+            AutoTokenizer.from_pretrained(toy),
+        ):
+            try:
+                found.append(tokenizer.apply_chat_template(TURNS[0], tokenize=False))
+            except Exception as error:
+                found.append(type(error).__name__)
+        assert found[0] == found[1]
+
+
+def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2, toy):
+    same_tokenizers(smollm2)
+    fields = json.loads((toy / "tokenizer_config.json").read_text())
+    changes = {"tokenizer_class": "BertTokenizer", "image_token": "<image>"}
+    changes |= {"clean_up_tokenization_spaces": True, "extra_special_tokens": {"a": "b"}}
+    for change in ({name: value} for name, value in changes.items()):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         try:
             found = load_tokenizer(toy, read_config(toy))
@@ -386,13 +349,9 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
     subprocess.run([sys.executable, "-c", ALONE, str(toy)], check=True)
 
 
-# --- fields that can't be ---
-
-
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
-@pytest.mark.parametrize(
-    ("name", "changes", "told"),
-    [
+def test_fields_that_do_not_fit_are_named(tmp_path):
+    for name, changes, told in (
         ("gemma3", {"num_hidden_layers": "3"}, "can't be read"),
         ("gemma3", {"num_key_value_heads": 3}, "4 heads of queries, 3 of keys"),
         ("gemma3", {"layer_types": ["full_attention"]}, "can't be read"),
@@ -402,12 +361,9 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
         ("bamba", {"mamba_d_conv": 3}, "conv1d.weight.* has shape"),
         ("qwen3_next", {"linear_num_value_heads": 6}, "has shape"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
-    ],
-)
-def test_fields_that_do_not_fit_are_named(name, changes, told, tmp_path):
-    made(name).save_pretrained(tmp_path)
-    configure(tmp_path, **changes)
-    with pytest.raises(InvalidInput, match=told):
-        LLM(str(tmp_path))
-    shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
-    assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))
+    ):
+        made(name).save_pretrained(tmp_path)
+        configure(tmp_path, **changes)
+        refuses(told, LLM, str(tmp_path))
+        shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
+        assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))

@@ -23,23 +23,13 @@ from quickbeam.params import SamplingParams
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Runs a command line; the result has `exit_code`, `stdout`, `stderr`. No command may end in a
-    traceback. `folder`, `other` and `small` pass for models."""
+def run(faked, monkeypatch, tmp_path):
+    """`folder`, `other` and `small` pass for models."""
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "other", "small"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"max_position_embeddings": 512}')
-    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
-    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
-    fake_llm.CALLS.clear()
-
-    def run(*arguments, input=None):
-        result = CliRunner().invoke(app, arguments, input=input)
-        assert result.exception is None or isinstance(result.exception, SystemExit)
-        return result
-
-    return run
+    return faked
 
 
 def refused(result, code, *words):
@@ -125,16 +115,13 @@ def test_a_grammar_arrives(run, tmp_path):
         assert fake_llm.CALLS[-1][2].grammar == grammar
 
 
-def test_json_is_the_completion_and_nothing_else(run):
+def test_json_is_the_completion_and_ctrl_c_keeps_what_was_produced(run):
     result = run("generate", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     record = json.loads(result.stdout)
     expected = {"text": "one two", "finish_reason": "stop", "model": "fake", "method": "auto"}
     expected |= {"sources": {"ngram": {"drafted": 8, "accepted": 3}}, "kernels": "scripted"}
     assert {name: record[name] for name in expected} == expected
-
-
-def test_ctrl_c_keeps_what_was_produced(run):
     result = run("generate", "interrupt")
     assert (result.exit_code, result.stdout) == (130, "one two(held)\n")
     assert "(interrupted)" in result.stderr
@@ -174,14 +161,11 @@ def test_bad_input_is_one_line_and_exit_code_2(run, line):
     refused(run(*line.split()), 2, *BAD[line])
 
 
-def test_standard_input_that_is_no_text_is_bad_input(run):
+def test_bad_input_and_failures_are_one_line(run, monkeypatch):
     refused(run("generate", "-", input=b"\xff\xfe"), 2, "not UTF-8")
     for empty in (run("generate", "-", input=""), run("generate", "")):
         refused(empty, 2, "prompt is empty")
     refused(run("generate", "too long"), 2, "longer than the context")
-
-
-def test_a_failure_is_one_line_and_exit_code_1(run, monkeypatch):
     refused(run("generate", "fail"), 1, "the logits are not finite")
     refused(run("generate", "disk"), 1, "No space left on device: /somewhere")
     refused(run("generate", "crash"), 1, "ZeroDivisionError: division by zero", "QUICKBEAM_DEBUG=1")
@@ -190,13 +174,9 @@ def test_a_failure_is_one_line_and_exit_code_1(run, monkeypatch):
         CliRunner().invoke(app, ["generate", "crash"], catch_exceptions=False)
 
 
-def test_without_a_command_there_is_help(run):
+def test_there_is_help_without_a_command_and_for_every_option(run):
     shown = run()
     assert shown.exit_code == 0 and shown.stdout == run("--help").stdout != ""
-
-
-def test_every_option_has_help():
-    """What the docstring of its field says."""
 
     def visit(command):
         for option in command.params:
@@ -285,7 +265,6 @@ EARLY = {
 
 
 def test_help_and_errors_do_not_wait_for_torch(tmp_path):
-    """Importing torch and transformers takes seconds."""
     tiny = tmp_path / "tiny"
     tiny.mkdir()
     (tiny / "config.json").write_text('{"max_position_embeddings": 512}')

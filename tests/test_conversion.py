@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from cases import refuses
 from gguf_files import model_of, write
 from quickbeam import LLM, hub
 from quickbeam.cache import is_complete
 from quickbeam.conversion import Reader, convert, read_once
-from quickbeam.errors import InvalidInput
 
 ENDS = ("<|im_end|>", "<|endoftext|>")
 
@@ -23,7 +23,7 @@ def file(cache, tmp_path):
     return write(tmp_path / "tiny.gguf", "llama", model, pre="smollm")
 
 
-def test_a_plain_folder_is_made(file, tmp_path, capfd):
+def test_a_plain_folder_is_made_whose_tokens_are_the_files(file, tmp_path, capfd):
     convert(file, tmp_path / "model", ENDS)
     assert capfd.readouterr() == ("", "")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -41,16 +41,12 @@ def test_a_plain_folder_is_made(file, tmp_path, capfd):
     with torch.no_grad():
         given = torch.tensor([ids])
         assert torch.equal(model(given).logits, source(given).logits)
-
-
-def test_a_file_has_the_tokens_of_its_folder(file, tmp_path):
-    convert(file, tmp_path / "model", ENDS)
     text = "a\n\n12\n\nb"
     with LLM(str(file)) as ours, LLM(str(tmp_path / "model")) as folder:
         assert ours.tokenizer(text)["input_ids"] == folder.tokenizer(text)["input_ids"]
 
 
-def test_it_is_converted_once_and_again_when_it_changes(file):
+def test_it_is_converted_once_or_refused(file, tmp_path):
     told = list[tuple[str, float | None]]()
 
     def hear(stage, fraction):
@@ -65,16 +61,11 @@ def test_it_is_converted_once_and_again_when_it_changes(file):
     other = hub.converted(file, hear)
     assert other != folder and told
     assert not list(folder.parent.glob(".*.tmp"))
-
-
-def test_a_file_that_is_none_is_refused(tmp_path, file, cache):
-    with pytest.raises(InvalidInput, match=r"no such file: .*none\.gguf"):
-        hub.converted(tmp_path / "none.gguf")
+    refuses(r"no such file: .*none\.gguf", hub.converted, tmp_path / "none.gguf")
     for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):
         (tmp_path / "bad.gguf").write_bytes(data)
-        with pytest.raises(InvalidInput, match=r"can't load .*bad\.gguf"):
-            hub.converted(tmp_path / "bad.gguf")
-    assert list((cache / "gguf").glob("*/")) == []
+        refuses(r"can't load .*bad\.gguf", hub.converted, tmp_path / "bad.gguf")
+    assert set(folder.parent.glob("*/")) == {folder, other}
 
 
 def test_the_library_is_left_as_it_was(file):

@@ -3,7 +3,6 @@
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from cases import few, spread
 from drafters import DRAFTED, KnownDrafter, grow, perturbed_plain
-from quickbeam import LLM
 from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -47,24 +45,18 @@ def sampler_of(params):
     return Sampler(params, [0], V, ends=[5], bad=[[3], [1, 2]] if params.bad_words else ())
 
 
-def logits_of(model, context):
-    return model.target(context).log()
-
-
 def answer(model, params, noise, length, draft):
     """An answer to [0], by trees and the noise of places."""
     sampler, context = sampler_of(params), [0]
     while len(context) <= length:
         tree = draft(context)
-        path, token = verify_equal(
-            tree,
-            lambda node: sampler.emitted(
-                logits_of(model, [*context, *path_tokens(tree, node)]),  # noqa: B023 (called here only)
-                noise,
-                len(context) + tree.depth[node],  # noqa: B023
-                path_tokens(tree, node),  # noqa: B023
-            ),
-        )
+
+        def emitted(node):
+            said = path_tokens(tree, node)  # noqa: B023 (called in this round only)
+            logits = model.target([*context, *said]).log()  # noqa: B023
+            return sampler.emitted(logits, noise, len(context) + len(said), said)  # noqa: B023
+
+        path, token = verify_equal(tree, emitted)
         new = [*path_tokens(tree, path[-1]), token]
         sampler.extend(new)
         context += new
@@ -79,16 +71,14 @@ def plainly(context):
 # test_sampling.py.
 @pytest.mark.parametrize("name", few(FILTERS, ["plain", "all"]))
 def test_plain_sampling_has_the_targets_probs(name):
-    """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
-    counts = Counter(
-        tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500)
-    )
+    noises = (Noise(seed, 0, V) for seed in range(2500))
+    counts = Counter(tuple(answer(model, params, noise, 3, plainly)) for noise in noises)
 
     def probs(context):
         sampler = sampler_of(params)
         sampler.extend(context[1:])
-        return sampler.probs(logits_of(model, context))
+        return sampler.probs(model.target(context).log())
 
     assert chi_square(counts, exact_probs(probs, V)) > 1e-3
 
@@ -97,30 +87,24 @@ def test_plain_sampling_has_the_targets_probs(name):
 def test_noise_that_is_used_twice_is_found_out(mistake, monkeypatch):
     of, peaks = Noise.of, Noise.peaks
     if mistake == "one place":  # two places of an answer share their noise
-        monkeypatch.setattr(
-            Noise, "of", lambda self, tokens, positions: of(self, tokens, positions // 2)
-        )
+        monkeypatch.setattr(Noise, "of", lambda self, tokens, at: of(self, tokens, at // 2))
         monkeypatch.setattr(Noise, "peaks", lambda self, position: peaks(self, position // 2))
     else:  # seeds that differ in their high bits only share it
-        monkeypatch.setattr(Noise, "__init__", seedless(Noise.__init__))
+        begin = Noise.__init__
+        seedless = lambda self, seed, *rest: begin(self, seed // 16, *rest)  # noqa: E731
+        monkeypatch.setattr(Noise, "__init__", seedless)
     with pytest.raises(AssertionError):
         test_plain_sampling_has_the_targets_probs("plain")
 
 
-def seedless(begin):
-    return lambda self, seed, choice, vocab: begin(self, seed // 16, choice, vocab)
-
-
 @pytest.mark.parametrize("name", FILTERS)
 def test_no_tree_changes_an_answer(name):
-    """Random trees, whose nodes were drawn with any noise or none, the place's own included."""
     same, accepted = same_answers(name)
     assert same == 30 and accepted > 100
 
 
 @pytest.mark.parametrize("name", ["penalties", "bans"])
 def test_a_sampler_that_forgets_the_path_is_found_out(name, monkeypatch):
-    """It judges nodes below the root as the root is."""
     process = Sampler.process
     monkeypatch.setattr(Sampler, "process", lambda self, logits, path=(): process(self, logits))
     assert same_answers(name)[0] < 25
@@ -240,25 +224,3 @@ def test_tokens_that_filters_rule_out_are_not_drafted():
             assert set(tokens) <= set(range(kept + 1))
     cold = SamplingParams(temperature=0.5, top_p=0.8)
     assert ruled_out_below(probs[0].numpy(), cold) == 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("temperature", "filtered"), [(0.6, True), (0.6, False), (1.0, True), (1.0, False)]
-)
-def test_the_default_model_gives_a_seed_one_answer(temperature, filtered, smollm2):
-    """All methods, with all that may change the probs, three answers side by side."""
-    messages = [
-        {"role": "user", "content": "List the days of the week twice, then say which one you like."}
-    ]
-    with LLM() as llm:
-        plain = SamplingParams(max_tokens=24, temperature=temperature, seed=1, n=3, ignore_eos=True)
-        bias = {llm.tokenizer.encode(" Monday")[0]: -math.inf, llm.tokenizer.encode(" day")[0]: 2.0}
-        full = replace(plain, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logit_bias=bias)
-        params = full if filtered else plain
-        expected = [answer.token_ids for answer in llm.chat(messages, params, method="ar")]
-        assert len({tuple(tokens) for tokens in expected}) == 3
-        for method in ("logitspec", "dyspec", "specinfer", "auto"):
-            found = llm.chat(messages, params, method=method)
-            assert [answer.token_ids for answer in found] == expected

@@ -62,14 +62,10 @@ def model(request, monkeypatch):
     return str(folder)
 
 
-def is_tiny(model):
-    return "toy" in model
-
-
-def smaller(arguments, tiny):
+def smaller(arguments, model):
     """The same command, of as little work as it can be."""
     arguments = [*arguments]
-    if tiny and "--shortlist" in arguments:
+    if "toy" in model and "--shortlist" in arguments:
         arguments[arguments.index("--shortlist") + 1] = "90"
     name = next((name for name in (" ".join(arguments[:2]), arguments[0]) if name in SMALL), "")
     return [*arguments, *SMALL.get(name, [])]
@@ -105,7 +101,7 @@ def test_commands_and_options_exist(command):
         assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
 
 
-def test_make_targets_and_extras_are_there():
+def test_make_targets_extras_and_pages_are_there():
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
     asked = [command.words[1:] for command in commands() if command.words[:1] == ["make"]]
     assert asked and {word for words in asked for word in words} <= targets
@@ -114,6 +110,11 @@ def test_make_targets_and_extras_are_there():
     for page in PAGES:
         for group in re.findall(r"(?:\.|quickbeam)\[([a-z,]+)\]", read(page)):
             assert set(group.split(",")) <= extras, (page, group)
+    text = re.sub(r"!!python/name:\S+", "''", read("mkdocs.yml"))
+    listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(one.relative_to(docs)) for one in docs.rglob("*.md"))
+    assert yaml.safe_load(text)["hooks"] == ["docs/hooks.py"]
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
@@ -121,21 +122,15 @@ def test_command_runs(command, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    block = [one for one in commands() if one.block == command.block]
+    earlier = [one.words[1:] for one in block if "--trace" in one.words]  # make what is inspected
     for arguments in of_program(command.words):
-        for before in earlier(command, arguments):
-            assert CliRunner().invoke(app, smaller(before, is_tiny(model))).exit_code == 0
-        result = CliRunner().invoke(
-            app, smaller(arguments, is_tiny(model)), input="Hello\n/exit\n", catch_exceptions=False
-        )
+        for before in earlier if arguments[0] == "inspect" else ():
+            assert CliRunner().invoke(app, smaller(before, model)).exit_code == 0
+        small, how = smaller(arguments, model), {"catch_exceptions": False}
+        result = CliRunner().invoke(app, small, input="Hello\n/exit\n", **how)
         assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
-
-
-def earlier(command, arguments):
-    """Commands of the same block that make the files which this one reads."""
-    for other in commands() if arguments[0] == "inspect" else ():
-        if other.block == command.block and "--trace" in other.words:
-            yield other.words[1:]
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if not block.served], ids=str)
@@ -179,9 +174,8 @@ def test_a_request_is_answered(command, address):
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.served], ids=str)
 def test_python_asks_the_server(block, address, capsys):
-    code = re.sub(
-        r"max_tokens=\d+", "max_tokens=8", block.body.replace("http://127.0.0.1:8000", address)
-    )
+    code = block.body.replace("http://127.0.0.1:8000", address)
+    code = re.sub(r"max_tokens=\d+", "max_tokens=8", code)
     exec(compile(code, str(block), "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.strip()
 
@@ -189,24 +183,18 @@ def test_python_asks_the_server(block, address, capsys):
 # --- tables that repeat the code ------------------------------------------------------------------
 
 
-def test_the_table_of_methods_has_all_of_them():
+def test_what_repeats_the_code():
+    assert len(read("README.md").splitlines()) <= 120
     text = read("docs/guides/methods.md").split("## All methods\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w[\w-]*)` \| .+ \|$", text, re.MULTILINE) == list(METHODS)
-
-
-def test_readme_is_short():
-    assert len(read("README.md").splitlines()) <= 120
-
-
-SERVING = read("docs/serving.md")
-
-
-def test_options_of_the_server_have_the_defaults_told():
     command: Any = typer.main.get_command(app).commands["serve"]
     defaults = {option: one.default for one in command.params for option in one.opts}
     assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
     told = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
     assert told and {option: str(defaults[option]) for option in told} == told
+
+
+SERVING = read("docs/serving.md")
 
 
 def test_paths_and_metrics_are_those_of_the_server(toy_folder):
@@ -278,15 +266,6 @@ def test_files_that_are_named_are_there(page):
         assert (ROOT / name).exists(), name
 
 
-def test_every_page_is_in_the_navigation():
-    text = re.sub(r"!!python/name:\S+", "''", read("mkdocs.yml"))
-    listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
-    assert sorted(listed) == sorted(
-        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
-    )
-    assert yaml.safe_load(text)["hooks"] == ["docs/hooks.py"]
-
-
 # --- the command line's reference -----------------------------------------------------------------
 
 
@@ -309,10 +288,8 @@ def test_the_reference_has_every_command_and_option():
 
 
 def test_links_to_code_lead_to_lines():
-    text = (
-        "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) [z](https://a.org/a.py)"
-    )
-    made = hooks().rewritten(text, "methods/dyspec.md")
+    text = "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) "
+    made = hooks().rewritten(text + "[z](https://a.org/a.py)", "methods/dyspec.md")
     line = re.findall(r"\]\(\.\./source/src/quickbeam/tree\.py\.md#__codelineno-0-(\d+)\)", made)
     source = read("src/quickbeam/tree.py").splitlines()
     assert "def add(" in source[int(line[0]) - 1]

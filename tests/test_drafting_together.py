@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from answers import answer, request, run_all
+from answers import answer, request, run
 from drafters import DRAFTED
 from features import Pair, Text, context_of, grown, rounds, words
 from kernels import SETS
@@ -78,8 +78,6 @@ def run_staggered(drafter, wishes, together):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
 def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, monkeypatch):
-    """At the root and deeper, with shortlists and without, at several temperatures, with much to
-    read and with nothing; two steps."""
     pair = Pair(kind, take(way))
     # prompts are read over several passes, some of them side by side
     monkeypatch.setattr("quickbeam.drafters.feature.CHUNK", 50)
@@ -155,7 +153,7 @@ def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
     alone = [answer(pair.target, made(), *one, **options).output.token_ids for one in asked]
     engine = Engine(pair.target)
     running = [engine.add(request(pair.target, made(), *one, **options)) for one in asked]
-    run_all(engine)
+    run(engine)
     assert [one.output.token_ids for one in running] == alone
     assert sum(one.statistics.sources["drafter"].accepted for one in running) > 0
 
@@ -186,7 +184,6 @@ def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
-    """Without the sequence that made it fail; wherever it failed, nothing of the others is lost."""
     pair = Pair("attention", take(way))
     first, second, tree = pair.begin([5, 6, 7], 8), pair.begin([9, 10], 11), TokenTree(8)
     tree.add(0, 3, "x")
@@ -209,8 +206,6 @@ def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "ours"])
 def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, take):
-    """Steps of lone roots, whose hidden states are heard; with the rows read meanwhile, and with
-    all of them read at last."""
     pair, said = Pair(kind, take(way)), []
     # a context would hold what the target's logits offered at each step that asked
     routed, _ = shortlists(pair, None)
@@ -237,8 +232,6 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "input", "ours"])
 def test_what_was_taken_over_is_what_would_be_computed(kind, way, take):
-    """Texts part right behind the chunks or later; nothing of the first text changes; what is kept
-    outlives it; nothing leaks."""
     pair, rng, size = Pair(kind, take(way)), random.Random(2), 64
     ids, pools = words(rng, 150), (pair.target.pool, pair.drafter.pool)
     first = pair.begin(ids[:-1], ids[-1])

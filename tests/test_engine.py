@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import answer, request, run_all
+from answers import answer, request
+from answers import run as run_engine
 from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -124,15 +125,6 @@ def test_drawn_nodes_are_judged_behind_their_path():
     assert accept(Sampler(params, [0], 3), tree, passed, *chance, 1) == Verdict([0, 1], 2)
 
 
-# --- how answers end before their time ------------------------------------------------------------
-
-
-def changed(model, monkeypatch, change):
-    """Have every pass of the model give something else."""
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda batch: change(batch, forward(batch)))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature, monkeypatch):
     """Of that sequence alone: the others go on."""
@@ -140,9 +132,10 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
     engine = Engine(model)
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     bad, good = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3))
-    calls: list[int] = []
+    calls, forward = list[int](), model.forward
 
-    def failing(batch, passed):
+    def failing(batch):
+        passed = forward(batch)
         for i, part in enumerate(batch.parts):
             if part.cache is bad.cache and isinstance(part, Draft):
                 calls.append(1)
@@ -150,8 +143,8 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
                     passed[i] = passed[i]._replace(logits=passed[i].logits * math.nan, best=None)
         return passed
 
-    changed(model, monkeypatch, failing)
-    run_all(engine)
+    monkeypatch.setattr(model, "forward", failing)
+    run_engine(engine)
     assert isinstance(bad.error, QuickbeamError) and "NaN" in str(bad.error)
     assert bad.output.token_ids == expected[0][:3] and bad.output.finish_reason == "error"
     assert good.error is None and good.output.finish_reason == "length"
@@ -159,7 +152,6 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
 
 
 def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
-    """A pass that one sequence's rows break, a policy and an observer that raise."""
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
     expected = run(model, "logitspec", params, prompt_of(3)).output.token_ids
 
@@ -184,7 +176,7 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
         return forward(batch)
 
     monkeypatch.setattr(model, "forward", failing)
-    run_all(engine)
+    run_engine(engine)
     for one, where, tokens in ((policy, "policy", 5), (observer, "observer", 2), (rows, "pass", 4)):
         assert (str(one.error), len(one.output.token_ids)) == (f"in the {where}", tokens)
     assert (good.error, good.output.token_ids) == (None, expected)
@@ -193,9 +185,8 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
 def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatch):
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=1)
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
-    runs, waits = (
-        engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3)
-    )
+    asked = (request(model, NoDraft(), params, prompt_of(seed)) for seed in (2, 3))
+    runs, waits = map(engine.add, asked)
     for _ in range(5):
         engine.step()
 
@@ -208,6 +199,6 @@ def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatc
     assert (str(runs.error), runs.output.finish_reason) == ("no room", "interrupted")
     given = runs.output.token_ids
     assert given and given == expected[0][: len(given)]
-    run_all(engine)
+    run_engine(engine)
     assert waits.output.token_ids == expected[1]
     engine.close()

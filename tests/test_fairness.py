@@ -1,7 +1,4 @@
-"""Tenants take turns: nobody's many requests, nor a long prompt, hold another's short one up.
-
-In steps, not in seconds.
-"""
+"""Tenants take turns: nobody's many requests, nor a long prompt, hold another's short one up."""
 
 import asyncio
 import random
@@ -11,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from answers import answer, request, run_all
+from answers import answer, request, run
+from cases import refuses
 from models import tiny
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import FairQueue
@@ -43,13 +41,6 @@ def steps_until_started(engine, one):
     return steps
 
 
-class Waits:
-    """A sequence as the queue sees it."""
-
-    def __init__(self, arrival, tenant, cost):
-        self.arrival, self.cost, self.request = arrival, cost, SimpleNamespace(tenant=tenant)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
     """At any time, two that wait have been served the same, but for a request."""
@@ -57,24 +48,13 @@ def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
     largest = {"small": 40, "large": 1500, "mixed": 600}
     for arrival in range(600):
         tenant = rng.choice(list(largest))
-        queue.add(Waits(arrival, tenant, rng.randint(1, largest[tenant])))
+        asked, cost = SimpleNamespace(tenant=tenant), rng.randint(1, largest[tenant])
+        queue.add(SimpleNamespace(arrival=arrival, cost=cost, request=asked))
     while len(queue._queues) == len(largest):
         one = queue.heads()[0]
         queue.take(one)
         served[one.request.tenant] += one.cost
         assert max(served.values()) - min(served[name] for name in largest) <= 1500
-
-
-def test_one_tenants_sequences_keep_the_order_of_arrival():
-    rng, queue = random.Random(0), FairQueue()
-    ones = [Waits(i, "alone", rng.randint(1, 2000)) for i in range(50)]
-    for one in rng.sample(ones, 50):
-        queue.add(one)
-    order = []
-    while queue:
-        order += queue.heads()
-        queue.take(order[-1])
-    assert order == ones and not queue._served
 
 
 @pytest.mark.parametrize(("tenants", "most_steps"), [(("many", "few"), 3), (("same", "same"), 60)])
@@ -87,22 +67,11 @@ def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_st
     one = add(engine, tenants[1], [9, 8, 7], 8)
     steps = steps_until_started(engine, one)
     assert steps <= most_steps if tenants[0] != tenants[1] else steps > most_steps
-    run_all(engine)
+    run(engine)
     alone = answer(model, NoDraft(), one.params, [9, 8, 7], budget=1)
     assert one.output.token_ids == alone.output.token_ids
     assert all(len(other.output.token_ids) == 60 for other in others)
     engine.close()
-
-
-def test_a_tenant_alone_uses_all_places_but_the_kept_one(model):
-    for tenant, most, used in (("a", 8, 7), ("a", 4, 4), (None, 8, 8)):
-        engine = Engine(model, most=most, share=False)
-        for i in range(20):
-            add(engine, tenant, [3 + i, 4, 5], 30)
-        for _ in range(5):
-            engine.step()
-        assert len(engine.scheduler.active) == used
-        engine.close()
 
 
 def test_a_long_request_does_not_take_the_kept_place(model):
@@ -119,7 +88,6 @@ def test_a_long_request_does_not_take_the_kept_place(model):
 
 
 def test_a_short_request_is_read_beside_a_long_prompt(model):
-    """No step reads so much that the first token of another waits for long."""
     if not model.exact:
         pytest.skip("no native kernels on this machine")
     engine, rows, forward = Engine(model, share=False), list[int](), model.forward
@@ -144,12 +112,11 @@ def test_a_short_request_is_read_beside_a_long_prompt(model):
         engine.close()
 
 
-def test_a_tenant_leaves_a_part_of_the_queue_to_others():
+def test_a_tenant_leaves_a_part_of_the_places_and_of_the_queue(model):
     gate = Gate(ServeSettings(max_waiting=16))
     gate.places, gate.phase = 1, "ready"
     tickets = [gate.enter(1, 1, "many") for _ in range(15)]
-    with pytest.raises(Busy, match="of this client"):
-        gate.enter(1, 1, "many")
+    refuses("of this client", gate.enter, 1, 1, "many", error=Busy)
     gate.enter(1, 2, "few")
     with pytest.raises(Busy):  # all is full
         gate.enter(1, 1, "few")
@@ -157,6 +124,14 @@ def test_a_tenant_leaves_a_part_of_the_queue_to_others():
         pass
     gate.enter(1, 1, "many")
     assert gate.inside == 17
+    for tenant, most, used in (("a", 8, 7), ("a", 4, 4), (None, 8, 8)):
+        engine = Engine(model, most=most, share=False)
+        for i in range(20):
+            add(engine, tenant, [3 + i, 4, 5], 30)
+        for _ in range(5):
+            engine.step()
+        assert len(engine.scheduler.active) == used
+        engine.close()
 
 
 def test_tenants_are_keys_or_addresses():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from answers import answer, conversation, drafting, drafts_change_nothing
-from cases import few
+from cases import few, refuses
 from interpreter import Interpreter
 from models import VOCAB, spread_out, table
 from quickbeam.drafters.draft_model import LMDrafter
@@ -72,15 +72,11 @@ def by_interpreter(model, stack):
 
 def by_kernels(model, stack):
     kernels = library.kernels()
-    assert kernels is not None
     pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
     compiled = CompiledStack(ModelParameters(model), stack, pool)
     store, rows = pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
     return compiled(rows)
-
-
-# --- transformers ---
 
 
 def test_every_family_is_here():
@@ -96,9 +92,8 @@ def test_logits_and_tokens_are_those_of_transformers(name):
     assert off(by_interpreter(plain, describe(plain)), right) < 2e-5
     ids = IDS.tolist()
     for _ in range(8):
-        ids.append(
-            int(plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-        )
+        last = plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        ids.append(int(last.argmax()))
     model = make_model(plain)
     assert model.exact and model.dtype is torch.float32
     cache = model.pool.new()
@@ -131,6 +126,14 @@ def with_angles(layer, first):
     of = first.attention
     turned = replace(layer.attention, rotary=of.rotary, turned=of.turned)
     return replace(layer, attention=turned)
+
+
+def in_turn(layer):
+    return replace(layer, parallel=False, feed_forward_before=layer.attention_before)
+
+
+def as_dense(layer):
+    return replace(layer, beside=replace(layer.beside, before=layer.feed_forward_before))
 
 
 def with_values_of(layer, source):
@@ -191,12 +194,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "no scale of logits": ("cohere", lambda s: replace(s, head_scale=1.0)),
     "no scale of residuals": ("granite", each(residual=1.0)),
     "no scale of queries": ("ministral3", each("attention", query_scale=None)),
-    "one after the other": (
-        "phi",
-        of_layers(
-            lambda one: replace(one, parallel=False, feed_forward_before=one.attention_before)
-        ),
-    ),
+    "one after the other": ("phi", of_layers(in_turn)),
     "no norm after": ("glm4", each(attention_after=None)),
     "another activation": ("nemotron", each("feed_forward", activation="relu")),
     "values without their norm": ("gemma4-experts", each("attention", value_norm=False)),
@@ -210,12 +208,7 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
         lambda s: replace(s, per_layer=replace(s.per_layer, scale=0.0)),
     ),
     "experts without their scales": ("gemma4-experts", each("beside.experts.routing", scale=None)),
-    "experts that read what the dense one reads": (
-        "gemma4-experts",
-        of_layers(
-            lambda one: replace(one, beside=replace(one.beside, before=one.feed_forward_before))
-        ),
-    ),
+    "experts that read what the dense one reads": ("gemma4-experts", of_layers(as_dense)),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),
     "weights of experts as they are": ("mixtral", each(ROUTING, renormalised=False)),
     "weights of experts that add up to 1": ("olmoe", each(ROUTING, renormalised=True)),
@@ -243,14 +236,10 @@ def test_a_wrong_description_is_seen(what):
     assert off(by_kernels(plain, stack), right) > 2e-4
 
 
-# --- what is not described ---
-
-
 def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
     plain = made("llama")
     plain.config.value_multiplier = 2.5
-    with pytest.raises(NotDescribed, match="value_multiplier"):
-        describe(plain)
+    refuses("value_multiplier", describe, plain, error=NotDescribed)
     with caplog.at_level("INFO", "quickbeam"):
         model = make_model(plain)
     assert not model.exact and "value_multiplier" in caplog.text
@@ -258,20 +247,12 @@ def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
     for harmless in (None, False, 0):
         plain.config.value_multiplier = harmless
         assert not why_not_native(plain)
-
-
-def test_parameters_that_no_family_names_are_seen():
     plain = made("qwen2")
     plain.model.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(NotDescribed, match=r"layers\.1\.mlp\.extra"):
-        describe(plain)
+    refuses(r"layers\.1\.mlp\.extra", describe, plain, error=NotDescribed)
     plain = made("phi")
     plain.config.qk_layernorm = True
-    with pytest.raises(NotDescribed, match="qk_layernorm"):
-        describe(plain)
-
-
-# --- drafts ---
+    refuses("qk_layernorm", describe, plain, error=NotDescribed)
 
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")

@@ -1,31 +1,22 @@
 """A feature drafter at work: its distributions are those of its equations run plainly, whatever
 was grown, accepted and begun anew."""
 
-import random
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples
-from features import KINDS, WIDE, Pair, growing, head_of, words
+from cases import examples, refuses
+from features import KINDS, RANDOM, WIDE, Pair, growing, head_of, small_pages, words
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
-from quickbeam.models.gathered import RowPool
 from quickbeam.models.opening import make_model
 from quickbeam.train.places import unroll
 from quickbeam.train.shards import Conversation, collate
 from quickbeam.tree import TokenTree
 
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pages():
-    """Beginnings are shared in whole pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowPool, "page", 2)
-        yield
+pages = small_pages(2)
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +26,8 @@ def pairs():
 
 @pytest.mark.parametrize("kind", KINDS)
 @examples(15)
-@given(
-    rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
-)
+@given(rng=RANDOM, temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature):
-    """Trees that grow by rounds of some of their nodes."""
     ids = words(rng, rng.randint(2, 20))
     text = pairs[kind].begin(ids[:-1], ids[-1], temperature)
     for _ in range(5):
@@ -115,10 +103,8 @@ def test_training_unrolls_what_drafting_computes(kind):
     pair, depths = Pair(kind), 4
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     heard = torch.cat(pair.begin(ids, 0).heard)
-    conversation = Conversation(
-        torch.tensor(ids, dtype=torch.int32), torch.ones(12, dtype=torch.bool), 1.0
-    )
-    batch = collate([conversation])._replace(hidden=heard[None])
+    told = Conversation(torch.tensor(ids).int(), torch.ones(12, dtype=torch.bool), 1.0)
+    batch = collate([told])._replace(hidden=heard[None])
     trained = [
         pair.network.head(pair.network.feature(out)).softmax(-1)
         for _, _, out in unroll(pair.network, batch, depths)
@@ -137,22 +123,16 @@ def test_training_unrolls_what_drafting_computes(kind):
 def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs):
     text, tree = pairs["attention"].begin([1], 2), TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
-    with pytest.raises(ValueError, match="ask for its root first"):
-        text.distributions(tree, [1])
+    refuses("ask for its root first", text.distributions, tree, [1], error=ValueError)
     probs = text.distributions(tree, [0])
-    with pytest.raises(ValueError, match="their parents first"):
-        text.distributions(tree, [2])
-    with pytest.raises(ValueError, match="their parents first"):
-        text.distributions(tree, [1, 2])
-    with pytest.raises(ValueError, match="alone"):
-        text.distributions(tree, [0, 1])
+    refuses("their parents first", text.distributions, tree, [2], error=ValueError)
+    refuses("their parents first", text.distributions, tree, [1, 2], error=ValueError)
+    refuses("alone", text.distributions, tree, [0, 1], error=ValueError)
     text.check(tree, [0])
     text.check(tree, [1])
-    with pytest.raises(ValueError, match="ask for its root first"):
-        text.distributions(TokenTree(2), [1])
-    assert torch.equal(
-        text.distributions(TokenTree(2), [0]), probs
-    )  # a second tree on the same text
+    refuses("ask for its root first", text.distributions, TokenTree(2), [1], error=ValueError)
+    again = text.distributions(TokenTree(2), [0])  # a second tree on the same text
+    assert torch.equal(again, probs)
     text.context.extend([3])
     with pytest.raises(ValueError, match="hidden states of 0 tokens for 1 not read yet"):
         text.distributions(TokenTree(3), [0])

@@ -9,23 +9,16 @@ from answers import answer
 from cases import THOROUGH
 from docs import save_drafter
 from drafters import DRAFTED
-from features import Pair, held
+from features import Pair, held, interrupt, small_pages
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.gathered import RowPool
 from quickbeam.params import SamplingParams
 
-
-@pytest.fixture(autouse=True, scope="module")
-def small_pages():
-    """Beginnings are shared in whole pages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowPool, "page", 6)
-        yield
+pages = small_pages(6)
 
 
 def drafted(pair, params, prompt, engine):
@@ -35,22 +28,6 @@ def drafted(pair, params, prompt, engine):
 
 def outcome(one):
     return one.output.token_ids, one.statistics.steps
-
-
-def interrupt(patch, owner, name, when, late):
-    """Have a call be interrupted, before it or after."""
-    calls, run = itertools.count(1), getattr(owner, name)
-
-    def interrupted(*args):
-        this = next(calls) == when
-        if this and not late:
-            raise KeyboardInterrupt
-        out = run(*args)
-        if this:
-            raise KeyboardInterrupt
-        return out
-
-    patch.setattr(owner, name, interrupted)
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch):
@@ -90,7 +67,6 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
         """An answer after another one to the same prompt, of which the drafter reads nothing, or
         all when it is first asked."""
         drafted(pair, short, prompt, engine)
-        assert engine.prefixes is not None
         chunks = engine.prefixes.find(prompt, drafter)
         assert all(
             (chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks
@@ -110,15 +86,9 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
             assert second(Engine(target)).statistics.cached_tokens == 0
         adopt = EagleState.adopt
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="hidden states of"):
-            patch.setattr(
-                EagleState,
-                "adopt",
-                lambda self, chunks, tokens, hidden=(): adopt(self, chunks, tokens, hidden[:-1]),
-            )
+            less = lambda self, chunks, n, hidden=(): adopt(self, chunks, n, hidden[:-1])  # noqa: E731
+            patch.setattr(EagleState, "adopt", less)
             second(Engine(target))
-
-
-# Through `LLM`
 
 
 def test_a_saved_head_is_a_drafter(toy_folder, tmp_path):

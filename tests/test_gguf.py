@@ -1,9 +1,4 @@
-"""Models in `.gguf` files as they are: architectures, tokenizers, answers, and files that lie.
-
-pytest tests/test_gguf.py
-"""
-
-from __future__ import annotations
+"""Models in `.gguf` files as they are: architectures, tokenizers, answers, and files that lie."""
 
 import contextlib
 import shutil
@@ -17,6 +12,7 @@ import torch
 from transformers import GemmaTokenizer
 
 import gguf_files
+from cases import refuses
 from gguf_files import TINY, finish, metadata, model_of, say, write
 from quickbeam import LLM, SamplingParams
 from quickbeam.errors import InvalidInput
@@ -29,7 +25,7 @@ from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
-from streaming import alike, limits_of, of_disk
+from streaming import alike, limits, on_disk
 from target import Target
 
 KERNELS = library.kernels()
@@ -193,14 +189,6 @@ def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
 EXPERTS = {"ffn_down_exps": Q8, "exps": Q5, "attn": Q8}
 
 
-def test_experts_of_two_formats(tmp_path):
-    file = write(tmp_path / "moe.gguf", "qwen3moe", model_of("qwen3moe"), EXPERTS)
-    parameters, at = GgufCheckpoint(file, None, KERNELS), "model.layers.1.mlp.experts"
-    assert parameters.like(f"{at}.gate_up_proj").name == "q5_0"
-    assert parameters.rows(f"{at}.gate_up_proj", 1, 3).shape == [2, 192, 64]
-    assert parameters.rows(f"{at}.down_proj", 1, 2).name == "q8_0"
-
-
 @pytest.mark.parametrize(
     ("architecture", "kinds"),
     [
@@ -232,20 +220,16 @@ def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds
                 assert [one.token_ids for one in found] == plain, method
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kinds"),
-    [
-        ("llama", MIXED),
-        ("qwen3moe", EXPERTS),
-        ("qwen35moe", {"inp": None, "exps": Q8, "shexp": Q5}),
-    ],
-)
+BLOCKS = {"llama": MIXED, "qwen3moe": EXPERTS, "qwen35moe": {"inp": None, "exps": Q8, "shexp": Q5}}
+
+
+@pytest.mark.parametrize(("architecture", "kinds"), BLOCKS.items())
 def test_blocks_read_from_disk_have_the_bits_of_memory(architecture, kinds, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
     file = write(tmp_path / "tiny.gguf", architecture, model_of(architecture), kinds)
     checkpoint = GgufCheckpoint(file, None, KERNELS)
-    every = limits_of(checkpoint)
-    disk = of_disk(checkpoint, every[len(every) // 2])
+    every = limits(checkpoint)
+    disk = on_disk(checkpoint, every[len(every) // 2])
     alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk)
     assert disk.model.streamed.record()["streamed_bytes"] > 0
     disk.model.close()
@@ -307,17 +291,20 @@ def test_gemma_4_joins_what_its_file_lists(tmp_path):
         assert found.decode(ids, skip_special_tokens=True) == text
 
 
-# --- files that are not whole ---
-
-
-def test_other_formats_are_named(tmp_path):
+def test_what_is_not_known_is_named(tmp_path):
     file = write(tmp_path / "m.gguf", "llama", model_of("llama"), MIXED)
     data = bytearray(file.read_bytes())
     at = data.index(b"blk.0.attn_k.weight") + len(b"blk.0.attn_k.weight") + 4 + 16
     data[at : at + 4] = struct.pack("<I", 10)
     file.write_bytes(data)
-    with pytest.raises(InvalidInput, match=r"blk\.0\.attn_k\.weight is stored as Q2_K.*Q4_K_M"):
-        LLM(str(file))
+    refuses(r"blk\.0\.attn_k\.weight is stored as Q2_K.*Q4_K_M", LLM, str(file))
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
+    metadata(writer, model_of("llama"))
+    writer.add_float32("llama.attention.new_factor", 2.0)
+    writer.add_tensor("token_embd.weight", np.zeros((288, 64), dtype=np.float32))
+    finish(writer)
+    with pytest.raises(NotDescribed, match=r"llama\.attention\.new_factor"):
+        GgufCheckpoint(tmp_path / "x.gguf", None, KERNELS)
 
 
 def test_cut_and_changed_files_are_refused_and_nothing_else_happens(mixed, tmp_path):
@@ -326,8 +313,7 @@ def test_cut_and_changed_files_are_refused_and_nothing_else_happens(mixed, tmp_p
     file, end = tmp_path / "x.gguf", data.index(b"blk.0.ffn_up.weight")
     for size in [0, 3, 4, 20, *random.integers(24, len(data), 40)]:
         file.write_bytes(data[:size])
-        with pytest.raises(InvalidInput, match=r"x\.gguf"):
-            GgufFile(file)
+        refuses(r"x\.gguf", GgufFile, file)
     for at in random.integers(0, end, 300):
         changed = bytearray(data)
         changed[at : at + 8] = random.choice([0, 255, 127], 8).astype(np.uint8).tobytes()
@@ -344,18 +330,7 @@ def test_counts_are_held_against_the_size(mixed, tmp_path, at, value, told):
     data = bytearray(mixed.read_bytes())
     data[at : at + (4 if at == 4 else 8)] = value.to_bytes(4 if at == 4 else 8, "little")
     (tmp_path / "x.gguf").write_bytes(data)
-    with pytest.raises(InvalidInput, match=f"no whole .gguf file.*{told}"):
-        GgufFile(tmp_path / "x.gguf")
-
-
-def test_metadata_that_is_not_known_is_not_ignored(tmp_path):
-    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "llama")
-    metadata(writer, model_of("llama"))
-    writer.add_float32("llama.attention.new_factor", 2.0)
-    writer.add_tensor("token_embd.weight", np.zeros((288, 64), dtype=np.float32))
-    finish(writer)
-    with pytest.raises(NotDescribed, match=r"llama\.attention\.new_factor"):
-        GgufCheckpoint(tmp_path / "x.gguf", None, KERNELS)
+    refuses(f"no whole .gguf file.*{told}", GgufFile, tmp_path / "x.gguf")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cases import few
+from cases import few, refuses
 from drafters import DRAFTED, KnownDrafter, grown
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
@@ -28,7 +28,6 @@ from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
 LETTERS = "abcdefghijkl"
@@ -93,7 +92,6 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
         path = list[int]()
         for _ in range(chance.randrange(6)):
             place = found.place(path)
-            assert place is not None
             free = [token for token in range(V - 1) if not place.banned[token]]
             path.append(chance.choice(free or [V - 1]))
             if path[-1] == V - 1:
@@ -109,7 +107,6 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
         elif question == 1:
             found.follows(path, [chance.randrange(V) for _ in range(3)])
         place = found.place(path)
-        assert place is not None
         # 6 to 8 are padding
         assert {token for token in range(9) if not place.banned[token]} == expected
         assert (place.left, place.first) == (len(expected), min(expected))
@@ -120,38 +117,28 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, s
             text += path
 
 
-def test_a_path_that_is_banned_spoils_nothing():
+def test_paths_that_are_banned_or_behind_the_end_spoil_nothing():
     found = masks("ab(cd)*", V - 1)
-    with pytest.raises(DeadEnd, match="no token can come after 2 tokens"):
-        found.place(ids("ac"))
+    refuses("no token can come after 2 tokens", found.place, ids("ac"), error=DeadEnd)
     assert found.find(ids("ac")) is None and found.forced(ids("ac")) is None
     assert found.forced(ids("a")) == 1
     found.extend(ids("ab"))
     place = found.place()
     assert place is not None and place.left == 2
+    found = masks("a+", V - 1)
+    found.extend([0, V - 1])
+    assert found.place() is None and found.place([3]) is None
+    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
 
 
 def test_a_grammar_that_cannot_be_read_backwards_is_read_anew():
     """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
     grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
     found = compiler(V - 1, V).begin(grammar, [V - 1])
-    for path, expected in (
-        (ids("a"), {0, 1, 4}),
-        (ids("ab"), {4}),
-        (ids("b"), {0, 1, 4}),
-        ([], {0, 1, 4}),
-        (ids("ba"), {4}),
-    ):
-        place = found.place(path)
-        assert place is not None
-        assert {token for token in range(V) if not place.banned[token]} == expected
-
-
-def test_after_the_end_nothing_is_asked():
-    found = masks("a+", V - 1)
-    found.extend([0, V - 1])
-    assert found.place() is None and found.place([3]) is None
-    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
+    for text in ("a", "ab", "b", "", "ba"):
+        banned = found.place(ids(text)).banned
+        expected = {4} if len(text) == 2 else {0, 1, 4}
+        assert {token for token in range(V) if not banned[token]} == expected
 
 
 # --- what is sampled ------------------------------------------------------------------------------
@@ -227,7 +214,6 @@ def test_a_mask_after_the_filters_is_found_out(name, monkeypatch):
     """As is done elsewhere: what is banned then has its part in the filters."""
 
     def late(self, logits, path=()):
-        assert self.grammar is not None
         place = self.grammar.place(path)
         probs = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
         kept = probs if place is None else probs.masked_fill(place.banned, 0.0)
@@ -252,7 +238,6 @@ def residual_p(name, wrong=False, count=1500, length=3):
 
     def grow(context, rng):
         sampler = sampler_of(params, context)
-        assert sampler.grammar is not None
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
         growth = constrained(policy.grow(where, 6, 4), where, 6, 4)
         tree = grown(growth, drafter.answer).tree
@@ -264,13 +249,10 @@ def residual_p(name, wrong=False, count=1500, length=3):
     def probs(context):
         return sampler_of(params, context).probs(model.target(context).log())
 
-    counts = sample_sequences(model, grow, verify_residual, count, length, probs=cached(probs))
+    known = cache(lambda *context: probs(context))
+    given = dict(count=count, length=length, probs=lambda context: known(*context))
+    counts = sample_sequences(model, grow, **given)
     return chi_square(counts, exact_probs(probs_of(model, params), V, length))
-
-
-def cached(probs):
-    known = cache(probs)
-    return lambda context: known(tuple(context))
 
 
 @pytest.mark.parametrize("name", few(list(DRAFTED), ["specinfer"]))
@@ -316,7 +298,6 @@ def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
         text = list[int]()
         for _ in range(chance.randrange(8)):
             place = masks(pattern, V - 1, text).place()
-            assert place is not None
             options = [token for token in range(V - 1) if not place.banned[token]]
             text += [chance.choice(options)] if options else []
         tree = draft(policy, pattern, spelt(text), 10, temperature, 6).tree
@@ -324,6 +305,5 @@ def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
         for node in range(1, len(tree)):
             keep = allowed(pattern, spelt([*text, *tree.tokens(tree.parent[node])]), V - 1)
             assert tree.token[node] in keep
-            assert (tree.source[node] == GRAMMAR) == (
-                len(keep) == 1 and tree.source[node] != Ngram.name
-            )
+            forced = len(keep) == 1 and tree.source[node] != Ngram.name
+            assert (tree.source[node] == GRAMMAR) == forced

@@ -91,9 +91,6 @@ def nodes(tree):
     return list(zip(tree.token, tree.parent, tree.depth, tree.source, strict=True))
 
 
-# --- what holds for every policy ------------------------------------------------------------------
-
-
 @examples(200, derandomize=True)
 @given(contexts(), budgets, depths, st.sampled_from(WITHOUT))
 def test_every_tree_keeps_the_contract(context, budget, max_depth, method):
@@ -120,9 +117,6 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(context, small, large,
     assert nodes(tree_of(policy, context, small, max_depth)) == whole[:small]
 
 
-# --- chain ----------------------------------------------------------------------------------------
-
-
 @examples(100, derandomize=True)
 @given(contexts(), budgets, depths)
 def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
@@ -131,33 +125,17 @@ def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
     assert tree.parent == list(range(-1, len(tree) - 1))
 
 
-# --- LogitSpec ------------------------------------------------------------------------------------
-
-
-@examples(200, derandomize=True)
-@given(contexts(), depths)
-def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context, max_depth):
-    tree = grown(context, 1000, max_depth)
-    assert set(paths(tree)) == prefixes(drafts(context, max_depth))
-
-
 @examples(200, derandomize=True)
 @given(contexts(), budgets, depths)
-def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context, budget, max_depth):
+def test_the_tree_is_the_trie_of_drafts_the_chain_first(context, budget, max_depth):
+    """Of all drafts where there is room, within a budget of so many as fit."""
+    wanted, chain = prefixes(drafts(context, max_depth)), read_on(context.ids, [], 20)[:max_depth]
+    assert set(paths(grown(context, 1000, max_depth))) == wanted
     tree = grown(context, budget, max_depth)
-    wanted = prefixes(drafts(context, max_depth))
-    assert set(paths(tree)) <= wanted
-    assert len(tree) == min(budget, 1 + len(wanted))
-
-
-@examples(200, derandomize=True)
-@given(contexts(), budgets)
-def test_the_chain_goes_first_and_is_whole_with_room_for_all(context, budget):
+    assert set(paths(tree)) <= wanted and len(tree) == min(budget, 1 + len(wanted))
     match = longest_match(context.ids, context.ids)
-    chain = read_on(context.ids, [], 20)
-    lead = min(3 * match[1], budget - 1) if match else 0
-    assert grown(context, budget).token[1 : 1 + lead] == chain[:lead]
-    assert not chain or tuple(chain) in paths(grown(context, 1000))
+    lead = min(3 * match[1], budget - 1, max_depth) if match else 0
+    assert tree.token[1 : 1 + lead] == chain[:lead]
 
 
 def test_by_hand():

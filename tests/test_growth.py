@@ -1,8 +1,4 @@
-"""Trees grown from a drafter: sampled output keeps the target's distribution, greedy output is
-plain
-decoding's, limits hold."""
-
-from collections.abc import Callable
+"""Trees grown from a drafter: sampled output keeps the target's distribution, limits hold."""
 
 import pytest
 import torch
@@ -19,15 +15,16 @@ from drafters import (
     toy_distributions,
     tree_of,
 )
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods import children
+from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
 from quickbeam.methods.specinfer import SpecInfer
 from quickbeam.tree import TokenTree
 from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
-
-Change = Callable[[TokenTree], TokenTree]
 
 
 def p_value(policy, model, temperature, count, budget=7, change=None):
@@ -42,9 +39,6 @@ def p_value(policy, model, temperature, count, budget=7, change=None):
 
     counts = sample_sequences(model, grow, count=count, length=2, seed=1, probs=target)
     return chi_square(counts, exact_probs(target, model.vocab, 2))
-
-
-# --- sampling keeps the distribution --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
@@ -125,14 +119,12 @@ def test_reranked_candidates_are_no_draws():
     assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
-# --- limits ---------------------------------------------------------------------------------------
-
-
 def makers(drafter):
     return {name: make(drafter) for name, make in DRAFTED.items()} | {
         "five branches": SpecInfer(drafter, 5),
         "low threshold": Threshold(drafter, 0.01),
         "narrow": Eagle2(drafter, 2, 3),
+        "auto": Auto(drafter, Ngram(), LastLogits()),
         "measured": Sequoia(drafter, (0.2, 0.5, 0.1)),
     }
 
@@ -145,21 +137,28 @@ def makers(drafter):
     st.integers(1, 40),
     st.integers(0, 9),
     st.sampled_from([0.0, 0.6, 1.0]),
+    st.lists(st.integers(0, 7), min_size=1),
 )
-def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, temperature):
-    model = ToyModel(vocab, seed, zeros=zeros)
+def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, temperature, text):
+    model, ids = ToyModel(vocab, seed, zeros=zeros), [token % vocab for token in text]
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
     for name, policy in makers(drafter).items():
         drafter.calls = []
-        context = context_of([seed % vocab], temperature)
+        context = context_of(list(ids), temperature, logits=torch.arange(vocab).float())
         tree = tree_of(policy, context, budget, max_depth)
         assert 1 <= len(tree) <= budget
-        assert max(tree.depth) <= max_depth
-        assert tree.token[0] == seed % vocab and set(tree.source[1:]) <= {"drafter"}
+        assert max(tree.depth) <= max_depth and tree.token[0] == ids[-1]
+        assert set(tree.source[1:]) <= {source.name for source in policy.sources}
+        if name == "auto":
+            assert tree.probs == [None] * len(tree)
+            for node in range(1, len(tree)):
+                assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
+            assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
+            continue
         assert (not drafter.calls) == (budget == 1 or max_depth == 0)
         reach = [1.0]
         for node in range(1, len(tree)):
-            probs = drafter.probs([seed % vocab, *path_tokens(tree, tree.parent[node])])
+            probs = drafter.probs([*ids, *path_tokens(tree, tree.parent[node])])
             if name == "ddtree":  # by the distribution after another path
                 assert tree.probs[node] is None and tree.probability[node] > 0
                 continue

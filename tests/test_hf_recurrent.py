@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from answers import answer
-from cases import few
+from cases import few, refuses
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.hf_recurrent import TorchStates
@@ -44,17 +43,12 @@ def test_nodes_follow_their_paths(kind):
 BEHIND, COMMIT = TorchStates.behind, TorchStates.commit
 
 
-def behind_committed(self, layer, node):
-    return BEHIND(self, layer, min(node, 0))
-
-
-def commit_root(self, path, length):
-    return COMMIT(self, path if isinstance(path, range) else path[:1], length)
-
-
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "state of the committed tokens": ("behind", behind_committed),
-    "state of the root": ("commit", commit_root),
+    "state of the committed tokens": ("behind", lambda s, of, node: BEHIND(s, of, min(node, 0))),
+    "state of the root": (
+        "commit",
+        lambda s, path, n: COMMIT(s, path if isinstance(path, range) else path[:1], n),
+    ),
 }
 
 
@@ -81,7 +75,6 @@ def test_answers_are_those_of_transformers(kind):
         # the state behind the first whole page was kept
         again = answer(model, policy, params, prompts[0], engine=engine)
         assert again.statistics.cached_tokens == PAGE and again.output.token_ids == right[0]
-        assert engine.prefixes is not None
         engine.prefixes.clear()
         assert model.pool.used == 0
 
@@ -95,5 +88,4 @@ def test_families_give_the_logits_of_transformers(family):
 
 def test_what_transformers_runs_in_two_ways_is_refused():
     model = tiny("", torch.float32, config=CONFIGS["nemotron_h"])
-    with pytest.raises(InvalidInput, match=r"time steps have a limit.*only the native kernels"):
-        make_model(model, native=False)
+    refuses(r"time steps have a limit.*only the native kernels", make_model, model, native=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import __version__
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
@@ -23,18 +24,13 @@ def machine(monkeypatch, *sets):
     monkeypatch.setattr(build, "machine_sets", lambda: list(sets))
 
 
-def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(
-    monkeypatch, tmp_path
-):
+def test_libraries_are_kept_under_the_digest_of_their_sources(monkeypatch, tmp_path):
     before = build.cached("avx2")
     assert before.parent == tmp_path / "cache" / "kernels" and build.digest("avx2") in before.name
     changed = tmp_path / "program.cpp"
     changed.write_text("// another kernel")
     monkeypatch.setattr(build, "sources", lambda: [changed])
     assert build.cached("avx2") != before
-
-
-def test_a_library_in_the_package_serves_its_own_sources_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "SHIPPED", tmp_path / "lib")
     (tmp_path / "lib").mkdir()
     for stale in ("avx2.so", "avx2-0123456789abcdef.so"):
@@ -50,8 +46,7 @@ def test_a_library_in_the_package_serves_its_own_sources_alone(monkeypatch, tmp_
 def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
-    with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
-        choice.requested()
+    refuses(rf"{name}='{value}': must be one of {', '.join(known)}", choice.requested)
     plain = ["generate", "hi", "--device", "cpu", "--dtype"]
     for command in (["--version"], [*plain, "bfloat16"], [*plain, "float32"]):
         result = CliRunner().invoke(app, command)
@@ -60,26 +55,26 @@ def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
         assert result.stderr.count("\n") == 1
 
 
-def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
+def test_a_set_that_the_machine_lacks_is_bad_input_and_other_formats_use_pytorchs(monkeypatch):
     machine(monkeypatch, "avx2", "plain")
     with pytest.raises(InvalidInput, match="QUICKBEAM_ISA=amx: this machine runs avx2, plain"):
         choice.candidates(KernelRequest("auto", "amx"))
     assert choice.candidates(KernelRequest("auto", "plain")) == (["plain"], "")
     assert choice.candidates(KernelRequest("auto", ""))[0] == ["avx2", "plain"]
     assert choice.candidates(KernelRequest("eager", "amx")) == ([], "QUICKBEAM_KERNELS=eager")
+    assert library.describe("cpu", "float16") == "PyTorch's (float16 on cpu)"
+    assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"
 
 
-def test_version_answers_without_what_the_commands_import():
+def test_what_is_asked_first_imports_no_pytorch():
     code = "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']\n"
     done = captured([sys.executable, "-c", f"{code}main(); sys.exit('torch' in sys.modules)"])
     first, second = done.stdout.splitlines()
     assert (done.returncode, done.stderr, first) == (0, "", __version__)
     assert second == f"kernels: {choice.describe_kernels()}"
-
-
-def test_other_formats_and_devices_use_pytorchs_kernels():
-    assert library.describe("cpu", "float16") == "PyTorch's (float16 on cpu)"
-    assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"
+    code = "import sys; from quickbeam.models.native import choice; names = set(sys.modules)\n"
+    code += "sys.exit(bool({'torch', 'platformdirs', 'numpy'} & names))"
+    assert captured([sys.executable, "-c", code]).returncode == 0
 
 
 @needs_kernels
@@ -112,49 +107,35 @@ def test_building_says_what_is_where(tmp_path):
     )
 
 
-def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
-    code = "import sys; from quickbeam.models.native import choice; names = set(sys.modules)\n"
-    code += "sys.exit(bool({'torch', 'platformdirs', 'numpy'} & names))"
-    assert captured([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("named", "best", "suffix"),
-    [
+def test_a_platform_has_sets_of_its_own(monkeypatch):
+    for named, best, suffix in (
         ("linux-x86_64", "amx", "so"),
         ("linux-aarch64", "neon-bf16", "so"),
         ("macosx-11.0-arm64", "neon-bf16", "dylib"),
         ("win-amd64", "avx512", "dll"),
         ("linux-riscv64", None, "so"),
-    ],
-)
-def test_a_platform_has_sets_of_its_own(monkeypatch, named, best, suffix):
-    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", named)
-    sets = build.platform_sets()
-    assert sets[:1] == ((best,) if best else ()) and build.has_kernels() == bool(best)
-    assert set(sets) <= build.SETS.keys() and (not sets or sets[-1] == "plain")
-    machine = build.target()[1]  # x86-64 and ARM64 both have `plain`, and may share a cache
-    assert build.file_name("plain") == f"plain-{machine}-{build.digest('plain')}.{suffix}"
+    ):
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", named)
+        sets = build.platform_sets()
+        assert sets[:1] == ((best,) if best else ()) and build.has_kernels() == bool(best)
+        assert set(sets) <= build.SETS.keys() and (not sets or sets[-1] == "plain")
+        machine = build.target()[1]  # x86-64 and ARM64 both have `plain`, and may share a cache
+        assert build.file_name("plain") == f"plain-{machine}-{build.digest('plain')}.{suffix}"
 
 
-@pytest.mark.parametrize(
-    ("line", "sets"),
-    [
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc/cpuinfo")
+def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(monkeypatch, tmp_path):
+    for line, sets in (
         ("Features\t: fp asimd evtstrm crc32 cpuid", ["neon", "plain"]),
         ("Features\t: fp asimd asimdhp asimddp", ["neon-dot", "neon", "plain"]),
         ("Features\t: fp asimd asimddp i8mm bf16", ["neon-bf16", "neon-dot", "neon", "plain"]),
         ("flags\t: fma avx2", ["plain"]),
         ("", ["plain"]),
-    ],
-)
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc/cpuinfo")
-def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(
-    monkeypatch, tmp_path, line, sets
-):
-    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    build.CPUINFO.write_text(f"processor\t: 0\n{line}\n")
-    assert build.machine_sets() == sets
+    ):
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+        monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+        build.CPUINFO.write_text(f"processor\t: 0\n{line}\n")
+        assert build.machine_sets() == sets
 
 
 def test_compilers_are_told_what_they_understand(monkeypatch):

@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cases import few
+from cases import few, refuses
 from checkpoints import configure, rewrite
 from models import SIZES, spread_out, table
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models.base import Batch, Chain
 from quickbeam.models.chat_template import for_template
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.families import FAMILIES
@@ -26,6 +25,7 @@ from quickbeam.models.native_model import NativeModel
 from quickbeam.models.stored import COMPOSITES
 from quickbeam.models.tokenizer import load_tokenizer
 from quickbeam.params import SamplingParams
+from target import logits_of as model_logits
 from test_families import IDS, off
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -62,9 +62,7 @@ def made(kind):
 
 def logits_of(folder):
     checkpoint = Checkpoint(folder, torch.float32)
-    model = NativeModel(checkpoint, checkpoint.stack)
-    chain = Chain(model.pool.new(), IDS.tolist(), len(IDS))
-    return model.forward(Batch([chain]))[0].logits
+    return model_logits(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
 
 
 # `make test` leaves out those whose text and names are as another's
@@ -114,15 +112,13 @@ def test_names_of_published_checkpoints(names, tmp_path):
     assert torch.equal(logits_of(tmp_path), right)
     odd = {f"{layers}layers.0.self_attn.extra": torch.ones(3)}
     save_file(renamed | odd, tmp_path / "model.safetensors")
-    with pytest.raises(NotDescribed, match="extra"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses("extra", Checkpoint, tmp_path, torch.float32, error=NotDescribed)
 
 
 def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_path):
     made("qwen2_5_vl").save_pretrained(tmp_path)
     rewrite(tmp_path, {"lm_head.weight": None})
-    with pytest.raises(InvalidInput, match=r"lm_head\.weight"):
-        Checkpoint(tmp_path, torch.float32)
+    refuses(r"lm_head\.weight", Checkpoint, tmp_path, torch.float32)
     configure(tmp_path, tie_word_embeddings=True)
     found = Checkpoint(tmp_path, torch.float32)
     assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
@@ -162,9 +158,6 @@ def test_gemma_4_as_published(tmp_path):
     table = "model.embed_tokens_per_layer.weight"
     assert torch.equal(found.mapped(table), found(table))
     assert torch.equal(Checkpoint(tmp_path, torch.bfloat16).mapped(table), found(table).bfloat16())
-
-
-# --- prompts ---
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import MambaConfig, T5Config
 
+from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.answering import choose_budget
 from quickbeam.methods import METHODS
@@ -90,8 +91,7 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     ({"max_running": 0}, "max_running=0: must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_named(toy_folder, options, words):
-    with pytest.raises(InvalidInput, match=words):
-        LLM(**{"model": toy_folder, **options})
+    refuses(words, LLM, **{"model": toy_folder, **options})
 
 
 @pytest.mark.parametrize(("prompt", "params", "options", "words"), [
@@ -106,14 +106,12 @@ def test_what_cannot_be_used_is_named(toy_folder, options, words):
     ([2**70], SamplingParams(presence_penalty=1.0), {}, "outside the model's vocabulary"),
 ])  # fmt: skip
 def test_bad_requests_are_named(llm, prompt, params, options, words):
-    with pytest.raises(InvalidInput, match=words):
-        llm.generate(prompt, params, **options)
+    refuses(words, llm.generate, prompt, params, **options)
 
 
 def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    with pytest.raises(InvalidInput, match="no chat template"):
-        llm.chat(user("hi"))
+    refuses("no chat template", llm.chat, user("hi"))
 
 
 REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
@@ -123,11 +121,7 @@ REFUSED["can't take a draft back"] = MambaConfig(hidden_size=16)
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tmp_path, words):
     REFUSED[words].save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match=words):
-        LLM(str(tmp_path))
-
-
-# With a drafter
+    refuses(words, LLM, str(tmp_path))
 
 
 def save_small(toy_folder, folder, **changes):
@@ -168,13 +162,17 @@ def test_a_budget_of_auto_is_the_measured_one():
     assert choose_budget(None, "chain") == METHODS["chain"].budget
 
 
-def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder, drafter_folder):
+def test_a_drafter_is_loaded_by_the_first_method_that_needs_it_or_named(toy_folder, drafter_folder):
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
     assert llm.drafting.drafter is None and llm.prepare("pld") is None
     assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
+    with pytest.raises(InvalidInput, match="--drafter"):
+        LLM("no/such/folder", "dyspec")  # before the model is looked for
+    llm = LLM(toy_folder, dtype="float32")
+    refuses("--drafter", llm.generate, "a", SHORT, method="dyspec")
 
 
 def test_an_interrupt_ends_what_this_client_asked(llm):
@@ -206,11 +204,3 @@ def test_an_interrupt_ends_what_this_client_asked(llm):
             llm.generate(["abc abc", "q"], LONG, method="ar")
     assert not llm.engine.busy
     assert llm.generate("abc abc", SHORT).text == expected
-
-
-def test_drafters_that_cannot_be_used_are_named(toy_folder):
-    with pytest.raises(InvalidInput, match="--drafter"):
-        LLM("no/such/folder", "dyspec")  # before the model is looked for
-    llm = LLM(toy_folder, dtype="float32")
-    with pytest.raises(InvalidInput, match="--drafter"):
-        llm.generate("a", SHORT, method="dyspec")

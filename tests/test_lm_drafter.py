@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from answers import answer
 from cases import examples
-from features import context_of, growing
+from features import RANDOM, context_of, growing, interrupt
 from models import VOCAB, path_logits, tiny
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import GAP, LMDrafter, same_tokens
@@ -78,11 +78,8 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 @examples(12)
-@given(
-    rng=st.integers(0, 2**32).map(random.Random), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0])
-)
+@given(rng=RANDOM, temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, temperature):
-    """Trees that grow by rounds of some of their nodes."""
     drafter, model = pairs[name]
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
@@ -190,14 +187,12 @@ def test_a_request_beyond_the_drafters_context_is_refused(target):
 
 
 def tokenizer(*tokens):
-    return SimpleNamespace(
-        get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token is not None}
-    )
+    vocab = {token: i for i, token in enumerate(tokens) if token is not None}
+    return SimpleNamespace(get_vocab=lambda: vocab)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "sizes", "same"),
-    [
+def test_other_vocabularies_are_told_apart_but_for_padded_tails():
+    for drafter, sizes, same in (
         (("a", "b", "c"), (3, 3), True),
         (("a", "c", "b"), (3, 3), False),
         (("a", None, "c"), (3, 3), False),
@@ -205,13 +200,8 @@ def tokenizer(*tokens):
         (("a", "b", "c", "d"), (3, 4), False),
         (("a", "b"), (5, 4), True),
         (("a", "b", "c", "<tool>"), (4, 4), True),
-    ],
-)
-def test_other_vocabularies_are_told_apart_but_for_padded_tails(drafter, sizes, same):
-    assert same_tokens(tokenizer("a", "b", "c"), tokenizer(*drafter), sizes) is same
-
-
-# Through the engine
+    ):
+        assert same_tokens(tokenizer("a", "b", "c"), tokenizer(*drafter), sizes) is same
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +209,16 @@ def target():
     return make_model(tiny("llama", seed=3))
 
 
+def equal_drafter():
+    return LMDrafter(make_model(tiny("llama", seed=3)), VOCAB)
+
+
 @pytest.mark.parametrize(
     ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
 )
 def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperature, coupling):
     given = dict(temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
-    method = make_method("chain", LMDrafter(make_model(tiny("llama", seed=3)), VOCAB))
+    method = make_method("chain", equal_drafter())
     params = SamplingParams(max_tokens=61, **given)
     sequence = answer(target, method, params, [4, 5, 6], budget=6)
     # of 6: five drafted tokens and the target's own
@@ -233,10 +227,7 @@ def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperatur
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, monkeypatch):
-    drafter, engine = (
-        LMDrafter(make_model(tiny("llama", seed=3)), VOCAB),
-        Engine(target, share=False),
-    )
+    drafter, engine = equal_drafter(), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
 
     def asked():
@@ -247,19 +238,10 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target, 
     for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
         for when in range(1, 6):
             engine.forget()
-            inner, calls = getattr(place, where), []
-
-            def interrupted(*args, inner=inner, calls=calls, when=when, **kwargs):
-                calls.append(1)
-                result = inner(*args, **kwargs)
-                if len(calls) == when:
-                    raise KeyboardInterrupt
-                return result
-
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(place, where, interrupted)
+                interrupt(patch, place, where, when)
                 asked()
-            assert len(calls) == when and not engine.busy and drafter.model.pool.used == 0
+            assert not engine.busy and drafter.model.pool.used == 0
             again = asked()
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps

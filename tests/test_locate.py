@@ -8,25 +8,23 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import pytest
-
-from quickbeam.errors import InvalidInput
+from cases import refuses
 from quickbeam.hub import check_hub, check_source
 from scripts import captured
 
 
-def test_names_that_may_be_loaded_pass(tmp_path):
+def test_names_that_may_be_loaded_pass_and_others_are_named(tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()
     (tmp_path / "a.gguf").touch()
     for name in ("smollm2-135m", "gpt2", "owner/a-model_1.5", str(tmp_path), f"{tmp_path}/a.gguf"):
         check_source(name)
     for name in ("smollm2-135m", str(tmp_path)):  # on this machine: nobody is asked for them
         check_hub(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
+    (tmp_path / "here/empty").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for file in ("weights.bin", "model.safetensors"):
+        Path(file).touch()
+    for name, words in (
         ("./nope", "no such model folder or file: ./nope"),
         ("~/nope", "no such"),
         ("/a/b", "no such"),
@@ -37,15 +35,8 @@ def test_names_that_may_be_loaded_pass(tmp_path):
         ("empty", "empty is not a model folder: it has no config.json"),
         ("weights.bin", "weights.bin is a file, and of files only .gguf"),
         ("model.safetensors", "is a file"),
-    ],
-)
-def test_what_can_not_be_loaded_is_named(name, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    for file in ("weights.bin", "model.safetensors"):
-        Path(file).touch()
-    with pytest.raises(InvalidInput, match=words):
-        check_source(name)
+    ):
+        refuses(words, check_source, name)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -91,24 +82,13 @@ def keep(cache, name):
         path.write_text(text)
 
 
-def test_the_hub_is_asked_about_an_id(tmp_path):
+def test_the_hub_is_asked_about_an_id_while_it_is_in_reach(tmp_path):
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert asked("owner/known", server.server_port, tmp_path) == (0, "")
         code, said = asked("owner/typo", server.server_port, tmp_path)
         assert code == 1 and "InvalidInput" in said and "no such model" in said
         server.shutdown()
-
-
-@contextmanager
-def bound():
-    """A socket and its port. Nobody is connected until it listens, and nobody ever answers."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        yield one, one.getsockname()[1]
-
-
-def test_a_hub_that_is_out_of_reach(tmp_path):
     with bound() as (silent, port):
         code, said = asked("owner/model", port, tmp_path)
         assert code == 1 and "out of reach" in said
@@ -118,6 +98,14 @@ def test_a_hub_that_is_out_of_reach(tmp_path):
     with bound() as (_, port):
         keep(tmp_path, "owner/model")
         assert asked("owner/model", port, tmp_path) == (0, "")
+
+
+@contextmanager
+def bound():
+    """A socket and its port. Nobody is connected until it listens, and nobody ever answers."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        yield one, one.getsockname()[1]
 
 
 def test_offline_only_what_was_downloaded(tmp_path):

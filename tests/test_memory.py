@@ -3,7 +3,6 @@ whatever is read from disk."""
 
 import json
 import os
-import re
 import shutil
 import sys
 import threading
@@ -18,19 +17,20 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
+from cases import refuses
 from models import SIZES, tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, Draft
-from quickbeam.models.disk import WeightsOnDisk
+from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
 from scripts import captured
-from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved
+from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved, stored
 from target import Target
 from test_families import made
 
@@ -56,49 +56,33 @@ def in_memory(layout="qwen2", kind="bfloat16"):
 
 def from_disk(folder, layout="qwen2", kind="bfloat16", limit=0):
     """The same model with memory for so many resident groups."""
-    return on_disk(folder(layout), limits(folder(layout), kind)[limit], kind)
+    checkpoint = stored(folder(layout))
+    return on_disk(checkpoint, limits(checkpoint, kind)[limit], kind)
 
 
-def weights(target):
-    assert isinstance(target.model.streamed, WeightsOnDisk)
-    return target.model.streamed
+# a tied head, biases, weights stored in another order and learned positions, experts
+BFLOAT16, INT8 = ("llama", "qwen3", "gpt2", "gpt-oss-sinks"), ("qwen2", "mistral-window")
+CASES = [*((one, "bfloat16") for one in BFLOAT16), *((one, "int8") for one in INT8)]
+CASES += [("llama-multi-head", "int4"), ("gpt-oss-sinks", "int4")]
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        ("llama", "bfloat16"),  # a tied head
-        ("llama-multi-head", "int4"),
-        ("qwen2", "int8"),  # biases
-        ("qwen3", "bfloat16"),
-        ("mistral-window", "int8"),
-        ("gpt2", "bfloat16"),  # weights stored in another order, learned positions
-        ("gpt-oss-sinks", "bfloat16"),  # experts
-        ("gpt-oss-sinks", "int4"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(folder, layout, kind):
     disk = from_disk(folder, layout, kind, 3)
     alike(in_memory(layout, kind), disk)
-    record = weights(disk).record()
+    record = disk.model.streamed.record()
     assert record["streamed_bytes"] > 0 < record["resident_bytes"]
     disk.model.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("ernie4_5_moe", torch.bfloat16),
-        ("qwen3_moe", torch.bfloat16),
-        ("qwen3_5", torch.float32),
-        ("granite_hybrid-moe", torch.bfloat16),
-    ],
-)
-def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(tmp_path, name, dtype):
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "qwen3_moe", "qwen3_5", "granite_hybrid-moe"])
+def test_hybrids_and_experts_read_from_disk_have_the_bits_of_ones_in_memory(tmp_path, name):
+    dtype = torch.float32 if name == "qwen3_5" else torch.bfloat16
     model = made(name, dtype)
     model.save_pretrained(tmp_path)
-    every = limits(str(tmp_path), dtype=dtype)
-    disk = on_disk(str(tmp_path), every[len(every) // 2], dtype=dtype)
+    checkpoint = Checkpoint(tmp_path, dtype)
+    every = limits(checkpoint)
+    disk = on_disk(checkpoint, every[len(every) // 2])
     alike(Target(make_model(model)), disk, (1, 17))
     disk.model.close()
 
@@ -108,13 +92,13 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
 
     def read(width):
         disk.model.close()  # nothing is read ahead before the pass; after it, buffers may be filled
-        before = int(weights(disk).record()["read_bytes"])
+        before = int(disk.model.streamed.record()["read_bytes"])
         disk.verify(bush(width))
         disk.model.close()
-        return int(weights(disk).record()["read_bytes"]) - before
+        return int(disk.model.streamed.record()["read_bytes"]) - before
 
     disk.verify(bush(1))
-    one, many, record = read(1), read(100), weights(disk).record()
+    one, many, record = read(1), read(100), disk.model.streamed.record()
     every, ahead = record["streamed_bytes"], record["buffer_bytes"]
     assert one - ahead < 0.8 * every <= every <= many <= every + ahead
 
@@ -124,11 +108,12 @@ def test_only_experts_that_a_row_has_chosen_are_read(folder):
 )
 def test_every_division_of_the_memory_gives_the_same_bits(folder, layout, kind):
     memory, resident = in_memory(layout, kind), []
-    for limit in limits(folder(layout), kind):
-        disk = on_disk(folder(layout), limit, kind)
+    checkpoint = stored(folder(layout))
+    for limit in limits(checkpoint, kind):
+        disk = on_disk(checkpoint, limit, kind)
         memory.reset()
         alike(memory, disk, (1, 24))
-        record = weights(disk).record()
+        record = disk.model.streamed.record()
         resident.append(record["resident_bytes"])
         assert record["buffer_bytes"] + resident[-1] <= limit
         disk.model.close()
@@ -225,7 +210,7 @@ def test_two_models_and_threads_that_end(folder):
     first.model.close()
 
 
-def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(folder, tmp_path):
+def test_files_that_are_missing_or_cut_are_named(folder, tmp_path):
     shutil.copytree(folder("qwen2"), tmp_path / "model")
     shard = tmp_path / "model" / "model.safetensors"
     with safe_open(shard, "pt") as file:
@@ -235,18 +220,14 @@ def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(folder, tmp_pa
     index.write_text(json.dumps({"weight_map": names}))
     words = r"part\.safetensors.*can't be read.*download it again"
     with pytest.raises(QuickbeamError, match=words):
-        on_disk(str(tmp_path / "model"), limits(folder("qwen2"))[0])
-
-
-def test_a_file_that_is_cut_is_an_error_that_names_it(folder):
+        on_disk(stored(tmp_path / "model"), limits(stored(folder("qwen2")))[0])
     disk = from_disk(folder)
     disk.prefill(ids(20))
-    path = weights(disk)._file.path
+    path = disk.model.streamed._file.path
     disk.model.close()
     os.truncate(path, 8192)
     for _ in range(2):
-        with pytest.raises(QuickbeamError, match=str(path)):
-            disk.verify(bush(3))
+        refuses(str(path), disk.verify, bush(3), error=QuickbeamError)
     disk.model.close()
 
 
@@ -257,7 +238,6 @@ def test_answers_are_the_same_and_so_after_an_error(toy_folder, monkeypatch):
     expected = [found.token_ids for found in plain.generate(PROMPTS, params, progress=False)]
     found = disk.generate(PROMPTS, params, method="logitspec", budget=0, progress=False)
     assert [one.token_ids for one in found] == expected
-    assert isinstance(disk.model.streamed, WeightsOnDisk)
     path = disk.model.streamed._file.path
 
     def fail(*_):
@@ -286,39 +266,6 @@ def test_what_fits_is_loaded_as_ever(toy_folder, cache):
     with LLM(toy_folder, "ar", memory="1GB") as llm:
         assert llm.model.streamed is None and llm.describe() == llm.kernels
     assert not list(cache.glob("weights/*"))
-
-
-def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, monkeypatch):
-    least = limits(toy_folder)[0]
-    with pytest.raises(InvalidInput, match="at least 1MB"):
-        LLM(toy_folder, "ar", memory=least - 1)
-    LLM(toy_folder, "ar", memory=least).close()
-    for told, words in (
-        ({"memory": "much"}, "not a size of memory"),
-        ({"dtype": "float16"}, "goes with bfloat16 or float32"),
-        ({"device_map": "cpu"}, "device_map"),
-    ):
-        with pytest.raises(InvalidInput, match=words):
-            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
-    adapted = saved("llama", tmp_path / "adapted", toy_folder)
-    (Path(adapted) / "adapter_config.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"native kernels run in one call.*adapter"):
-        LLM(adapted, "ar", memory=TIGHT)
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    with pytest.raises(InvalidInput, match="eager"):
-        LLM(toy_folder, "ar", memory=TIGHT)
-
-
-def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, toy_folder):
-    other = saved("llama", tmp_path / "narrow", toy_folder, intermediate_size=64)
-    with pytest.raises(InvalidInput, match="expected"):
-        LLM(other, memory=120_000)
-    fewer = saved("llama", tmp_path / "deeper", toy_folder, num_hidden_layers=4)
-    with pytest.raises(InvalidInput, match=r"lack model\.layers\.3"):
-        LLM(fewer, memory=120_000)
-
-
-def test_on_the_command_line(toy_folder):
     run = CliRunner().invoke
     told = f"generate abcabc --model {toy_folder} --method ar --max-tokens 5 --raw".split()
     plain = run(app, told)
@@ -327,6 +274,24 @@ def test_on_the_command_line(toy_folder):
     assert "MB a pass from disk" in disk.stderr and "peak memory" in disk.stderr
     few = run(app, [*told, "--memory", "100"])
     assert few.exit_code == 2 and "needs at least" in few.stderr
+
+
+def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, monkeypatch):
+    least = limits(stored(toy_folder))[0]
+    refuses("at least 1MB", LLM, toy_folder, "ar", memory=least - 1)
+    LLM(toy_folder, "ar", memory=least).close()
+    for told, words in (
+        ({"memory": "much"}, "not a size of memory"),
+        ({"dtype": "float16"}, "goes with bfloat16 or float32"),
+        ({"device_map": "cpu"}, "device_map"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})
+    adapted = saved("llama", tmp_path / "adapted", toy_folder)
+    (Path(adapted) / "adapter_config.json").write_text("{}")
+    refuses(r"native kernels run in one call.*adapter", LLM, adapted, "ar", memory=TIGHT)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    refuses("eager", LLM, toy_folder, "ar", memory=TIGHT)
 
 
 LOADING = """
@@ -362,25 +327,3 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
     python, limit = peak(toy_folder, ""), 80_000_000
     for _ in range(2):  # the first packs the weights
         assert peak(str(tmp_path), str(limit)) - python < limit + 130e6 < size
-
-
-def flags_of(address):
-    """What Linux says of the memory at an address (`VmFlags`)."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags"):
-            return line
-    return ""
-
-
-def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch):
-    """Asking PyTorch for such memory does nothing once it has given any."""
-    if library.kernels() is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
-        pytest.skip("no kernels, or no huge pages")
-    monkeypatch.setattr("quickbeam.models.memory.HUGE", 4096)
-    for kind in ("bfloat16", "int8"):
-        model = make_model(tiny("llama", torch.bfloat16, wide=True), weights=kind)
-        assert model._compiled is not None
-        assert " hg" in flags_of(model._compiled._packed.memory.data_ptr())

@@ -20,19 +20,15 @@ from kernels import (
     rows_that_depend_on_others,
 )
 from models import CONFIGS, VOCAB, tiny
+from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.native.quantised import Packed
-from quickbeam.models.pages import PagedStore
+from quickbeam.tree import TokenTree
 from target import Target
-from test_exact import one_at_a_time, rows_that_differ
 
 pytestmark = pytest.mark.usefixtures("threads")
-LAYOUTS = list(CONFIGS)
 WIDEST = 128
-
-
-# --- products ---
 
 
 def product(kernels, inputs, outputs, epilogue):
@@ -67,11 +63,49 @@ def test_a_product_that_depends_on_other_rows_is_seen(isa):
         assert rows_that_depend_on_others(wrong, every) > 1000
 
 
-# --- whole models ---
-
-
 def text(n, seed=0):
     return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def one_at_a_time(target, prompt, tokens):
+    """`[len(tokens), vocab]` logits after each of `tokens`, verified alone."""
+    target.reset()
+    target.prefill(prompt)
+    rows = []
+    for token in tokens:
+        tree = TokenTree(token)
+        rows.append(target.verify(tree)[0].clone())
+        target.commit(tree, [0])
+    return torch.stack(rows)
+
+
+def rows_that_differ(target, prompt, tokens, expected, seed):
+    """Verify `tokens` in trees where each has random siblings stored before and after it, nephews
+    included; count rows with other bits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(high):
+        return int(torch.randint(high, (1,), generator=generator))
+
+    target.reset()
+    target.prefill(prompt)
+    done = wrong = 0
+    while done < len(tokens):
+        tree, path = TokenTree(tokens[done]), [0]
+        deepest, most = min(below(14), len(tokens) - done - 1), below(40)
+        for token in tokens[done + 1 : done + 1 + deepest]:
+            parent = path[-1]
+            for _ in range(below(4) if len(tree) < most else 0):
+                other = below(VOCAB)
+                if other != token and tree.child(parent, other) is None:
+                    tree.add(tree.add(parent, other, "noise"), below(VOCAB), "noise")
+            path.append(tree.add(parent, token, "text"))
+        logits = target.verify(tree)
+        right = expected[done : done + len(path)]
+        wrong += int((logits[path] != right).any(1).sum())
+        target.commit(tree, path)
+        done += len(path)
+    return wrong
 
 
 def wrong_rows(target, ids, begin, seeds=1):
@@ -81,24 +115,31 @@ def wrong_rows(target, ids, begin, seeds=1):
     return sum(rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(seeds))
 
 
-@every_set
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, native):
-    native(isa)
-    target = Target(tiny(name, torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.pool.kernels.name == isa
-    assert wrong_rows(target, text(78), 52) == 0  # across the end of a page
+MANY = [pytest.param(wide, (1, 100, 200), 80, marks=pytest.mark.long) for wide in (False, True)]
 
 
-@pytest.mark.long
 @every_set
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_many_trees_give_the_bits_of_one_token_at_a_time(isa, name, wide, native):
+@pytest.mark.parametrize(("wide", "begins", "count"), [(False, (52,), 26), *MANY])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa, name, wide, begins, count, native):
     native(isa)
-    target, ids = Target(tiny(name, torch.bfloat16, wide=wide)), text(300, 1)
-    for begin in (1, 100, 200):
-        assert wrong_rows(target, ids[: begin + 80], begin, 4) == 0
+    target, ids = Target(tiny(name, torch.bfloat16, wide=wide)), text(280)
+    assert target.store.pool.kernels.name == isa
+    for begin in begins:  # the one of every run: across the end of a page
+        assert wrong_rows(target, ids[: begin + count], begin, len(begins)) == 0
+
+
+@every_set
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_in_float32_bits_are_the_paths_and_logits_transformers(isa, name, native):
+    native(isa)
+    model, ids = tiny(name), text(150)
+    right = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].detach()
+    target = Target(model)
+    assert target.store.pool.kernels.name == isa and target.model.dtype is torch.float32
+    assert (target.prefill(ids) - right).abs().max() < 5e-5 * right.abs().max()
+    for begin in (1, 52, 124):
+        assert wrong_rows(target, ids[: begin + 26], begin) == 0
 
 
 @best_set
@@ -129,7 +170,6 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)
         target.model.watch([1, 3])
         logits = target.prefill(ids)
-        assert isinstance(target.store, PagedStore)
         found.append([logits, target.take_hidden(), *kept(target.store)])
         for keep in (64, 101, 149):
             target.prefill([*ids[:keep], *text(9, keep)], keep)
@@ -161,3 +201,18 @@ def test_a_model_does_not_depend_on_threads(isa, native, threads):
 def test_long_contexts_give_the_same_bits(isa, length, name, native):
     native(isa)
     assert wrong_rows(Target(tiny(name, torch.bfloat16)), text(length + 16), length) == 0
+
+
+@best_set
+@pytest.mark.parametrize(
+    ("begins", "count", "seeds"),
+    [((374,), 20, 1), pytest.param((37, 748, 1100), 40, 3, marks=pytest.mark.long)],
+)
+def test_the_embedded_model_gives_the_same_bits(isa, smollm2, begins, count, seeds, native):
+    native(isa)
+    model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
+    target = Target(model)
+    ids = tokenizer("A small model answered slowly, so its friends drafted ahead of it. " * 100)
+    ids = ids["input_ids"]
+    for begin in begins:
+        assert wrong_rows(target, ids[: begin + count], begin, seeds) == 0

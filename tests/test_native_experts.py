@@ -2,7 +2,6 @@
 chose. On every instruction set that the machine runs."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -29,17 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 MODELS = ("qwen2_moe", "deepseek_v3", "gemma4-experts")  # shared, latent, beside
 INPUTS, INNER, COUNT, ROWS = 64, 24, 12, 40
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-LOGITS = Linear((Tensor("router"),), (Tensor("router_bias"),))
-RULES = {
-    "softmax": Routing(Linear(LOGITS.weights), 3, renormalised=True),
-    "softmax, not renormalised": Routing(LOGITS, 3),
-    "of the chosen": Routing(LOGITS, 4, "softmax_of_chosen"),
-    "groups": Routing(
-        LOGITS, 3, "sigmoid", "correction", 4, 2, 2, renormalised=True, plus=1e-20, factor=2.5
-    ),
-    "corrected": Routing(LOGITS, 3, correction="correction", renormalised=True, least=0.4),
-    "mixer": Routing(LOGITS, 2, "mixer", jitter=0.05),
-}
+RULE = Routing(Linear((Tensor("router"),)), 3, renormalised=True)
 
 
 def parameters():
@@ -66,18 +55,12 @@ def one(i, activation):
     return FeedForward(Linear(up, bias), down, activation, True, limit=1.5, slope=1.7)
 
 
-def experts(rule="softmax", shared=True, activation="silu"):
-    routing, chosen = RULES[rule], tuple(one(i, activation) for i in range(COUNT))
-    if not shared:
-        return Experts(routing, chosen)
+def experts(activation="silu"):
+    """Beside a shared one."""
+    chosen = tuple(one(i, activation) for i in range(COUNT))
     up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
     beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
-    if routing.logits.biases:
-        return Experts(routing, chosen, beside)
-    return Experts(routing, chosen, beside, Linear((Tensor("scale"),)))
-
-
-Pass = Callable[[torch.Tensor], torch.Tensor]
+    return Experts(RULE, chosen, beside, Linear((Tensor("scale"),)))
 
 
 def by_kernels(isa, of, name):
@@ -105,7 +88,7 @@ def by_kernels(isa, of, name):
         program.run(plain_rows(len(x)), {"x": x, "y": y})
         return y
 
-    run.compiler = compiler  # type: ignore[attr-defined]  # keeps what the program reads
+    run.compiler = compiler  # keeps what the program reads
     return run
 
 
@@ -141,7 +124,7 @@ def test_a_row_does_not_depend_on_threads(isa, count, threads):
 @best_set
 def test_experts_summed_in_order_of_arrival_are_seen(isa):
     """The same products, added as the rows of a pass bring their experts up."""
-    of, numbers = experts(shared=False), parameters()
+    of, numbers = replace(experts(), shared=None, shared_gate=None), parameters()
     first = replace(of.routing, top=1)
     alone = [replace(of, chosen=(feed,) * COUNT, routing=first) for feed in of.chosen]
     parts = [by_kernels(isa, one, FLOAT32) for one in alone]
@@ -163,17 +146,13 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
 
 
 @best_set
-def test_how_many_experts_a_pass_read_is_counted(isa):
+def test_experts_read_are_counted_and_a_row_that_is_not_finite_spoils_no_other(isa):
     run, x, of = by_kernels(isa, experts(), "float32"), number(ROWS, INPUTS).float(), experts()
     for rows in (1, 3, ROWS):
         run(x[:rows])
         _, expert = Interpreter(parameters()).route(x[:rows], of.routing)
-        ((struct, _),) = run.compiler.experts  # type: ignore[attr-defined]
+        ((struct, _),) = run.compiler.experts
         assert struct.read == len(expert.unique())
-
-
-@best_set
-def test_a_row_that_is_not_finite_spoils_no_other(isa):
     x = number(8, INPUTS)
     run = by_kernels(isa, experts(), "bfloat16")
     right = run(x)

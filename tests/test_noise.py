@@ -31,11 +31,6 @@ def test_philox_gives_the_published_words(line):
     assert found.T.tolist() == [words(expected)] * 3
 
 
-def test_uniform_numbers_are_never_0_or_1():
-    ends = np.array([0, 0xFFFFFFFF], dtype=np.uint64)
-    assert uniform(ends, ends).tolist() == [2.0**-53, 1 - 2.0**-53]
-
-
 def gumbels(found, position, count=None):
     """The numbers of all tokens."""
     count = found.vocab if count is None else count
@@ -67,7 +62,6 @@ def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch):
 
 
 def test_places_tokens_seeds_and_choices_have_nothing_in_common():
-    """Of numbers at the same token, and at the next one."""
     base = Noise(7, 0, 20_000)
     first = gumbels(base, 3)
     seeds = ((8, 0), (7, 1), (7 + 2**32, 0))
@@ -78,16 +72,15 @@ def test_places_tokens_seeds_and_choices_have_nothing_in_common():
         assert stats.spearmanr(first, other).pvalue > 1e-3
 
 
-def test_numbers_belong_to_the_place_alone():
+def test_numbers_belong_to_the_place_alone_and_peaks_are_the_largest():
     wide, narrow = Noise(5, 2, 1000), Noise(5 - 2**64, 2, 130)  # 64 bits of the seed count
     narrow.peaks(90)
     assert np.array_equal(gumbels(narrow, 7), gumbels(wide, 7, 130))
     tokens, positions = np.array([99, 3, 99, 128]), np.array([9, 7, 7, 8])
     right = [gumbels(wide, at)[token] for token, at in zip(tokens, positions, strict=True)]
     assert wide.of(tokens, positions).tolist() == right
-
-
-def test_peaks_are_the_largest_of_their_chunks():
+    ends = np.array([0, 0xFFFFFFFF], dtype=np.uint64)
+    assert uniform(ends, ends).tolist() == [2.0**-53, 1 - 2.0**-53]
     found = Noise(3, 0, 640)
     for position in (0, 5, 1000):
         peaks, owners = found.peaks(position)
@@ -127,7 +120,6 @@ def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch):
 
 @every_set
 def test_the_compiled_loops_take_scores_however_they_lie(isa):
-    """Read-only, every other number, float64: none of them is read where it does not lie."""
     way, vocab = partial(NativeNoise, load(isa)), 300
     scores = np.random.default_rng(1).standard_normal(2 * vocab).astype(np.float32)
     plain = np.ascontiguousarray(scores[::2])

@@ -42,7 +42,7 @@ def browser():
 @pytest.fixture(scope="module")
 def served():
     stand = Stand()
-    with serving(stand.app) as address:
+    with serving(stand.app) as (address, _):
         yield stand, address
 
 
@@ -324,9 +324,8 @@ def test_works_behind_a_path_prefix(open_page, stand):
 
 
 def test_real_server(open_page, toy_folder):
-    """Each question is asked plainly, too, and found to be the same."""
     runner = Runner(ServeSettings(), LLM(str(toy_folder)))
-    with serving(create_app(runner)) as address:
+    with serving(create_app(runner)) as (address, _):
         page = open_page(at=address)
         page.set_default_timeout(120_000)
         page.click("#open-settings")

@@ -4,8 +4,8 @@ what the whole model does."""
 import pytest
 import torch
 
+from cases import refuses
 from models import tiny
-from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models.hf_attention import decoder_layers
 from quickbeam.models.opening import _by_transformers, make_model
@@ -63,11 +63,9 @@ def pinned(model, held, copies=None, device=CPU):
 
 def outputs(target):
     """Of a prompt, of trees, and after a path of one was kept."""
-    tree, path = bush(9), [0]
+    tree = bush(9)
     found = [target.prefill(ids(40)), *map(target.verify, (bush(1), bush(5), tree))]
-    while below := list(tree.children[path[-1]].values()):
-        path.append(below[-1])
-    target.commit(tree, path)
+    target.commit(tree, tree.path(len(tree) - 1))
     return [*found, target.verify(bush(3))]
 
 
@@ -93,7 +91,7 @@ def test_every_division_of_the_memory_gives_the_same_bits(held):
     record, limit = streamed.record(), limits(deep("qwen2"))[held]
     assert record["streamed_bytes"] == (DEEP - held) * piece
     assert record["buffer_bytes"] == BUFFERS * piece
-    assert record["resident_bytes"] + record["buffer_bytes"] <= limit  # type: ignore[operator]
+    assert record["resident_bytes"] + record["buffer_bytes"] <= limit
     assert "a pass from host memory" in streamed.in_words
 
 
@@ -139,15 +137,12 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused():
     least = limits(model)[0]
     assert pin_layers(model, 1 << 30, CPU) is None
     assert not any(layer._forward_hooks for layer in decoder_layers(model))
-    with pytest.raises(InvalidInput, match=r"needs at least \d+MB on cpu"):
-        pin_layers(model, least - 1, CPU)
+    refuses(r"needs at least \d+MB on cpu", pin_layers, model, least - 1, CPU)
     layers = model.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(InvalidInput, match="share weights"):
-        pin_layers(model, least, CPU)
+    refuses("share weights", pin_layers, model, least, CPU)
     model.config.num_hidden_layers = DEEP + 1
-    with pytest.raises(InvalidInput, match=f"in no list of {DEEP + 1}"):
-        pin_layers(model, least, CPU)
+    refuses(f"in no list of {DEEP + 1}", pin_layers, model, least, CPU)
 
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])

@@ -16,27 +16,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 
-from answers import answer
-from cases import spread
+from answers import conversation, drafts_change_nothing
+from cases import refuses, spread
 from checkpoints import configure
 from models import SIZES, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.methods.base import NoDraft
-from quickbeam.models.base import Batch, Chain
 from quickbeam.models.checkpoint import Checkpoint
 from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.prequantised import FewBits, Method, few_bits
+from quickbeam.models.prequantised import FewBits, Method
 from quickbeam.models.shapes import refuse_shared_experts
 from quickbeam.models.stored import dense, located
 from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.mtp import SINGLE
 from quickbeam.params import SamplingParams
-from streaming import alike, limits_of, of_disk
-from target import Target
+from streaming import alike, limits, on_disk
+from target import Target, logits_of
 from test_families import IDS, made, policies
 
 KERNELS = library.kernels()
@@ -229,8 +227,7 @@ def loaded(model, tensors):
 
 
 def logits(checkpoint, model=None):
-    model, ids = model or NativeModel(checkpoint, checkpoint.stack), IDS.tolist()
-    return model.forward(Batch([Chain(model.pool.new(), ids, len(ids))]))[0].logits
+    return logits_of(model or NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
 
 
 @torch.no_grad()
@@ -242,7 +239,7 @@ def right(model):
 def test_a_checkpoint_has_its_own_numbers(name, tmp_path):
     model, dense = write(tmp_path, name)
     whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
-    assert KERNELS is not None and blocks.dtype is torch.bfloat16 and blocks.quantised
+    assert blocks.dtype is torch.bfloat16 and blocks.quantised
     for one, numbers in dense.items():
         found = blocks(one)
         shared = CASES[name].format
@@ -293,12 +290,15 @@ def test_float8_is_read_as_transformers_reads_it(name, tmp_path):
         assert torch.equal(found(one), parameter), one
 
 
-def test_blocks_may_be_as_many_as_outputs(tmp_path):
-    weight = quantised(128, 128 * 128, CASES["fp8"], torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("inputs", "width"), [(128 * 128, None), (256, 64)])
+def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width, tmp_path):
+    """`width`: of experts' inputs, by which stored weights may be transposed."""
+    weight = quantised(128, inputs, CASES["fp8"], torch.Generator().manual_seed(1))
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
-    found = few_bits("m.weight", {name: name for name in files.names}, files, Method("fp8"))
-    assert found is not None and torch.equal(dense(found.rows(files, 0, 128), found), weight.dense)
+    found = located("m.weight", {name: name for name in files.names}, files, Method("fp8"), width)
+    assert isinstance(found, FewBits)
+    assert torch.equal(dense(found.rows(files, 0, 128), found), weight.dense)
 
 
 @pytest.mark.parametrize(
@@ -307,37 +307,24 @@ def test_blocks_may_be_as_many_as_outputs(tmp_path):
 )
 def test_drafts_change_no_answer(name, temperature, tmp_path):
     write(tmp_path, name)
-    checkpoint, ids = Checkpoint(tmp_path, None), IDS.tolist()
+    checkpoint = Checkpoint(tmp_path, None)
     model = NativeModel(checkpoint, checkpoint.stack)
     assert CASES[name].format in model.describe()
     params = SamplingParams(max_tokens=9, temperature=temperature, seed=5, ignore_eos=True)
-    said = answer(model, NoDraft(), params, ids, budget=1).output.token_ids
-    for policy in policies(torch.bfloat16):
-        assert answer(model, policy, params, ids, budget=8).output.token_ids == said
+    plain = conversation(model, params, IDS.tolist(), [[]])
+    drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
 
 
 def check_experts(folder, model, dense):
     """Return the blocks of one expert, after values and logits were compared with `dense`."""
     whole, blocks = (Checkpoint(folder, dtype) for dtype in (torch.float32, None))
     at = "model.layers.1.mlp.experts"
-    assert KERNELS is not None
     found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
     wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
     assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
     torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
     assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
     return found
-
-
-def test_float8_beside_experts_that_may_be_transposed(tmp_path):
-    weight = quantised(128, 256, CASES["fp8"], torch.Generator().manual_seed(1))
-    stored = {f"m.{kind}": tensor for kind, tensor in CASES["fp8"].store(weight).items()}
-    save_file(stored, tmp_path / SINGLE)
-    files = TensorFiles(tmp_path)
-    found = located("m.weight", {name: name for name in stored}, files, Method("fp8"), width=64)
-    assert isinstance(found, FewBits) and torch.equal(
-        dense(found.rows(files, 0, 128), found), weight.dense
-    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])
@@ -369,8 +356,7 @@ def test_stacked_experts_in_float8(name, tmp_path):
     scales = "model.layers.1.mlp.experts.down_proj_scale_inv"
     stored[scales] = stored[scales][:, :, :0].contiguous()
     save_file(stored, tmp_path / SINGLE)
-    with pytest.raises(InvalidInput, match="down_proj_scale_inv"):
-        Checkpoint(tmp_path, None)
+    refuses("down_proj_scale_inv", Checkpoint, tmp_path, None)
 
 
 @pytest.mark.parametrize("name", ["awq", "packed", "fp8", "fp8-uneven"])
@@ -386,8 +372,8 @@ def test_what_is_read_from_disk_has_the_bits_of_memory(name, moe, tmp_path, monk
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
     write(tmp_path, name, moe)
     checkpoint = Checkpoint(tmp_path, None)
-    every = limits_of(checkpoint)
-    disk = of_disk(checkpoint, every[len(every) // 2])
+    every = limits(checkpoint)
+    disk = on_disk(checkpoint, every[len(every) // 2])
     alike(Target(NativeModel(checkpoint, checkpoint.stack)), disk, (1, 17))
     assert disk.model.streamed is not None and disk.model.streamed.record()["streamed_bytes"] > 0
     disk.model.close()
@@ -399,7 +385,7 @@ def test_only_what_is_not_quantised_is(weights, tmp_path):
     checkpoint = Checkpoint(tmp_path, None)
     model = NativeModel(checkpoint, checkpoint.stack, weights=weights)
     assert "w4g128" in model.describe() and weights in model.describe()
-    assert model.head.packed.name == "int8"  # type: ignore[union-attr]
+    assert model.head.packed.name == "int8"
     assert 0 < error(logits(checkpoint, model), logits(checkpoint)) < 0.03
 
 
@@ -436,8 +422,7 @@ def test_other_methods_are_named(name, tmp_path):
     write(tmp_path, "awq")
     configure(tmp_path, quantization_config=REFUSED[name])
     words = re.escape(f"quantised by {name}; read are AWQ")
-    with pytest.raises(NotDescribed, match=words + ".*unquantised"):
-        Checkpoint(tmp_path, None)
+    refuses(words + ".*unquantised", Checkpoint, tmp_path, None, error=NotDescribed)
 
 
 AT = "model.layers.0.self_attn.q_proj"
@@ -448,9 +433,8 @@ def groups_of(count):
     return {f"{AT}.qzeros": zeros, f"{AT}.scales": scales}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
+def test_what_does_not_fit_is_refused(tmp_path):
+    for change, error, words in (
         (lambda s: s.pop(f"{AT}.scales"), NotDescribed, "q_proj.g_idx"),
         (lambda s: s.update({f"{AT}.scales": torch.ones(3, 128)}), InvalidInput, "fit together"),
         (lambda s: s[f"{AT}.g_idx"].fill_(2), InvalidInput, "no order of 128 inputs"),
@@ -458,29 +442,23 @@ def groups_of(count):
         (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
         (lambda s: s.update({f"{AT}.qweight": s[f"{AT}.qweight"].char()}), NotDescribed, "type I8"),
         (lambda s: s.update(groups_of(3)), InvalidInput, "128 inputs in 3 groups"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, words, tmp_path):
-    write(tmp_path, "gptq")
-    change_file(tmp_path, change)
-    with pytest.raises(error, match=words):
-        Checkpoint(tmp_path, None)(f"{AT}.weight")
+    ):
+        write(tmp_path, "gptq")
+        change_file(tmp_path, change)
+        with pytest.raises(error, match=words):
+            Checkpoint(tmp_path, None)(f"{AT}.weight")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_fields_of_another_kind_are_refused(tmp_path):
+    write(tmp_path, "packed")
+    for config in (
         [GPTQ],
         FP8 | {"weight_block_size": [0, 128]},
         compressed(PACK) | {"config_groups": "all"},
         compressed(PACK) | {"sparsity_config": [2]},
-    ],
-)
-def test_fields_of_another_kind_are_refused(config, tmp_path):
-    write(tmp_path, "packed")
-    configure(tmp_path, quantization_config=config)
-    with pytest.raises(InvalidInput, match=r"quantization_config can't be read .* again"):
-        Checkpoint(tmp_path, None)
+    ):
+        configure(tmp_path, quantization_config=config)
+        refuses(r"quantization_config can't be read .* again", Checkpoint, tmp_path, None)
 
 
 def expert(s, number, part, rows, bits):
@@ -503,19 +481,15 @@ def without_third(s):
         del s[name]
 
 
-@pytest.mark.parametrize(
-    ("change", "fields", "error", "words"),
-    [
+def test_experts_that_are_not_alike_are_refused(tmp_path):
+    for change, fields, error, words in (
         (lambda s: expert(s, 1, "up", 128, 8), {}, NotDescribed, "several kinds"),
         (lambda s: expert(s, 1, "up", 64, 4), {}, NotDescribed, "several kinds"),
         (narrow, {}, InvalidInput, "down_proj reads 128 numbers of an expert, and .* gives 64"),
         (without_third, {}, InvalidInput, "3, 128, 128], expected .4, 128, 128]"),
         (lambda s: None, {"num_experts_per_tok": 9}, InvalidInput, "9 of 4 experts"),
-    ],
-)
-def test_experts_that_are_not_alike_are_refused(change, fields, error, words, tmp_path):
-    write(tmp_path, "packed", moe=True)
-    change_file(tmp_path, change)
-    configure(tmp_path, **fields)
-    with pytest.raises(error, match=words):
-        Checkpoint(tmp_path, None)
+    ):
+        write(tmp_path, "packed", moe=True)
+        change_file(tmp_path, change)
+        configure(tmp_path, **fields)
+        refuses(words, Checkpoint, tmp_path, None, error=error)

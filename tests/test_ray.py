@@ -14,7 +14,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
+from cases import refuses
+from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app
 from serving import chunks
 from test_batch import all_forty, command, forty
@@ -48,8 +49,7 @@ def replicas_of(process, name):
     ({"settings": {"max_waiting": 0}}, "max_waiting"), ({"replicas": 0}, "replicas"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(asked, why):
-    with pytest.raises(InvalidInput, match=why):
-        build(asked)
+    refuses(why, build, asked)
 
 
 def test_arguments_come_as_text():
@@ -66,8 +66,7 @@ def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder, monkeypa
     replica.check_health()
     reason = "the engine has been silent for 99 s"
     monkeypatch.setattr(type(replica.runner), "unhealthy_reason", reason)
-    with pytest.raises(QuickbeamError, match="silent"):
-        replica.check_health()
+    refuses("silent", replica.check_health, error=QuickbeamError)
 
 
 @pytest.mark.parametrize("column", ["prompt", "text", "messages", "input"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from answers import answer, conversation, drafting, drafts_change_nothing, request
-from cases import few, spread
+from cases import few, refuses, spread
 from kernels import SETS
 from models import VOCAB, random_tree, table, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -130,9 +130,6 @@ def test_nodes_have_the_bits_of_their_paths_in_every_format(kind, weights):
     assert wrong_rows(model, 1) == 0
 
 
-# --- mistakes ---
-
-
 class Siblings:
     """A tree whose nodes take their older siblings for their parents."""
 
@@ -148,7 +145,7 @@ class Siblings:
 
 TREE, FOLD = States.tree, States._fold
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),  # type: ignore[arg-type]
+    "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),
     "a state committed twice": ("_fold", lambda self, s, p, t: FOLD(self, s, [*p, p[-1]], t)),
     "a state without the last token": ("_fold", lambda self, s, p, t: FOLD(self, s, p[:-1], t)),
     "a state that is not committed": ("_fold", lambda self, s, p, t: FOLD(self, s, [], t)),
@@ -166,7 +163,6 @@ def test_a_mistake_is_seen(kind, mistake, monkeypatch):
 def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
     model, generator = made(kind), torch.Generator().manual_seed(0)
     cache = read(model, IDS[:70])
-    assert isinstance(model, NativeModel)
     tree, run = random_tree(generator, 8), model._kernels.run
 
     def failing(*arguments):
@@ -175,8 +171,7 @@ def test_a_pass_that_fails_changes_nothing(kind, monkeypatch):
 
     monkeypatch.setattr(model._kernels, "run", failing)
     for part in (Draft(cache, tree), Chain(cache, IDS[:30])):
-        with pytest.raises(RuntimeError, match="failed"):
-            model.forward(Batch([part]))
+        refuses("failed", model.forward, Batch([part]), error=RuntimeError)
     monkeypatch.setattr(model._kernels, "run", run)
     other = random_tree(generator, 8)
     (passed,) = model.forward(Batch([Draft(cache, other)]))
@@ -216,19 +211,13 @@ def test_what_cannot_be_committed_is_refused(kind, far):
     model = either(kind, far)
     cache = read(model, IDS[:10])
     model.forward(Batch([Chain(cache, IDS[:5])]))
-    with pytest.raises(ValueError, match="commit all of them"):
-        cache.commit(range(3))
+    refuses("commit all of them", cache.commit, range(3), error=ValueError)
     cache.commit(range(5))
-    with pytest.raises(ValueError, match="commit all of them"):  # nothing has run since
-        cache.commit(range(5))
-    with pytest.raises(ValueError, match="only to 0"):
-        cache.truncate(3)
+    refuses("commit all of them", cache.commit, range(5), error=ValueError)  # nothing has run since
+    refuses("only to 0", cache.truncate, 3, error=ValueError)
     cache.truncate(0)
     (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
     assert same(passed.logits[0], of_path(model, IDS[:3]), far)
-
-
-# --- answers ---
 
 
 FORMATS = ("bfloat16", "float32", "int8", "int4")

@@ -1,7 +1,4 @@
-"""Token Recycling: what was said after the same tokens is drafted, for its tenant alone.
-
-It changes no answer.
-"""
+"""Token Recycling: what was said after the same tokens is drafted, for its tenant alone."""
 
 import pytest
 import torch
@@ -54,16 +51,13 @@ def test_nodes_are_learned_from_by_their_parents_rejected_ones_too():
         assert int(drafted(drafter, context(ids))[0].argmax()) == best
     probs, _ = drafted(drafter, context([1, 2]), tree, 2)
     assert int(probs.argmax()) == 22
-
-
-def test_rows_that_are_not_finite_are_left_out():
     drafter = TokenRecycling()
     for bad in (torch.full((1, VOCAB), torch.nan), torch.full((1, VOCAB), torch.inf)):
         drafter.learn(context([1, 2]), TokenTree(2), bad)
     assert not drafted(drafter, context([1, 2]))[0].any()
 
 
-def test_the_oldest_rows_are_forgotten():
+def test_the_oldest_rows_are_forgotten_and_tenants_do_not_meet():
     known = Successors(2)
     known.put(1, 2, [3], [0.0])
     known.put(4, 2, [5], [0.0])
@@ -73,9 +67,6 @@ def test_the_oldest_rows_are_forgotten():
     assert known.after(1, 2) is None and known.after(4, 2) is None
     assert known.after(6, 7) == (1, PAIR) and known.row(1)[0][0] == 9
     assert len(known._at) == 2
-
-
-def test_tenants_don_t_draft_from_one_another():
     drafter = TokenRecycling()
     drafter.learn(context([1, 2], "a"), TokenTree(2), logits(30)[None])
     assert drafted(drafter, context([1, 2], "a"))[0].any()
@@ -87,7 +78,7 @@ def test_tenants_don_t_draft_from_one_another():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_it_drafts_where_there_is_no_drafter_and_a_wrong_table_costs_no_token(
+def test_it_drafts_without_a_drafter_and_a_wrong_table_costs_no_token(
     toy_folder, monkeypatch, temperature
 ):
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=3)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.serve.admission import Busy, Gate
 from quickbeam.serve.settings import ServeSettings
@@ -31,7 +32,7 @@ def counts(one):
     return one.inside, one.waiting, one.waiting_tokens
 
 
-def test_answers_are_counted_until_they_are_over():
+def test_what_waits_is_counted_until_it_is_over_and_turned_away():
     one = gate(places=1, max_waiting=3)
     with one.enter(100, 3) as ticket:
         assert counts(one) == (3, 3, 100)
@@ -44,16 +45,12 @@ def test_answers_are_counted_until_they_are_over():
     assert counts(one) == (1, 0, 0)
     ticket.end()
     assert counts(one) == (0, 0, 0)
-
-
-def test_more_tokens_than_may_wait_are_turned_away():
     one = gate(places=9, max_waiting_tokens=100)
     # its turn would never come if they were too many
     with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):
         one.enter(1)
     first = one.enter(60)
-    with pytest.raises(Busy, match="this one has about 41"):
-        one.enter(41)
+    refuses("this one has about 41", one.enter, 41, error=Busy)
     first.weigh(40)
     with one.enter(60), pytest.raises(Busy):
         one.enter(1)
@@ -63,9 +60,8 @@ def test_more_tokens_than_may_wait_are_turned_away():
     one.enter(100)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_settings_that_can_not_be():
+    for given, words in (
         ({"port": 70000}, "port=70000"),
         ({"max_waiting": 0}, "max_waiting=0"),
         ({"max_body": "0"}, "size of memory"),
@@ -75,15 +71,11 @@ def test_more_tokens_than_may_wait_are_turned_away():
         ({"api_keys": ("good", "")}, "API key"),
         ({"api_keys": ("schlüssel",)}, "API key"),
         ({"cors_origins": ("example.com",)}, "example.com"),
-    ],
-)
-def test_settings_that_can_not_be(given, words):
-    with pytest.raises(InvalidInput, match=words):
-        ServeSettings(**given)
+    ):
+        refuses(words, ServeSettings, **given)
 
 
 async def test_a_full_server_tells_when_to_come_back(llm):
-    """Two run, one waits, the fourth is turned away."""
     alone = llm.generate("hello", LONG, method="ar").token_ids
     async with served(llm, max_waiting=1) as (runner, client):
         with braked(llm.engine) as brake:
@@ -145,7 +137,6 @@ async def test_what_the_engine_refuses_leaves_nothing(llm):
 
 
 async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
-    """Health, metrics, tokens and pages are answered while a step takes for ever."""
     async with served(llm) as (runner, client):
         with braked(llm.engine) as brake:
             task = asyncio.create_task(begun(runner, job(llm)))

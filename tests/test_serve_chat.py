@@ -52,8 +52,7 @@ SETTINGS = {
     "three": {"temperature": 0.8, "seed": 7, "n": 3},
     "filtered": {"temperature": 0.8, "seed": 11, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
     "penalised": dict(
-        temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1
-    ),
+        temperature=0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1),
     "bent": dict(
         temperature=0.8, seed=3, min_tokens=4, bad_words=["a"], stop=["e"],
         include_stop_str_in_output=True,
@@ -95,12 +94,17 @@ def test_answers_are_those_given_alone_and_streams_add_up_to_them(runner, llm, n
     assert all(one["usage"] is None for one in pieces[:-1])
 
 
-def test_usage_may_come_with_each_chunk(runner):
+def test_usage_may_come_with_each_chunk_and_tells_what_was_cached(runner, llm):
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = streamed(runner, temperature=0, stream_options=options)
     counts = [one["usage"]["completion_tokens"] for one in found]
     assert counts == sorted(counts) and counts[-1] > 0
     assert "usage" not in streamed(runner, temperature=0)[0]
+    llm.reset()
+    long = [{"role": "user", "content": "all work and no play " * 15}]
+    usages = [whole(runner, messages=long, temperature=0)["usage"] for _ in "12"]
+    counts = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
+    assert counts[0] == 0 < counts[1]
 
 
 def test_defaults_are_openais_the_models_or_the_servers(llm, scripted, toy_folder, tmp_path):
@@ -112,11 +116,8 @@ def test_defaults_are_openais_the_models_or_the_servers(llm, scripted, toy_folde
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, **own}))
     with LLM(str(folder), "ar") as llm:
         scripted = ScriptedRunner(ServeSettings(), llm)
-        for url, asked in (
-            (PATH, body()),
-            ("/v1/completions", {"prompt": "x"}),
-            ("/v1/responses", {"input": "x"}),
-        ):
+        others = ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})
+        for url, asked in ((PATH, body()), *others):
             found = good(ask(scripted, url, asked))
             assert own.items() <= asdict(scripted.jobs[0].params).items()
             assert found.get("temperature", 0.6) == 0.6 and found.get("top_p", 0.95) == 0.95
@@ -180,14 +181,6 @@ def test_what_was_drafted_is_counted_and_traced(runner):
     assert measured["completion_tokens"] == 40
 
 
-def test_a_prompt_seen_before_is_told_as_cached(runner, llm):
-    llm.reset()
-    long = [{"role": "user", "content": "all work and no play " * 15}]
-    usages = [whole(runner, messages=long, temperature=0)["usage"] for _ in "12"]
-    counts = [one["prompt_tokens_details"]["cached_tokens"] for one in usages]
-    assert counts[0] == 0 < counts[1]
-
-
 def test_messages_reach_the_template_as_it_takes_them(llm, scripted, monkeypatch):
     template = (
         "{% for m in messages %}[{{ m.role }}|{{ m.name }}|{{ m.content }}|{% for c in "
@@ -221,28 +214,25 @@ def test_a_last_message_may_be_continued(runner, llm):
     assert texts(whole(runner, **asked, add_generation_prompt=False)) == texts(found)  # as vLLM
 
 
-@pytest.mark.parametrize(
-    ("template", "effort", "shown"),
-    [
+def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch):
+    for template, effort, shown in (
         ("{{ reasoning_effort }}", "high", "high"),
         ("{% if not enable_thinking %}no{% endif %}", "none", "no"),
         ("-", "none", "-"),
         ("-", "high", None),
         ("{{ enable_thinking }}", "high", None),
-    ],
-)
-def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch, template, effort, shown):
-    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    for path, field, fields in (
-        (PATH, "reasoning_effort", body(reasoning_effort=effort)),
-        ("/v1/responses", "reasoning.effort", {"input": "x", "reasoning": {"effort": effort}}),
     ):
-        response = ask(scripted, path, fields)
-        if shown is None:
-            refused(response, field)
-        else:
-            good(response)
-            assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        for path, field, fields in (
+            (PATH, "reasoning_effort", body(reasoning_effort=effort)),
+            ("/v1/responses", "reasoning.effort", {"input": "x", "reasoning": {"effort": effort}}),
+        ):
+            response = ask(scripted, path, fields)
+            if shown is None:
+                refused(response, field)
+            else:
+                good(response)
+                assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
 
 
 def test_models_by_other_names(runner):
@@ -252,22 +242,19 @@ def test_models_by_other_names(runner):
     assert response.json()["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "message"),
-    [
+def test_what_goes_wrong_is_told_for_that_request(scripted):
+    for end, status, message in (
         (QuickbeamError("NaN logits"), 500, "NaN logits"),
         (ValueError("secret"), 500, "log"),
         ("interrupted", 503, "ending"),
-    ],
-)
-def test_what_goes_wrong_is_told_for_that_request(scripted, end, status, message):
-    scripted.script, scripted.end = "one two", end
-    response = ask(scripted, PATH, body())
-    assert response.status_code == status and message in response.json()["error"]["message"]
-    assert "secret" not in response.text
-    found = streamed(scripted)
-    assert joined(found[:-1]) == "one two" and message in found[-1]["error"]["message"]
-    assert all(stream.closed for stream in scripted.streams)
+    ):
+        scripted.script, scripted.end = "one two", end
+        response = ask(scripted, PATH, body())
+        assert response.status_code == status and message in response.json()["error"]["message"]
+        assert "secret" not in response.text
+        found = streamed(scripted)
+        assert joined(found[:-1]) == "one two" and message in found[-1]["error"]["message"]
+        assert all(stream.closed for stream in scripted.streams)
 
 
 def test_a_comment_keeps_a_silent_stream_open(llm):
@@ -277,12 +264,8 @@ def test_a_comment_keeps_a_silent_stream_open(llm):
     assert ": keep-alive\n\n" in response.text and len(chunks(response)) == 3
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
+X = {"x": {"type": "integer", "minimum": 0, "maximum": 99}}
+SCHEMA = {"type": "object", "properties": X, "required": ["x"], "additionalProperties": False}
 LARK = 'start: "<" NUMBER ">"\nNUMBER: /[0-9]{1,3}/'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 GRAMMARS = [
@@ -303,19 +286,16 @@ GRAMMARS = [
 ]
 
 
-def test_grammars_are_asked_for_in_many_words(scripted):
+def test_grammars_are_asked_for_in_many_words_and_bad_ones_refused(scripted, runner):
     for fields, right in GRAMMARS:
         good(ask(scripted, PATH, body(**fields)))
         assert scripted.jobs[0].params.grammar == right, fields
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
+    assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
+    refused(ask(runner, PATH, body(regex="(")), "regex")
+    refused(ask(runner, PATH, body(lark="begin: x")), "lark")
 
 
 @pytest.mark.parametrize("text", ["\U0001f600 oui", 'a "b"\\', "two\nlines", "(a|b)*"])
 def test_an_answer_is_one_of_the_choices(runner, text):
     assert texts(whole(runner, guided_choice=[text], max_tokens=60)) == [text]
-
-
-def test_bad_grammars_are_refused_with_the_reason(runner):
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
-    assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
-    refused(ask(runner, PATH, body(regex="(")), "regex")
-    refused(ask(runner, PATH, body(lark="begin: x")), "lark")

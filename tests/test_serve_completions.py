@@ -41,11 +41,6 @@ def texts(runner, stream=False, **fields):
     return [text_of(parts) for parts in choices(runner, stream, **fields)]
 
 
-def joined_logprobs(parts):
-    pieces = [one["logprobs"] for one in parts]
-    return {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 @pytest.mark.parametrize(("temperature", "n"), [(0, 1), (0.8, 3)])
@@ -93,7 +88,6 @@ def test_echo_puts_the_prompt_in_front(runner, llm, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [0, 5])
 def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
-    """The form that evaluation harnesses read: the prompt's tokens in front of the answer's."""
     prompts = [llm.tokenizer(one)["input_ids"] for one in ("é the cat", *PROMPTS)]
     asked = {"seed": 1, "temperature": 0.9, "logprobs": 2}
     params = SamplingParams(max_tokens=max(length, 1), **asked)
@@ -105,7 +99,8 @@ def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
         given = right.completion.logprobs if length else []
         assert text == llm.tokenizer.decode(ids) + answer
         assert parts[-1]["finish_reason"] == "length"
-        found = joined_logprobs(parts)
+        pieces = [one["logprobs"] for one in parts]
+        found = {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
         entries = [*llm.generate(ids, SCORE).prompt_logprobs, *given]
         assert found["token_logprobs"] == [entry and entry.logprob for entry in entries]
         tokens = [*ids, *(entry.token for entry in given)]
@@ -140,19 +135,11 @@ def test_a_prompt_is_scored_once_for_all_its_answers(llm, stream):
     asyncio.run(runner.close())
 
 
-def test_a_prompt_that_fills_the_context_is_scored(runner):
-    asked = dict(prompt=[1] * 512, echo=True, logprobs=0)
-    assert len(choices(runner, **asked, max_tokens=0)[0][0]["logprobs"]["tokens"]) == 512
-    response = ask(runner, PATH, body(**asked, max_tokens=1))
-    assert response.status_code == 400 and "max_tokens asks for 1:" in response.text
-
-
 def test_offsets_count_characters_however_many_tokens_spell_them():
     first, second = "é".encode()[:1], "é".encode()[1:]
     form = CompletionLogprobs(Texts(b"a", first, second, b"bc"), echo=10)
-    found, again = (
-        form.add(ids, [Logprob(i, -1.0, {}) for i in ids]) for ids in ((0, 1), (2, 3, 0))
-    )
+    logprobs = [Logprob(i, -1.0, {}) for i in (0, 1, 2, 3, 0)]
+    found, again = form.add((0, 1), logprobs[:2]), form.add((2, 3, 0), logprobs[2:])
     assert found["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
     assert again["tokens"] == ["\ufffd", "bc", "a"]
 
@@ -171,6 +158,10 @@ def test_prompt_logprobs_have_vllms_form(runner, llm):
             spelled = {"rank": ranks.get(token), "decoded_token": texts.text_of(token)}
             told[str(token)] = {"logprob": logprob, **spelled}
         assert one == told
+    asked = dict(prompt=[1] * 512, echo=True, logprobs=0)
+    assert len(choices(runner, **asked, max_tokens=0)[0][0]["logprobs"]["tokens"]) == 512
+    response = ask(runner, PATH, body(**asked, max_tokens=1))
+    assert response.status_code == 400 and "max_tokens asks for 1:" in response.text
 
 
 @pytest.mark.parametrize("marks", INFILL)
@@ -207,7 +198,7 @@ def test_models(runner, llm):
     assert len({texts(runner, temperature=0.8, seed=1, **one)[0] for one in asked}) == 1
 
 
-def test_tokens_there_and_back(runner, llm):
+def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
     asked = {"model": "toy", "prompt": "Hé!", "return_token_strs": True}
     found = good(ask(runner, "/tokenize", asked))
     ids, messages = llm.tokenizer("Hé!")["input_ids"], [{"role": "user", "content": "hi"}]
@@ -223,9 +214,6 @@ def test_tokens_there_and_back(runner, llm):
     tool = {"type": "function", "function": {"name": "f"}}
     response = ask(runner, "/tokenize", {"messages": messages, "tools": [tool]})
     assert "tools" in refused(response, "tools")
-
-
-def test_paths_and_what_is_asked_of_them(runner):
     assert good(ask(runner, "/version", method="GET")) == {"version": __version__}
     for path in ("/", "/health", "/version", "/v1/models", "/v1/models/toy"):
         assert ask(runner, path, method="HEAD").status_code == 200

@@ -31,18 +31,10 @@ TEXTS = (
     "Name three rivers and say where they flow.",
     "def area(radius):\n    return",
 )
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "size": {"enum": ["small", "large"]},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
-GRAMMAR = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
-}
+FIELDS = {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": [*FIELDS]}
+SCHEMA["additionalProperties"] = False
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
 PARAMETERS = ("temperature", "top_p", "seed", "max_tokens", "n")
 
 
@@ -77,7 +69,7 @@ def crowd(count, methods, tokens, seed=0):
         messages = {"messages": [{"role": "user", "content": text}]}
         body |= messages if "chat" in path else {"prompt": text}
         if "chat" in path and chance.random() < 0.3:
-            body |= GRAMMAR
+            body["response_format"] = FORMAT
         does = chance.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
         body["stream"] = does == "leaves" or (does != "hurries" and chance.random() < 0.5)
         found.append(Client(path, body, does))
@@ -89,11 +81,8 @@ async def vanish(base, client):
     host, port = base.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(client.body).encode()
-    head = (
-        f"POST {client.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-        f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    writer.write(head.encode() + body)
+    head = f"POST {client.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await writer.drain()
     await asyncio.sleep(0.02)
     writer.transport.abort()

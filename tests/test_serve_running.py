@@ -10,8 +10,11 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from contextlib import asynccontextmanager, closing
+import time
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +22,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app as command
 from quickbeam.cli.serve import keys_of
@@ -125,8 +129,7 @@ def test_a_model_that_can_not_be_loaded_ends_it(llm):
         raise InvalidInput("no such model")
 
     seen = list[str]()
-    with pytest.raises(InvalidInput, match="no such model"):
-        run(Runner(ServeSettings(port=0)), load, ready=seen.append)
+    refuses("no such model", run, Runner(ServeSettings(port=0)), load, ready=seen.append)
     assert not seen
 
 
@@ -184,7 +187,6 @@ async def test_what_takes_too_long_to_end_is_ended(llm):
 @pytest.mark.parametrize("stream", (False, True))
 @pytest.mark.parametrize("steps", (0, 4))
 async def test_a_client_that_leaves_frees_its_answer(llm, stream, steps):
-    """Before the engine has taken it up, and while it is made."""
     async with listening(llm) as (one, client):
         with braked(llm.engine) as brake:
             asked = BODY | {"stream": stream, "n": 2, "temperature": 1}
@@ -246,8 +248,6 @@ async def test_health_fails_when_the_engine_is_silent(llm):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
-    """To those who wait, and to the supervisor."""
-
     def broken(self):
         raise MemoryError("no more")
 
@@ -334,8 +334,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidInput, match=f"port {port}"):
-            listen("127.0.0.1", port)
+        refuses(f"port {port}", listen, "127.0.0.1", port)
         for option, value, words in (
             ("port", str(port), f"port {port} ("),
             ("host", "no.such.host.invalid", "no.such.host.invalid"),
@@ -348,20 +347,18 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
             assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("host", "key", "warned"),
-    [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)],
-)
-def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
+def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch):
     def run(runner, load, ready):
-        assert runner.settings.api_keys == tuple(keys_of(key))
+        assert runner.settings.api_keys == tuple(keys_of(os.environ["QUICKBEAM_API_KEY"]))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
 
     monkeypatch.setattr("quickbeam.serve.server.run", run)
-    monkeypatch.setenv("QUICKBEAM_API_KEY", key)
-    result = CliRunner().invoke(command, ["serve", "--host", host], catch_exceptions=False)
-    assert ("warning: everybody who can reach 0.0.0.0" in result.stderr) is warned
+    every = "0.0.0.0"
+    for host, key, warned in ((every, "", True), (every, "a,b", False), ("127.0.0.1", "", False)):
+        monkeypatch.setenv("QUICKBEAM_API_KEY", key)
+        said = CliRunner().invoke(command, ["serve", "--host", host], catch_exceptions=False).stderr
+        assert ("warning: everybody who can reach 0.0.0.0" in said) is warned
 
 
 def test_the_unit_and_the_image_are_as_they_should_be():
@@ -382,3 +379,78 @@ def test_the_unit_and_the_image_are_as_they_should_be():
     last = image.split("\nFROM ")[-1]
     assert "HEALTHCHECK" in last and "/health" in last
     assert 0 < last.index("\nUSER quickbeam\n") < last.index("\nENTRYPOINT ")
+
+
+# --- a process of its own ---
+
+
+@pytest.fixture
+def port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as one:
+        return one.getsockname()[1]
+
+
+@contextmanager
+def started(port, *options):
+    command = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def health(port):
+    """The status that it tells, or 0. A port that listens is not enough: the server takes signals
+    only once its loop runs."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def wait(condition):
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", (False, True))
+def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, port, again):
+    with started(port, "--drain-timeout", "120") as server:
+        wait(lambda: health(port) == 200)
+        address = f"http://127.0.0.1:{port}/v1/completions"
+        body = STREAM | {"model": "smollm2-135m", "max_tokens": 150}
+        with httpx.stream("POST", address, json=body, timeout=120) as response:
+            got = response.iter_lines()
+            next(got)
+            server.send_signal(signal.SIGTERM)
+            wait(lambda: httpx.post(address, json=body, timeout=30).status_code == 503)
+            if again:
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(30) == 128 + signal.SIGTERM
+                return
+            *_, last, done = [line.removeprefix("data: ") for line in got if "data: " in line]
+            assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+        assert server.wait(60) == 0
+        assert "try it: curl" in server.stderr.read()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_behind_stderr_ends_nothing():
+    """As a program of its own, since its end writes what is left, too."""
+    program = "import sys; from quickbeam.cli.common import say; say('ready'); print('on')"
+    with open("/dev/full", "w") as full:
+        how = dict(stderr=full, stdout=subprocess.PIPE, text=True)
+        found = subprocess.run([sys.executable, "-c", program], **how)
+    assert found.stdout == "on\n" and found.returncode in (0, 120)
+
+
+@pytest.mark.long
+def test_a_process_that_loads_can_be_ended(smollm2, port):
+    with started(port) as server:
+        wait(lambda: health(port) == 503)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0

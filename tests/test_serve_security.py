@@ -81,7 +81,6 @@ def test_a_large_body_is_refused_unread(llm):
 
 
 def test_clients_that_send_half_a_body_are_left(llm):
-    """Whoever waits for an answer may."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     runner = ScriptedRunner(ServeSettings(read_timeout=1, keep_alive=0.1), llm)
     runner.script, runner.piece, runner.pause = "one two", 7, 1.5
@@ -201,8 +200,6 @@ def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
 
 
 def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
-    """More of them than there are threads that begin answers."""
-
     go = threading.Event()
 
     def slow(grammar):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cases import refuses
 from quickbeam import LLM
 from quickbeam.serve.messages import Tool
 from quickbeam.serve.tools import (
@@ -126,8 +127,7 @@ def test_a_tokenizers_own_template_comes_first():
     )
     form = tool_format(own)
     assert read(form, "so <call=f><x>3</x></call>", 4) == ["so ", ("f", {"x": 3})]
-    with pytest.raises(ValueError, match="can't force"):
-        forcing_grammar(form, TOOLS, True, own)
+    refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -184,6 +184,9 @@ def test_calls_of_a_chat(scripted, llm):
 
 
 def test_calls_of_a_streamed_chat(scripted):
+    scripted.script = UNREAD["cut short"][1]  # no call, which is streamed to its end
+    found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True)))]
+    assert "".join(one["delta"].get("content") or "" for one in found) == scripted.script
     scripted.script = SAID["hermes"][1]
     found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True, n=2)))]
     for index in (0, 1):
@@ -195,23 +198,13 @@ def test_calls_of_a_streamed_chat(scripted):
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 
-def test_what_was_no_call_is_streamed_to_its_end(scripted):
-    scripted.script = UNREAD["cut short"][1]
-    found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True)))]
-    assert "".join(one["delta"].get("content") or "" for one in found) == scripted.script
-    assert found[-1]["finish_reason"] == "stop"
-
-
-def test_a_conversation_goes_on_after_a_call(scripted, llm):
+def test_a_conversation_goes_on_after_a_call_and_tools_may_be_hidden(scripted, llm):
     scripted.script = HERMES_CALL
     message = choice(scripted)["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
     choice(scripted, messages=[*MESSAGES, message, result])
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert 'assistant: <tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>tool: 4' in shown
-
-
-def test_tool_choice_none_hides_the_tools(scripted, llm):
     scripted.script = HERMES_CALL
     message = choice(scripted, tool_choice="none")["message"]
     assert message["content"] == HERMES_CALL and "tool_calls" not in message
@@ -299,7 +292,6 @@ def tokenizer(request, toy_folder):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
-    """Of text that a grammar allows, the reader makes calls."""
     form = TEMPLATES[name][0]
     writing = form.writing
     begin, middle, end = writing.parts

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples
+from cases import examples, refuses
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import WINDOW, ContextTokens, Shortlist
-from quickbeam.errors import InvalidInput
 
 VOCAB, D, EMBED = 120, 16, 8
 
@@ -58,21 +57,14 @@ def route(shortlist, hidden, embedded):
         return shortlist.choose(shortlist.router(hidden, embedded))
 
 
-# Room
-
-
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused():
     layout = Layout(torch.arange(115), 15, 10, 120)
     rooms = [layout.within(share)[1] for share in (9999, 115, 114, 65, 34, 25)]
     assert rooms == [10, 10, 9, 5, 1, 1]
     for one in (layout, Layout.by_frequency(torch.arange(50), 20, 50)):
-        with pytest.raises(InvalidInput, match="must be at least"):
-            one.within(9)
+        refuses("must be at least", one.within, 9)
     short = Layout(torch.arange(18), 15, 10, 120)  # one cluster of 3
     assert short.within(18) == (short, 1)
-
-
-# Context
 
 
 @examples(150, derandomize=True)
@@ -110,9 +102,6 @@ def test_inference_mode_may_come_and_go(first):
     state.extend(range(VOCAB))
 
 
-# Routing
-
-
 def choose(scores, count):
     """The clusters of a call from the router's scores."""
     clusters = scores.shape[1]
@@ -135,7 +124,7 @@ def test_the_clusters_are_those_that_the_nodes_want_most(n, clusters, data):
     assert sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
 
 
-def test_bad_scores_come_last():
+def test_bad_scores_come_last_and_a_context_alone_must_hold_a_token():
     bad, infinite = math.nan, math.inf
     for row, count, expected in (
         ([0.0, 1.0, 1.0, 0.0, 1.0], 3, [1, 2, 4]),
@@ -148,16 +137,13 @@ def test_bad_scores_come_last():
     # a node whose scores are bad leaves the choice to the others
     logits = torch.tensor([[bad] * 4, [0.0, 3.0, 1.0, 2.0]])
     assert choose(logits, 2) == [1, 3]
-
-
-def test_making_a_shortlist_leaves_chance_alone():
+    shortlist, (hidden, _) = make("context"), nodes(1)
+    with pytest.raises(ValueError, match="begin it with a prompt"):
+        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
     layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
     before = torch.get_rng_state()
     Shortlist(torch.zeros(30, 4), layout, router=router, chosen=2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# Scoring
 
 
 @pytest.mark.parametrize("kind", ["frequency", "context", "router", "all"])
@@ -197,9 +183,3 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     assert [first.scored, second.scored] == [int(found.sum()), 2 * len(held)]
     if kind == "context":
         assert set(first.score(hidden, routed).tokens.tolist()) == {rare[1], rare[0], rare[3]}
-
-
-def test_a_context_alone_must_hold_a_token():
-    shortlist, (hidden, _) = make("context"), nodes(1)
-    with pytest.raises(ValueError, match="begin it with a prompt"):
-        shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))

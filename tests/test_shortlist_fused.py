@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from cases import refuses
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.errors import InvalidInput
 from scripts import captured
 from test_shortlist import spread
 
@@ -106,8 +106,7 @@ def test_half_precision_is_summed_in_single(dtype):
     h = torch.randn(3, 512, device=DEVICE).to(dtype)
     layout = Layout(torch.randperm(60), 10, 20, 60)
     if dtype is torch.bfloat16 and not CUDA:
-        with pytest.raises(InvalidInput, match="bfloat16"):
-            FusedHead(weight, layout, layout.clusters)
+        refuses("bfloat16", FusedHead, weight, layout, layout.clusters)
         return
     scores = FusedHead(weight, layout, layout.clusters)(h, torch.tensor([1], device=DEVICE))
     assert scores.logits.dtype is dtype

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Gemma4TextConfig, LlamaConfig
 
+from cases import refuses
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
-from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from target import Target
 
@@ -75,8 +75,7 @@ def test_watching_anew_ends_the_watch_before(native):
     target.prefill(PREFIX)
     close(target.take_hidden(), states(model, PREFIX, (2,)))
     for layers in ((), (0,), (1, 5), (-1,)):
-        with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
-            target.model.watch(layers)
+        refuses(r"the model has 1 to 3, and 4 for the final norm", target.model.watch, layers)
 
 
 def test_layers_that_share_keys_and_values_read_those_of_all_rows():
@@ -91,26 +90,10 @@ def test_layers_that_share_keys_and_values_read_those_of_all_rows():
     close(target.verify(tree), path_logits(reference, PREFIX, tree))
 
 
-def test_prefill_in_any_chunks_and_from_any_common_prefix():
-    reference = tiny("mistral-window")
-    ids = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-    expected = reference(input_ids=torch.tensor([ids])).logits[0, -1]
-    for chunk in (1, 7, 16, 50, 512):
-        target = Target(copy.deepcopy(reference), chunk=chunk)
-        close(target.prefill(ids), expected)
-        target.prefill([*ids[:30], 1, 2, 3])
-        close(target.prefill(ids, keep=30), expected)
-
-
-def test_bad_calls_name_what_is_wrong():
+def test_bad_calls_name_what_is_wrong_and_the_context_is_the_models():
     target = Target(tiny("llama"))
-    with pytest.raises(InvalidInput, match="empty prompt"):
-        target.prefill([])
-    with pytest.raises(InvalidInput, match=f"token id {VOCAB} is outside"):
-        target.prefill([1, VOCAB])
-
-
-def test_context_length_is_the_models():
+    refuses("empty prompt", target.prefill, [])
+    refuses(f"token id {VOCAB} is outside", target.prefill, [1, VOCAB])
     for length in (4096, 32):
         config = LlamaConfig(**SIZES | {"max_position_embeddings": length})
         assert make_model(tiny("", config=config)).context_length == length

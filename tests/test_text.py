@@ -76,19 +76,13 @@ def encode(tokenizer, text):
 
 def decode(tokenizer, ids):
     """What `ids` say. Where they end within a character: the text up to there, then what the
-    decoder makes of the rest.
-
-    A byte-fallback decoder alone would turn the complete characters before it, if they are bytes
-    too, into U+FFFD as well.
-    """
+    decoder makes of the rest. A byte-fallback decoder alone would turn the complete characters
+    before it, if they are bytes too, into U+FFFD as well."""
     say = partial(tokenizer.decode, skip_special_tokens=True)
     whole = len(ids)
     while whole and say(ids[:whole]).endswith("\ufffd"):
         whole -= 1
     return say(ids[:whole]) + say(ids[whole:])
-
-
-# --- Detokenizer ----------------------------------------------------------------------------------
 
 
 @examples(300)
@@ -149,13 +143,9 @@ class Stripping:
 @given(text=st.text(alphabet="ab \0", max_size=40))
 @example(text="\0 \0a \0 \0 \0b")
 def test_spaces_of_a_tokenizer_that_strips_are_kept(text):
-    """Spaces show nothing at the end of a text, unlike what is left out they do later."""
     detokenizer = Detokenizer(Stripping())
     shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
     assert shown == text.replace("\0", "").strip()
-
-
-# --- Output ---------------------------------------------------------------------------------------
 
 
 def brute_force(tokenizer, ids, ends, params):
@@ -217,20 +207,15 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
         shown += output.take()
         expected = (*expected[:2], "interrupted")
     assert (output.token_ids, output.text, output.finish_reason) == expected
-    assert shown == output.text
-    assert output.take() == ""
+    assert shown == output.text and output.take() == ""
 
 
-@pytest.mark.parametrize("stop", [("b", "ab"), ("ab", "b")])
-def test_of_stop_strings_that_end_together_the_earliest_counts(stop):
+def test_the_earliest_stop_string_counts_and_what_begins_one_is_held_back():
     tokenizer = byte_level()
-    output = Output(tokenizer, SamplingParams(stop=stop))
-    assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
-    assert output.text == "x"
-
-
-def test_what_begins_a_stop_string_is_held_back_and_a_whole_one_is_not():
-    tokenizer = byte_level()
+    for stop in (("b", "ab"), ("ab", "b")):  # they end together
+        output = Output(tokenizer, SamplingParams(stop=stop))
+        assert [output.append(tokenizer.get_vocab()[one]) for one in "xab"] == [False, False, True]
+        assert output.text == "x"
     output = Output(tokenizer, SamplingParams(stop=("de", "a", "bbc"), min_tokens=9, max_tokens=9))
     shown = []
     for one in "xabbd":
@@ -254,7 +239,6 @@ class Read(deque):
 
 @pytest.mark.parametrize("stop", ["dog", ""])
 def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
-    """Reading decodes, but it never takes the end of the answer from the engine."""
     tokenizer, found = byte_level(), []
     for read in (False, True):
         output = Output(tokenizer, SamplingParams(stop=stop or (), max_tokens=50))

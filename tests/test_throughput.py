@@ -22,20 +22,6 @@ def measured(llm, asked, methods, loads, params=PARAMS, **options):
     return runs
 
 
-def test_requests_arrive_at_once_or_at_random():
-    assert {one.arrives for one in requests(PROMPTS, None, 0.0, 12)} == {0.0}
-    many = requests(PROMPTS * 200, 50.0, 0.0, 12)
-    arrivals = [one.arrives for one in many]
-    assert arrivals == sorted(arrivals)
-    assert arrivals[-1] / len(many) == pytest.approx(1 / 50, rel=0.1)
-
-
-def test_a_share_of_them_leaves():
-    leaving = [one.leaves_after for one in requests(PROMPTS * 10, None, 1 / 3, 12)]
-    assert sum(after is not None for after in leaving) == 30
-    assert all(1 <= after <= 6 for after in leaving if after is not None)
-
-
 @pytest.mark.parametrize(("rate", "cancel"), [(None, 0.0), (300.0, 0.0), (None, 0.4), (300.0, 0.4)])
 def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
     with LLM(toy_folder, "pld") as llm:
@@ -54,7 +40,6 @@ def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_answers_are_those_given_alone_where_they_are_coupled(toy_folder, temperature):
-    """Others draw their tokens otherwise, and need not be the same."""
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
     with LLM(toy_folder, "dyspec", dtype="float32", drafter=toy_folder) as llm:
         asked = requests(PROMPTS[:5], None, 0.2, 12)
@@ -83,7 +68,7 @@ def test_another_answer_is_not_identical(toy_folder, monkeypatch):
     assert run.identical == 7
 
 
-def test_figures_of_runs():
+def test_figures_of_runs_and_arrivals():
     answers = [
         Asked([1], first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4),
         Asked([2], arrives=1.0, cancelled=True),
@@ -93,6 +78,14 @@ def test_figures_of_runs():
     assert found["p50_ttft_ms"] == 1000.0 and found["p95_tpot_ms"] == 1000.0
     assert found["mean_accepted_tokens"] == 2.0 and found["nodes_per_step"] == 4.0
     assert found["cancelled"] == 1 and found["identical"] is None
+    assert {one.arrives for one in requests(PROMPTS, None, 0.0, 12)} == {0.0}
+    many = requests(PROMPTS * 200, 50.0, 0.0, 12)
+    arrivals = [one.arrives for one in many]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] / len(many) == pytest.approx(1 / 50, rel=0.1)
+    leaving = [one.leaves_after for one in requests(PROMPTS * 10, None, 1 / 3, 12)]
+    assert sum(after is not None for after in leaving) == 30
+    assert all(1 <= after <= 6 for after in leaving if after is not None)
 
 
 def test_the_command(toy_folder, tmp_path):
@@ -120,17 +113,10 @@ def test_the_command(toy_folder, tmp_path):
     assert set(found) >= {"environment", "model", "settings", "concurrency", "complete"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--methods", "hf"],
-        ["--concurrency", "none"],
-        ["--top-p", "2"],
-        ["--json", "no-such-folder/record.json"],
-    ],
-)
-def test_bad_options_are_refused_in_a_line(options, monkeypatch):
-    monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
-    result = CliRunner().invoke(app, ["bench", "throughput", *options])
-    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
-    assert options[0] in result.stderr or options[0][2:].replace("-", "_") in result.stderr
+def test_bad_options_are_refused_in_a_line(monkeypatch):
+    wrong = "--methods hf", "--concurrency none", "--top-p 2", "--json no-such-folder/record.json"
+    for options in map(str.split, wrong):
+        monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
+        result = CliRunner().invoke(app, ["bench", "throughput", *options])
+        assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+        assert options[0] in result.stderr or options[0][2:].replace("-", "_") in result.stderr

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fake_llm
+from cases import refuses
 from quickbeam.cli.app import app
 from quickbeam.cli.inspect import page
 from quickbeam.engine.result import Completion, Statistics
@@ -75,7 +76,7 @@ def written(path, content):
     return path
 
 
-def test_a_record_comes_back_as_it_was_written(trace, tmp_path):
+def test_a_record_comes_back_as_it_was_written_and_other_files_are_named(trace, tmp_path):
     assert read_trace(written(tmp_path / "t.json", trace)) == trace
     step, plain = trace["steps"]
     nodes = step["nodes"]
@@ -88,17 +89,12 @@ def test_a_record_comes_back_as_it_was_written(trace, tmp_path):
     assert (step["draft_seconds"], step["verify_seconds"], step["seconds"]) == (0.001, 0.002, 0.004)
     assert len(plain["nodes"]) == 1 and plain["next"]["text"] == "c"
     assert trace["answer"]["mean_accepted_tokens"] == 2.0
-
-
-def test_other_files_are_named(trace, tmp_path):
     for content in (b"{", b"\xff", b"[]"):
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(InvalidInput, match="not a trace" if content == b"[]" else "read"):
-            read_trace(tmp_path / "x")
+        refuses("not a trace" if content == b"[]" else "read", read_trace, tmp_path / "x")
     with pytest.raises(InvalidInput, match="a trace of version 2; this quickbeam reads version 1"):
         read_trace(written(tmp_path / "x", trace | {"version": 2}))
-    with pytest.raises(InvalidInput, match="can't be read"):
-        read_trace(tmp_path / "y")
+    refuses("can't be read", read_trace, tmp_path / "y")
 
 
 def test_the_page_shows_everything_and_loads_nothing(trace):
@@ -116,9 +112,6 @@ def test_the_page_shows_everything_and_loads_nothing(trace):
     assert all(one in drawn.text for one in (*words, "drafting 1.0 ms, verifying 2.0 ms"))
     titles = {attrs.get("title") for _, attrs in drawn.elements}
     assert "token 4, depth 2, ngram, value 0.125" in titles
-
-
-# The commands
 
 
 @pytest.mark.parametrize(("prompt", "code"), [("hello", 0), ("interrupt", 130)])

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from cases import refuses
 from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
 from quickbeam.drafters.base import Context, DraftRequest
@@ -16,7 +17,7 @@ from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.shortlist import Artefact
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 from quickbeam.models.opening import make_model
 from quickbeam.train import block
 from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
@@ -85,9 +86,6 @@ def lively(of):
     return made.requires_grad_(False)
 
 
-# --- the mask -------------------------------------------------------------------------------------
-
-
 def drafted_alone(of, made, ids, chain):
     """What the block drafter itself says along a `chain` behind `ids`: `[len(chain), vocab]`."""
     served = make_model(model())
@@ -133,20 +131,14 @@ def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor():
     assert difference_to_drafting() < 5e-3
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_wrong_mask_is_noticed(monkeypatch):
+    for wrong in (
         lambda anchors, n: torch.arange(n) <= anchors[..., None],  # the anchor's own hidden state
         lambda anchors, n: torch.arange(n) < anchors[..., None] - 1,
         lambda anchors, n: torch.ones(*anchors.shape, n, dtype=torch.bool),  # all that follows
-    ],
-)
-def test_a_wrong_mask_is_noticed(wrong, monkeypatch):
-    monkeypatch.setattr(block, "sees", wrong)
-    assert difference_to_drafting() > 1e-2
-
-
-# --- the loss -------------------------------------------------------------------------------------
+    ):
+        monkeypatch.setattr(block, "sees", wrong)
+        assert difference_to_drafting() > 1e-2
 
 
 @pytest.mark.parametrize("rows", [7, 10_000])
@@ -163,7 +155,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     distance = (p - log.exp()).abs().sum(-1)
     taken = 1 - distance.detach() / 2
     confidence = made.confidence(drafted.rows, drafted.previous)
-    assert confidence is not None
     said = confidence.sigmoid()
     plain, weights = torch.zeros(()), 0.0
     for i, k in enumerate(drafted.position.tolist()):
@@ -176,9 +167,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
     right = torch.autograd.grad(plain / weights, inputs)
     torch.testing.assert_close(gradients, right, atol=1e-6, rtol=1e-3)
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 def test_a_toy_target_is_learnt(tmp_path):
@@ -239,7 +227,7 @@ def test_nothing_held_out_is_trained_on(text, tmp_path):
     assert held and seen == {texts[i] for i in train} and not seen & {texts[i] for i in held}
 
 
-def test_what_goes_wrong_is_named(text, tmp_path):
+def test_what_goes_wrong_is_named(text, tmp_path, toy_folder):
     for what in ("loss", "gradient"):
         run = trainer(text, tmp_path / what)
 
@@ -250,17 +238,23 @@ def test_what_goes_wrong_is_named(text, tmp_path):
             else:
                 weight.register_hook(lambda gradient: gradient * float("inf"))
 
-        with pytest.raises(QuickbeamError, match="take a smaller --lr"):
-            run.run(diverge)
+        refuses("take a smaller --lr", run.run, diverge, error=QuickbeamError)
         left = torch.load(tmp_path / what / "checkpoint.pt", weights_only=True)
         assert left["counters"]["step"] == 1
         assert all(weight.isfinite().all() for weight in left["network"].values())
     (tmp_path / "loss" / "checkpoint.pt").write_bytes(b"nonsense")
-    with pytest.raises(InvalidInput, match="take another --out"):
-        trainer(text, tmp_path / "loss")
+    refuses("take another --out", trainer, text, tmp_path / "loss")
 
+    def told(*arguments):
+        given = command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
 
-# --- the command ----------------------------------------------------------------------------------
+    assert "can't be read" in told("--prompts", str(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
+    assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
+    assert "choose among" in told("--languages", "xx")
 
 
 def command(*arguments):
@@ -268,16 +262,7 @@ def command(*arguments):
     return ["train", *sizes.split(), *arguments]
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
-    return path
-
-
-def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
-    toy_folder, prompts, tmp_path
-):
+def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
     out = tmp_path / "out"
     arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2")
     bench = ["--limit", "2", "--max-tokens", "8"]
@@ -316,19 +301,6 @@ def test_one_command_writes_trains_and_measures_and_its_drafter_drafts(
             answer = llm.generate("abc", params, method=method)
             assert answer.token_ids == expected, method
             assert method == "auto" or answer.statistics.sources["drafter"].drafted > 0
-
-
-def test_bad_input_to_the_command(toy_folder, tmp_path):
-    def told(*arguments):
-        given = command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
-        result = CliRunner().invoke(app, given)
-        assert result.exit_code == 2
-        return " ".join(result.output.split())
-
-    assert "can't be read" in told("--prompts", str(tmp_path / "none.jsonl"))
-    (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
-    assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
-    assert "choose among" in told("--languages", "xx")
 
 
 def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cases import refuses
 from models import VOCAB
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 from quickbeam.train import shards
 from quickbeam.train.shards import (
     Conversation,
@@ -39,15 +40,13 @@ def write(folder, *seeds):
 
 def same(found, seeds):
     pairs = list(zip(found, map(conversation, seeds), strict=True))
-    return all(
-        all(map(torch.equal, a[:2], b[:2])) and a.temperature == b.temperature for a, b in pairs
-    )
+    texts = all(torch.equal(*both) for a, b in pairs for both in zip(a[:2], b[:2], strict=True))
+    return texts and all(a.temperature == b.temperature for a, b in pairs)
 
 
 def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD", 12)
-    with pytest.raises(InvalidInput, match="holds no text"):
-        Shards(tmp_path)
+    refuses("holds no text", Shards, tmp_path)
     write(tmp_path, *range(7))
     write(tmp_path, 7, 8)  # adds to the first
     found, files = Shards(tmp_path), sorted(path.name for path in tmp_path.iterdir())
@@ -69,8 +68,7 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage
     else:
         save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
     words = r"text-00001\.safetensors is not a shard of text .*: delete it"
-    with pytest.raises(InvalidInput, match=words):
-        Shards(tmp_path)
+    refuses(words, Shards, tmp_path)
     broken.unlink()
     write(tmp_path, 3)
     assert same(Shards(tmp_path), [0, 2, 3])
@@ -103,15 +101,12 @@ def test_prompts_have_three_forms(tmp_path):
     bad = ["{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}']
     for line in (*bad, '{"messages": ["a"]}', '{"text": "a"}'):
         path.write_text(f'{{"prompt": "a"}}\n{line}\n')
-        with pytest.raises(InvalidInput, match=r"line 2: .*want"):
-            read_prompts(path)
+        refuses(r"line 2: .*want", read_prompts, path)
     path.write_text("\n")
-    with pytest.raises(InvalidInput, match="holds no prompts"):
-        read_prompts(path)
+    refuses("holds no prompts", read_prompts, path)
     path.write_bytes(b"\xff")
     for unreadable in (path, tmp_path / "missing"):
-        with pytest.raises(InvalidInput, match="can't be read"):
-            read_prompts(unreadable)
+        refuses("can't be read", read_prompts, unreadable)
 
 
 def test_batches_hold_every_index_once_and_no_more_than_asked():
@@ -129,8 +124,7 @@ def test_batches_hold_every_index_once_and_no_more_than_asked():
 
 def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(tmp_path):
     write(tmp_path, 0)
-    with pytest.raises(InvalidInput, match=r"a single conversation.*--tokens"):
-        split(Shards(tmp_path))
+    refuses(r"a single conversation.*--tokens", split, Shards(tmp_path))
     write(tmp_path, 1)
     assert split(Shards(tmp_path)) == ([0], [1])
     write(tmp_path, *range(2, 105))

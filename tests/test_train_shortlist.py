@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cases import refuses
 from checkpoints import LLAMA, configure, eagle1, save, write
 from features import causal
 from quickbeam.cli.app import app
@@ -101,7 +102,6 @@ def read(net, conversation, at, depth):
 
 
 def test_places_are_those_of_the_text(network, tmp_path, monkeypatch):
-    """Against a plain walk over each conversation."""
     monkeypatch.setattr(places, "OFFERED", 2)
     monkeypatch.setattr(places, "autocast", lambda device: torch.autocast("cpu", enabled=False))
     text = conversations(5)
@@ -138,8 +138,7 @@ def test_text_without_answers_is_refused(network, tmp_path):
     silent = [c._replace(answer=torch.zeros_like(c.answer)) for c in conversations(3)]
     shards = written(tmp_path, silent)
     for chosen in ([0, 1, 2], []):
-        with pytest.raises(InvalidInput, match="no answers"):
-            collect_places(network, CodedTarget(), shards, chosen, 3, 100)
+        refuses("no answers", collect_places, network, CodedTarget(), shards, chosen, 3, 100)
 
 
 @pytest.mark.parametrize("name", CLUSTERINGS)
@@ -168,16 +167,13 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(n
     )
     assert torch.equal(one, again) and not torch.equal(one, other)
     broken = collected._replace(hidden=torch.full_like(collected.hidden, float("nan")))
-    with pytest.raises(QuickbeamError, match="epoch 1"):
-        train_router(network, broken, cluster_of)
+    refuses("epoch 1", train_router, network, broken, cluster_of, error=QuickbeamError)
 
 
 @pytest.fixture(scope="module")
-def made(toy_folder, tmp_path_factory):
+def made(toy_folder, prompts, tmp_path_factory):
     """The folder of a feature drafter, with text of the model."""
     folder = tmp_path_factory.mktemp("drafter")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
     save(EagleHead(EagleConfig(32, 64, 4, 2, 8, (1, 2), 32, 257)), folder)
@@ -222,9 +218,8 @@ def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
         return collect_places(net, of, shards, chosen, *rest)
 
     monkeypatch.setattr(shortlist, "collect_places", watched)
-    stage = ShortlistTraining(
-        toy_folder, folder, ShortlistPlan(rows=100, router_epochs=1, depths=1)
-    )
+    plan = ShortlistPlan(rows=100, router_epochs=1, depths=1)
+    stage = ShortlistTraining(toy_folder, folder, plan)
     stage.run(lambda what, done: None)
     train, held = taken
     assert held == split(stage.shards)[1] and not set(held) & set(train)

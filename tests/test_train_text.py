@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cases import refuses
 from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from quickbeam.train import stages
@@ -21,9 +22,6 @@ def plain(model, ids):
     """Logits `[n, vocab]` by transformers."""
     logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits
-
-
-# --- conversations --------------------------------------------------------------------------------
 
 
 class Chat:
@@ -118,22 +116,18 @@ def test_pieces_make_up_what_the_template_says(chat):
     assert t.stops == {chat.end, t.reply[0]}
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
+def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch):
+    for source, words in (
         (None, "no chat template"),
         ("{{ messages | length }} turns", "changes what users say"),
         ("@{{ m.content | upper | reverse }};@", "changes what users say"),
         ("@{{ m.content }};@", "says nothing before"),
         ("-@{{ m.content }}{% if m.role == 'assistant' %};{% endif %}@", "says nothing before"),
-    ],
-)
-def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch, source, words):
-    if source is not None:  # between two @: said of each message
-        source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
-    monkeypatch.setattr(chat.tokenizer, "chat_template", source)
-    with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
-        Template.of(chat.tokenizer, {7})
+    ):
+        if source is not None:  # between two @: said of each message
+            source = source.replace("@", "{% for m in messages %}", 1).replace("@", "{% endfor %}")
+        monkeypatch.setattr(chat.tokenizer, "chat_template", source)
+        refuses(f"{words}.*give --prompts", Template.of, chat.tokenizer, {7})
 
 
 def test_answers_that_go_in_circles_end(chat):
@@ -163,8 +157,7 @@ def test_every_prompt_is_answered_once(chat):
         assert answer[-len(said) :].all()
         assert not any(token in chat.template.stops for token in said[:-1])
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
-    with pytest.raises(InvalidInput, match="raise --length"):
-        chat.writer([[1] * LENGTH])
+    refuses("raise --length", chat.writer, [[1] * LENGTH])
 
 
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
@@ -176,9 +169,6 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
     model, given = make_model(copy.deepcopy(chat.model)), (chat.template, chat.template.stops)
     with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
         Writer(model, 2, chat.encode, *given, Recipe(8))
-
-
-# --- how text begins, by language ---
 
 
 @pytest.mark.parametrize("languages", ["en,tlh", ""])

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from answers import answer, same_as_plain
+from answers import PROMPTS, answer, same_as_plain
+from cases import refuses
 from drafters import DRAFTED
 from features import context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter, Translation
-from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
 from quickbeam.models.opening import make_model
 from quickbeam.models.token_texts import BYTES
@@ -24,7 +24,6 @@ from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8, 8, 5] * 4]
 
 
 def tokenizer(characters):
@@ -37,9 +36,7 @@ def tokenizer(characters):
 
 def pair(shift=0, own=10, seed=7):
     """A model, and itself with other ids as its drafter, which lacks its first `own` tokens.
-
-    `shift`: by how much the drafter's ids are mapped wrongly.
-    """
+    `shift`: by how much the drafter's ids are mapped wrongly."""
     source, ours = tiny("llama", torch.bfloat16, seed=3), tokenizer(ALPHABET[:VOCAB])
     order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed)).tolist()
     named = [ALPHABET[i] if i >= own else ALPHABET[VOCAB + i] for i in order]
@@ -72,10 +69,10 @@ def test_a_wrong_mapping_loses_acceptance_and_no_answer(temperature):
 
 
 def test_many_answers_in_one_call_are_plain_decodings():
-    same_as_plain(*pair(), PROMPTS)
+    same_as_plain(*pair())
 
 
-def test_a_node_whose_token_the_model_lacks_has_no_distribution():
+def test_what_the_model_lacks_has_no_distribution_nor_what_is_beyond_its_context():
     _, drafter = pair(own=10)
     partner = drafter.translation.partner
     lacked, known = next(i for i in range(VOCAB) if i not in partner), min({*partner} - {5})
@@ -87,9 +84,6 @@ def test_a_node_whose_token_the_model_lacks_has_no_distribution():
         nodes = [tree.add(0, token, "x") for token in tokens]
         found += drafter.answer([DraftRequest(context, tree, nodes)])[0].values
     assert not found[0].any() and torch.equal(found[1], found[2]) and found[1].any()
-
-
-def test_beyond_its_context_it_drafts_nothing():
     _, drafter = pair(own=0)
     drafter.context_length, context = 24, context_of([5] * 22)
     state = context.states["drafter"] = drafter.begin(context.ids)
@@ -102,8 +96,8 @@ def test_beyond_its_context_it_drafts_nothing():
 
 
 def test_too_few_shared_tokens_are_told():
-    with pytest.raises(InvalidInput, match=r"shares 40 of 97 tokens with the target \(41%\)"):
-        pair(own=57)
+    refuses(r"shares 40 of 97 tokens with the target \(41%\)", pair, own=57)
+    assert {character: byte for byte, character in bytes_to_unicode().items()} == BYTES
 
 
 def test_a_drafter_with_another_tokenizer_is_loaded_by_name(toy_folder, tmp_path):
@@ -118,7 +112,3 @@ def test_a_drafter_with_another_tokenizer_is_loaded_by_name(toy_folder, tmp_path
         one = llm.generate("abc cba", params)
         assert one.statistics.sources["drafter"].drafted > 0
         assert one.token_ids == llm.generate("abc cba", params, method="ar").token_ids
-
-
-def test_the_bytes_of_characters_are_those_of_byte_level_vocabularies():
-    assert {character: byte for byte, character in bytes_to_unicode().items()} == BYTES

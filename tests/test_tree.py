@@ -71,9 +71,7 @@ def test_the_first_nodes_are_a_tree_of_their_own(tree, count):
         assert getattr(first, name) == getattr(tree, name)[:kept]
     assert all(ours is theirs for ours, theirs in zip(first.probs, tree.probs, strict=False))
     for ours, theirs in zip(first.children, tree.children, strict=False):
-        assert list(ours.items()) == [
-            (token, child) for token, child in theirs.items() if child < kept
-        ]
+        assert list(ours.items()) == [both for both in theirs.items() if both[1] < kept]
     before = len(tree)
     first.add(0, 50, "test")
     assert len(tree) == before and tree.child(0, 50) is None  # nothing is shared

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 import fake_llm
+from cases import refuses
 from checkpoints import DRAFT, LLAMA, eagle3, read, write
 from quickbeam.cli import common
 from quickbeam.cli.common import harmless, strict_json
 from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.engine.result import Logprob
-from quickbeam.errors import InvalidInput
 
 EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
 
@@ -29,14 +29,15 @@ def test_an_index_names_files_of_its_folder_only(tmp_path, name):
     (tmp_path / "elsewhere.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("b.safetensors", json.dumps(name)[1:-1]))
-    with pytest.raises(InvalidInput, match="can't be read as weights"):
-        read(folder)
+    refuses("can't be read as weights", read, folder)
 
 
-def test_json_is_strict():
+def test_json_is_strict_and_control_characters_are_shown():
     plain = {"c": "Infinity", "d": None, "e": True, "f": 7}
     record = {"a": [-math.inf, (math.nan, 1.5)], "b": {3: math.inf}, **plain}
     assert json.loads(strict_json(record)) == {"a": [None, [None, 1.5]], "b": {"3": None}, **plain}
+    assert harmless(EVIL) == SHOWN
+    assert harmless("ä\u3000\u200d🙂\n") == "ä\u3000\u200d🙂\n"
 
 
 def test_log_probabilities_of_banned_tokens_are_null(faked, monkeypatch):
@@ -46,11 +47,6 @@ def test_log_probabilities_of_banned_tokens_are_null(faked, monkeypatch):
     record = json.loads(shown, parse_constant=pytest.fail)
     assert record["logprobs"][0]["logprob"] is None
     assert record["logprobs"][0]["top"] == {"5": None, "6": -0.5}
-
-
-def test_control_characters_are_shown():
-    assert harmless(EVIL) == SHOWN
-    assert harmless("ä\u3000\u200d🙂\n") == "ä\u3000\u200d🙂\n"
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(True, SHOWN), (False, EVIL)])

@@ -61,12 +61,11 @@ def test_sampled_output_has_the_targets_probs(seed):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_verifier_is_found_out(mistake):
     model = ToyModel(seed=0)
-    counts = sample_sequences(
-        model,
-        partial(random_tree, model),
+    wrong, count = (
         partial(reference_verify, mistake=mistake),
-        count=8000 if mistake == MISTAKES[0] else 2500,
+        8000 if mistake == MISTAKES[0] else 2500,
     )
+    counts = sample_sequences(model, partial(random_tree, model), wrong, count)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
@@ -127,13 +126,10 @@ def test_only_accepted_nodes_are_asked():
         assert verify_residual(tree, probs, generator(seed)).path == asked
 
 
-def test_a_drafter_with_the_targets_probs_is_always_accepted():
+def test_what_is_always_and_what_is_never_accepted():
     p = [0.2, 0.5, 0.3]
     for seed in range(100):
         assert verified(siblings((seed % 3, p)), p, seed).path == [0, 1]
-
-
-def test_impossible_tokens_are_never_accepted():
     q = [0.7, 0.1, 0.0, 0.2]
     tree = siblings((0, q), (1, None), (3, q))
     for seed in range(50):
@@ -197,11 +193,8 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals():
         context, used = [0], generator(4)
         while len(context) < 40:
             tree = random_tree(model, context, rng, budget, certain=1.0)
-            verdict = verify_residual(
-                tree,
-                lambda node: model.target([*context, *path_tokens(tree, node)]),  # noqa: B023
-                used,
-            )
+            of = lambda node: model.target([*context, *path_tokens(tree, node)])  # noqa: B023, E731
+            verdict = verify_residual(tree, of, used)
             context += tokens(tree, verdict)
         return context[:40]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from answers import answer, request
-from cases import few
+from answers import answer, request, run
+from cases import few, refuses
 from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
@@ -23,12 +23,14 @@ from quickbeam.drafting import Drafting
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 SHORT = tuple(word for word in VOCABS if word != "full")
+NATIVE = ["attention native", "ours native"] if library.kernels() else []
 
 
 def artefact(vocab, size, frequent=6, cluster=5, router=True):
@@ -44,6 +46,7 @@ def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shortlist")
     artefact(VOCAB, 32).save(folder)
     made = {kind: Pair(kind) for kind in ("attention", "input", "plain", "ours")}
+    made |= {kind: Pair(kind.split()[0], torch.bfloat16) for kind in NATIVE}
     for pair in made.values():
         pair.drafter.folder = folder
     return made
@@ -51,12 +54,11 @@ def pairs(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 @pytest.mark.parametrize("vocab", SHORT)
-@pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours"])
-def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
-    pairs, kind, vocab, temperature
-):
+@pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours", *NATIVE])
+def test_distributions_are_the_whole_ones_over_what_is_scored(pairs, kind, vocab, temperature):
     pair = pairs[kind]
     shortlist = make_shortlist(pair.drafter, pair.target, vocab, 30 if vocab == "context" else 14)
+    assert bool(shortlist.native) == (kind in NATIVE)
     prompt, tree = [3, 9, 4, 9, 30, 17], TokenTree(21)
     a, b = tree.add(0, 5, "x"), tree.add(0, 30, "x")
     nodes = [[0], [a, b], [tree.add(b, 2, "x")]]
@@ -66,7 +68,6 @@ def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
         found.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
     for whole, part in zip(*found, strict=True):
         assert whole.tokens is None
-        assert part.tokens is not None
         assert len(part.tokens.unique()) <= len(part.tokens)
         scored = torch.zeros(VOCAB, dtype=torch.bool)
         scored[part.tokens[(part.values > 0).any(0)]] = True
@@ -100,7 +101,7 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs):
     assert {*scores.tokens[scores.logits[0] > -torch.inf].tolist()} == {*ranked, *prompt}
 
 
-def test_what_cannot_be_is_refused(pairs, tmp_path):
+def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
     pair = pairs["attention"]
     drafter, target = pair.drafter, pair.target
 
@@ -131,6 +132,12 @@ def test_what_cannot_be_is_refused(pairs, tmp_path):
         assert f"for {VOCAB + 1} tokens" in told("router")
     finally:
         drafter.folder = folder
+    monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
+    refuses("unknown vocabulary 'half'", LLM, method="dyspec", vocab="half")
+    size = ["--shortlist", "99"]
+    for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
+        result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
+        assert result.exit_code == 2 and options[-1] in result.output
 
 
 def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
@@ -151,16 +158,6 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
     assert drafting.setting("auto", "router", 9).vocab == "router"
 
 
-def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
-    with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
-        LLM(method="dyspec", vocab="half")
-    size = ["--shortlist", "99"]
-    for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
-        result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
-        assert result.exit_code == 2 and options[-1] in result.output
-
-
 # --- sampled answers ---
 
 CASES = [(name, "full") for name in DRAFTED] + [("specinfer", "router")]
@@ -170,7 +167,6 @@ CASES += [("dyspec", vocab) for vocab in SHORT] + [("eagle2", "frequency")]
 @pytest.mark.parametrize(("name", "vocab"), few(CASES, CASES[len(DRAFTED) + 1 :]))
 @pytest.mark.parametrize("kind", few(["attention", "plain"], ["attention"]))
 def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
-    """Many in one call."""
     pair, accepted = pairs[kind], 0
     use = make_shortlist(pair.drafter, pair.target, vocab, None if vocab == "full" else 30)
     engine = Engine(pair.target)
@@ -179,8 +175,7 @@ def test_sampled_answers_are_the_models(pairs, kind, name, vocab):
         asked = [SamplingParams(**given, seed=seed) for seed in range(8)]
         add = partial(request, pair.target, DRAFTED[name](pair.drafter), budget=5, shortlist=use)
         ones = [engine.add(add(params=one, prompt=[3, 9, 4])) for one in asked]
-        while engine.busy:
-            engine.step()
+        run(engine)
         for params, one in zip(asked, ones, strict=True):
             plain = answer(pair.target, NoDraft(), params, [3, 9, 4])
             assert one.output.token_ids == plain.output.token_ids

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import quantised
+from cases import refuses
 from kernels import best_set, every_set, linear, load, number, rows_that_depend_on_others
 from quantised import quantise
-from quickbeam.errors import InvalidInput
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import INT4, INT8, Packed
 
@@ -93,7 +93,6 @@ def test_one_scale_for_all_rows_is_seen():
 @every_set
 @kinds
 def test_the_largest_sums_do_not_saturate(isa, name):
-    """All numbers as large as they can be, of one sign and of both."""
     weight = torch.ones(32, 4096, dtype=torch.bfloat16)
     weight[16:] = -1
     weight[::2, ::32] = 0  # int4 has a span then
@@ -122,7 +121,5 @@ def test_weights_that_are_not_finite_are_refused(isa, name):
     for value in (torch.nan, torch.inf, -torch.inf):
         weight = number(40, 64)
         weight[39, 63] = value
-        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
-            quantise(weight, name)
-        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
-            Packed(load(isa), [weight], name=name)
+        refuses(r"not finite .* leave weights out", quantise, weight, name)
+        refuses(r"not finite .* leave weights out", Packed, load(isa), [weight], name=name)

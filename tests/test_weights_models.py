@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cases import few
+from cases import few, refuses
 from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
@@ -44,14 +44,6 @@ def test_layers_have_the_bits_asked_for_and_the_head_8_at_least(name):
         assert torch.equal(packed(linear).rows(), right)
 
 
-def test_quantised_weights_need_the_kernels(monkeypatch):
-    with pytest.raises(InvalidInput, match="no family describes HeliumForCausalLM; leave them out"):
-        make_model(tiny("", torch.bfloat16, config=UNDESCRIBED), weights=INT4)
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    with pytest.raises(InvalidInput, match="weights='int8' need the native kernels: QUICKBEAM_K"):
-        make_model(tiny("llama", torch.bfloat16), weights=INT8)
-
-
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("name", few([INT8, INT4], []))
@@ -62,9 +54,6 @@ def test_the_embedded_model_answers_alike(name):
     for method in ("logitspec", "auto"):
         assert llm.chat(asked, params, method=method).token_ids == expected, method
     llm.close()
-
-
-# --- what is kept ---
 
 
 def logits(folder, name, told):
@@ -93,13 +82,9 @@ def test_kept_weights_give_the_same_bits(toy_folder, name, cache, monkeypatch):
 
 
 @needs_kernels
-def test_small_weights_are_packed_at_each_load(toy_folder, cache):
+def test_small_weights_are_packed_anew_and_others_as_they_change(toy_folder, cache, tmp_path):
     logits(toy_folder, BFLOAT16, told := list[str]())
     assert not list((cache / "weights").glob("*.safetensors")) and "packing weights" not in told
-
-
-@needs_kernels
-def test_a_checkpoint_that_changes_is_quantised_again(toy_folder, tmp_path, cache):
     folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
     before = logits(folder, INT8, told)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -133,13 +118,14 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path):
     assert of[0] != of[1]
 
 
-# --- what is refused ---
-
-
-def test_what_can_not_be_quantised_is_refused(toy_folder):
-    with pytest.raises(InvalidInput, match="unknown weights 'int2'; known: bfloat16, int8, int4"):
-        LLM(toy_folder, weights="int2")
+def test_what_can_not_be_quantised_is_refused(toy_folder, monkeypatch):
+    refuses("unknown weights 'int2'; known: bfloat16, int8, int4", LLM, toy_folder, weights="int2")
     with pytest.raises(InvalidInput, match="weights='int8' go with rows of bfloat16, not float32"):
         LLM(toy_folder, weights="int8", dtype="float32")
     with pytest.raises(InvalidInput, match="are for the CPU, the model is on meta"):
         make_model(tiny("llama", torch.bfloat16).to("meta"), weights=INT8)
+    with pytest.raises(InvalidInput, match="no family describes HeliumForCausalLM; leave them out"):
+        make_model(tiny("", torch.bfloat16, config=UNDESCRIBED), weights=INT4)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    with pytest.raises(InvalidInput, match="weights='int8' need the native kernels: QUICKBEAM_K"):
+        make_model(tiny("llama", torch.bfloat16), weights=INT8)

@@ -8,7 +8,6 @@ exact_probs(model))` must not be tiny.
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -19,16 +18,11 @@ from quickbeam.sampling import uniform
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_residual
 
-Grow = Callable[[list[int], random.Random], TokenTree]
-Verify = Callable[[TokenTree, Callable[[int], torch.Tensor], torch.Generator], Verdict]
-
 
 class ToyModel:
-    """Random distributions over a small vocabulary that depend on the last three tokens.
-
-    The drafter's are the target's with noise on the logits. Either gives some tokens no probability
-    at all, each its own (`zeros`: how often), as filters and shortlists do.
-    """
+    """Random distributions over a small vocabulary that depend on the last three tokens. The
+    drafter's are the target's with noise on the logits. Either gives some tokens no probability at
+    all, each its own (`zeros`: how often), as filters and shortlists do."""
 
     def __init__(self, vocab=6, seed=0, noise=1.0, zeros=0.15):
         self.vocab, self._seed, self._noise, self._zeros = vocab, seed, noise, zeros
@@ -64,12 +58,8 @@ def path_tokens(tree, node):
 
 def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without
-    replacement side by side.
-
-    Where it grows is partly chance, partly the estimated worth of a slot, which depends on the
-    tokens drawn before. `prune`: drop a drawn token whose probability is below it, which no policy
-    may do.
-    """
+    replacement side by side. Where it grows is partly chance, partly the estimated worth of a slot.
+    `prune`: drop a drawn token whose probability is below it, which no policy may do."""
     tree = TokenTree(context[-1])
     worth = [1.0]
     for _ in range(rng.randrange(budget)):
@@ -126,11 +116,8 @@ def exact_probs(probs, vocab, length=3):
 
 def chi_square(counts, probs):
     """The p-value of Pearson's test that `counts` were drawn from `probs`; 0 where an impossible
-    answer occurred.
-
-    Cells of an expected count below 5 are merged into one, and that one into the next larger cell
-    if it stays below 5.
-    """
+    answer occurred. Cells of an expected count below 5 are merged into one, and that one into the
+    next larger cell if it stays below 5."""
     if any(probs.get(answer, 0.0) == 0 for answer in counts):
         return 0.0
     total, mass = counts.total(), sum(probs.values())
@@ -149,12 +136,8 @@ def chi_square(counts, probs):
 
 
 def reference_verify(tree, probs, generator, mistake=""):
-    """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show
-    that the tests would find it.
-
-    Random numbers are spent as `verify_residual` does: where nothing was drawn, one for the token
-    itself.
-    """
+    """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, which the
+    tests must find. Random numbers are spent as `verify_residual` does."""
     path = [0]
     while True:
         p = residual = probs(path[-1]).double().tolist()

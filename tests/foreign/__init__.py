@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from quickbeam.models.native import build, library
+from scripts import captured
 
 HERE = Path(__file__).parent
 ZIG = f"{HERE / 'zig'} x86_64-windows-gnu"
@@ -31,9 +32,7 @@ BEGIN, SIZE = 0x100000000000, 1 << 33  # of memory.cpp
 @dataclass(frozen=True)
 class Machine:
     """Another platform, by the name of `_PYTHON_HOST_PLATFORM`, and what stands for it here.
-
-    `flags`: how the driver is compiled. `packages`: of Debian, that `compiler` and `runner` are in.
-    """
+    `flags`: how the driver is compiled. `packages`: of Debian, with `compiler` and `runner`."""
 
     platform: str
     compiler: str
@@ -59,20 +58,10 @@ class Machine:
             return path
 
 
-ARM = Machine(
-    "linux-aarch64",
-    "aarch64-linux-gnu-g++",
-    ("-fopenmp", "-ldl"),
-    "qemu-aarch64",
-    "g++-aarch64-linux-gnu, qemu-user",
-)
-WINDOWS = Machine(
-    "win-amd64",
-    "x86_64-w64-mingw32-g++-posix",
-    ("-static",),
-    "wine",
-    "g++-mingw-w64-x86-64-posix, wine",
-)
+GCC, MINGW = "aarch64-linux-gnu-g++", "x86_64-w64-mingw32-g++-posix"
+ON_ARM, ON_WINDOWS = ("-fopenmp", "-ldl"), ("-static",)
+ARM = Machine("linux-aarch64", GCC, ON_ARM, "qemu-aarch64", "g++-aarch64-linux-gnu, qemu-user")
+WINDOWS = Machine("win-amd64", MINGW, ON_WINDOWS, "wine", "g++-mingw-w64-x86-64-posix, wine")
 
 
 def zig_is_there() -> bool:
@@ -159,13 +148,9 @@ sys.exit(code)
 """
 
 
-def run(
-    machine: Machine, path: Path, options: Sequence[str], folder: Path, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    """Run tests in a process whose kernels, whatever their set, are those of `path`.
-
-    `options`: of the machine's runner. What it prints ends with how many calls the kernels had.
-    """
+def run(machine: Machine, path: Path, options: Sequence[str], folder: Path, *arguments: str):
+    """Run tests in a process whose kernels, whatever their set, are those of `path`. `options`: of
+    the machine's runner. What it prints ends with how many calls the kernels had."""
     memory, driver = made(machine, folder)
     settings = {
         "LD_PRELOAD": str(memory),
@@ -178,9 +163,4 @@ def run(
         "WINEDLLOVERRIDES": "mscoree,mshtml=",  # what a new prefix would ask for
     }
     command = [machine.runner, *options, str(driver), "--", *arguments]
-    return subprocess.run(
-        [sys.executable, "-c", RUN, str(path), *command],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-    )
+    return captured([sys.executable, "-c", RUN, str(path), *command], env=os.environ | settings)

@@ -156,11 +156,11 @@ class CompiledMtp(CompiledDrafter):
 class MtpPasses:
     """The passes of an MTP head in the native kernels, with the pages of its keys and values.
 
-    It reads what the model's head reads, and its own row stands in for that behind its norm, as in
-    vLLM, SGLang and transformers. For Qwen3.5 that accepts half as many tokens again as states
-    before the norms (llama.cpp's pull request 24025, LightLLM's 1402). `weights`: the format of its
-    weights; None: 8 bits, as a wrong draft costs only its time, and float32 beside a model in
-    float32.
+    `normed`: whether it reads what the model's head reads, and its own row stands in for that
+    behind its norm; else both are taken before their norms. vLLM, SGLang and transformers take them
+    behind for all families; for Qwen3.5 that accepts half as many tokens again (llama.cpp's pull
+    request 24025, LightLLM's 1402). `weights`: the format of its weights; None: 8 bits, as a wrong
+    draft costs only its time, and float32 beside a model in float32.
     """
 
     def __init__(
@@ -169,6 +169,7 @@ class MtpPasses:
         stack: Stack,
         layout: MtpLayout,
         model: Model,
+        normed: bool = True,
         weights: str | None = None,
     ) -> None:
         kernels, head = library.kernels(), model.head
@@ -182,14 +183,16 @@ class MtpPasses:
             finite = all(isinstance(one, BlockRows) or one.isfinite().all() for one in own)
             weights = INT8 if finite else BFLOAT16
         self._compiled = CompiledMtp(parameters, stack, layout, self.pool, weights)
-        self._compiled.watch([2])
+        self._compiled.watch([2] if normed else [1, 2])
+        self._width = int(model.config.hidden_size)
         self.logits = NativePacker(kernels, weights).head(head)
 
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
         listed = list_rows(batch)
         self._compiled.states = hidden.contiguous()
         self._compiled(listed)
-        return Passed(self._compiled.hidden, self._compiled.hidden)
+        found, d = self._compiled.hidden, self._width
+        return Passed(found[:, :d], found[:, -d:])
 
 
 def runs_mtp(model: Model) -> bool:
@@ -197,10 +200,12 @@ def runs_mtp(model: Model) -> bool:
     return isinstance(model, NativeModel) and model.streamed is None
 
 
-def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafter:
+def load_mtp(
+    place: Path, model: Model, *, normed: bool = True, weights: str | None = None
+) -> Drafter:
     """Load the MTP head in the folder of `model`, or its `.gguf` file.
 
-    `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
+    `normed`, `weights`: as of `MtpPasses`. Raises `InvalidInput` where there is none of a known
     layout, where the native kernels don't run the model, and for a head that is not whole.
     """
     config, layers = model.config, model.config.num_hidden_layers
@@ -212,8 +217,8 @@ def load_mtp(place: Path, model: Model, *, weights: str | None = None) -> Drafte
     with named_errors(place):
         read = _of_file if place.suffix == ".gguf" else _of_folder
         parameters, stack, layout = read(place, model)
-    passes = MtpPasses(parameters, stack, layout, model, weights)
-    return EagleDrafter(passes, model, [layers + 1], config.hidden_size, routes=False)
+    passes = MtpPasses(parameters, stack, layout, model, normed, weights)
+    return EagleDrafter(passes, model, [layers + normed], config.hidden_size, routes=False)
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
