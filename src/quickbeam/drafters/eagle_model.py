@@ -69,7 +69,7 @@ class EagleConfig:
 
 
 class Norm(nn.Module):
-    """RMS norm over the last dimension."""
+    """RMS norm over the last dimension, in the weight's format: autocast gives it bfloat16."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
