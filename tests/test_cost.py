@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from cases import examples, refuses
 from models import tiny
 from quickbeam.engine import cost as cost_module
-from quickbeam.engine.budget import Budget, worth_asking
-from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
+from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
 from quickbeam.engine.cost import CostModel
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model

@@ -16,7 +16,7 @@ import pytest
 from cases import few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
-from quickbeam.sizes import parse_bytes
+from quickbeam.options import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
 PROMPTS += ["a b a b a b a b", "rain, rain, go away"]

@@ -23,8 +23,7 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.drafters.texts import AnswerMemory
-from quickbeam.engine.budget import Budget
-from quickbeam.engine.comparison import Comparison
+from quickbeam.engine.budget import Budget, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState

@@ -15,8 +15,7 @@ from quickbeam.drafters.base import DrafterState
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.budget import Budget
-from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
+from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.auto import Auto

@@ -28,8 +28,7 @@ from quickbeam.models.formats import (
 from quickbeam.models.native import choice, library
 from quickbeam.models.opening import open_model
 from quickbeam.mtp import MTP
-from quickbeam.options import Budget, check_vocab
-from quickbeam.sizes import parse_bytes
+from quickbeam.options import Budget, check_vocab, parse_bytes
 
 
 class LLM(Answering):

@@ -1,4 +1,4 @@
-"""Options of a single call, the setting of an answer, and the parts of a drafter's vocabulary."""
+"""Options of a single call, the setting of an answer, parts of a drafter's vocabulary, sizes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", CLUSTERS, ROUTER)
 SHORTENED = "shortened"
 # nodes of a draft tree, the root included; auto: as many as pay, by measured cost
 Budget: TypeAlias = int | Literal["auto"]
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
 
 
 class Options(TypedDict, total=False):
@@ -93,3 +98,20 @@ def check_vocab(vocab: str, size: int | None = None) -> None:
             f"a shortlist of {size} tokens, where the drafter scores its full "
             "vocabulary: take --vocab router or another"
         )
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
+
+    Raises `InvalidInput` for other texts, and for less than one byte.
+    """
+    text = str(size).strip().upper()
+    number = text.rstrip("KMGTIB ")
+    unit = text[len(number) :].strip()
+    try:
+        value = int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        value = 0
+    if value < 1:
+        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+    return value

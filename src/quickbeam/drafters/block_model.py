@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.eagle_model import Beside
+from quickbeam.drafters.eagle_model import Beside, Norm
 from quickbeam.drafters.folder import (
     SIZES,
     TargetParts,
@@ -141,14 +141,14 @@ class Layer(nn.Module):
         super().__init__()
         d, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
         self._size = size
-        self.input_layernorm = nn.RMSNorm(d, config.eps)
-        self.post_attention_layernorm = nn.RMSNorm(d, config.eps)
+        self.input_layernorm = Norm(d, config.eps)
+        self.post_attention_layernorm = Norm(d, config.eps)
         rows = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
         heads: dict[str, nn.Module] = {
             k: nn.Linear(d, n * size, bias=False) for k, n in rows.items()
         }
         heads["o_proj"] = nn.Linear(config.heads * size, d, bias=False)
-        norms = {name: nn.RMSNorm(size, config.eps) for name in ("q_norm", "k_norm")}
+        norms = {name: Norm(size, config.eps) for name in ("q_norm", "k_norm")}
         self.self_attn = nn.ModuleDict(heads | norms)
         up = {name: nn.Linear(d, inner, bias=False) for name in ("gate_proj", "up_proj")}
         self.mlp = nn.ModuleDict(up | {"down_proj": nn.Linear(inner, d, bias=False)})
@@ -180,7 +180,7 @@ class BlockNetwork(Beside):
         super().__init__(embedding, head)
         self.config, d = config, config.hidden_size
         self.fc = nn.Linear(len(config.taps) * config.target_size, d, bias=False)
-        self.hidden_norm, self.norm = nn.RMSNorm(d, config.eps), nn.RMSNorm(d, config.eps)
+        self.hidden_norm, self.norm = Norm(d, config.eps), Norm(d, config.eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.depth))
         if config.markov_rank:
             first = nn.Embedding(config.vocab_size, config.markov_rank)

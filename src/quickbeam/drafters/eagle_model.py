@@ -68,6 +68,18 @@ class EagleConfig:
         return self.draft_vocab_size is not None
 
 
+class Norm(nn.Module):
+    """RMS norm over the last dimension, in the weight's format: autocast gives it bfloat16."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
+
+
 class Beside(nn.Module):
     """A network beside a target whose `embedding` and `head` it uses.
 
@@ -117,26 +129,26 @@ class EagleHead(Beside):
         wide = config.join == "attention"
         if wide:
             self.fc = nn.Linear(len(config.layers) * config.target_size, d, bias=config.fc_bias)
-            self.hidden_norm = nn.RMSNorm(d, config.eps)
+            self.hidden_norm = Norm(d, config.eps)
             if config.lift:
                 self.lift = nn.Linear(d, d, bias=False)
             if config.fused_norm:
-                self.fused_norm = nn.RMSNorm(len(config.layers) * config.target_size, config.eps)
+                self.fused_norm = Norm(len(config.layers) * config.target_size, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.feature_norms:
             self.feature_norms = nn.ModuleList(
-                nn.RMSNorm(config.target_size, config.eps) for _ in config.layers
+                Norm(config.target_size, config.eps) for _ in config.layers
             )
         if wide:
-            self.input_norm = nn.RMSNorm(d, config.eps)
+            self.input_norm = Norm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
         self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
-        self.mlp_norm = nn.RMSNorm(d, config.eps)
+        self.mlp_norm = Norm(d, config.eps)
         self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, d, bias=False)
         if config.final_norm:
-            self.norm = nn.RMSNorm(d, config.eps)
+            self.norm = Norm(d, config.eps)
         if config.own_embedding:
             self.own_embedding = nn.Embedding(config.vocab_size, d)
         if config.draft_vocab_size is not None:

@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from quickbeam.drafters.base import Drafter, DraftProbs
-from quickbeam.engine.budget import Budget, worth_asking
-from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
+from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth, NoDraft

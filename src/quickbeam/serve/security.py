@@ -12,10 +12,10 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quickbeam.options import parse_bytes
 from quickbeam.serve.admission import TENANT
 from quickbeam.serve.errors import Refused, response
 from quickbeam.serve.settings import ServeSettings
-from quickbeam.sizes import parse_bytes
 
 OPEN = ("/", "/health")  # paths that need no key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from quickbeam.errors import InvalidInput
-from quickbeam.sizes import parse_bytes
+from quickbeam.options import parse_bytes
 
 COUNTS = ("max_waiting", "max_waiting_tokens", "max_prompt_tokens")
 SECONDS = ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit", "drain_timeout")
