@@ -17,7 +17,6 @@ from common import answers, arguments, error, finish, load, numbers, ratio, scri
 from quickbeam.bench.methods import MethodItem
 from quickbeam.bench.report import summaries
 from quickbeam.bench.run import Results
-from quickbeam.drafters.base import HeadUse
 
 FULL = "full"
 
@@ -56,12 +55,13 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
         first = (
             item.name if item.shortlist is None else firsts.setdefault(item.shortlist, item.name)
         )
-        head = HeadUse()
+        heads = [one.head for one in statistics_of[item.name] if one.head is not None]
+        calls, tokens, seconds = (
+            sum(getattr(head, name) for head in heads) for name in ("calls", "tokens", "seconds")
+        )
         against = kept[first]
         both = zip(pulls, against[1], strict=True)
-        for one in statistics_of[item.name]:
-            head = head.plus(one.head) if one.head is not None else head
-        scored = head.tokens / head.calls if head.calls else 0.0
+        scored = tokens / calls if calls else 0.0
         speed, plain = (rows[name]["tokens_per_second"] for name in (item.name, FULL))
         points_of_table.append(
             {
@@ -74,7 +74,7 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
                 "kept_error": error(pulls),
                 "gap": None if first == item.name else share - against[0],
                 "gap_error": None if first == item.name else error([a - b for a, b in both]),
-                "head_ms": 1000 * head.seconds / head.calls if head.calls else None,
+                "head_ms": 1000 * seconds / calls if calls else None,
                 "speedup": speed / plain if speed and plain else None,
                 "identical": rows[item.name]["identical"],
             }
