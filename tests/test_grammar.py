@@ -59,9 +59,6 @@ def asked(name, **changes):
     return replace(SamplingParams(max_tokens=120, grammar=GRAMMARS[name]), **changes)
 
 
-# --- the same answer ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "temperature", "name"), spread(METHODS, [0.0, 0.8], list(GRAMMARS))
 )
@@ -125,9 +122,6 @@ def test_an_answer_outlasts_a_preemption(llm, method):
     assert sum(one.statistics.preemptions for one in found) > 0
 
 
-# --- forced tokens --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [16, 0])
 def test_forced_tokens_come_many_a_step(llm, method, budget, monkeypatch):
@@ -145,9 +139,6 @@ def test_forced_tokens_come_many_a_step(llm, method, budget, monkeypatch):
         assert sum(counts) == s.new_tokens - 1 - s.steps
     assert s.sources["grammar"].accepted > s.new_tokens / 2
     assert s.drafter_calls == 0 and s.steps < s.new_tokens / 4
-
-
-# --- where an answer ends -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
@@ -183,9 +174,6 @@ def test_no_token_left_ends_that_answer_and_no_other(llm, method):
     assert "".join(streams[1]) == expected.text
     # it ended before
     assert ["".join(streams[2]), streams[2].completion.finish_reason] == ["a", "stop"]
-
-
-# --- what can't be used ---------------------------------------------------------------------------
 
 
 BAD = [
@@ -224,9 +212,6 @@ def test_what_is_missing_or_no_grammar_is_told(llm, monkeypatch):
     refuses("must be a mapping", Grammar.json_schema, 3)
     refuses("grammar 'bnf'; known: json_schema, regex, lark", Grammar, "bnf", "")
     refuses(r"grammar='a': must be a Grammar", SamplingParams, grammar="a")
-
-
-# --- JSON -----------------------------------------------------------------------------------------
 
 
 def test_json_is_written_as_python_writes_it_unless_told(llm):

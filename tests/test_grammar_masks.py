@@ -80,9 +80,6 @@ def spelt(tokens):
     return "".join("." if token >= V - 1 else LETTERS[token] for token in tokens)
 
 
-# --- what may follow ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", [FORKS, WORDS])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, seed):
@@ -139,9 +136,6 @@ def test_a_grammar_that_cannot_be_read_backwards_is_read_anew():
         banned = found.place(ids(text)).banned
         expected = {4} if len(text) == 2 else {0, 1, 4}
         assert {token for token in range(V) if not banned[token]} == expected
-
-
-# --- what is sampled ------------------------------------------------------------------------------
 
 
 SAMPLING: dict[str, dict[str, object]] = {
@@ -262,9 +256,6 @@ def test_drawn_trees_keep_the_exact_distribution(name):
 
 def test_a_drafters_distribution_before_the_mask_is_found_out():
     assert residual_p("specinfer", wrong=True) < 1e-4
-
-
-# --- what is drafted ------------------------------------------------------------------------------
 
 
 def draft(policy, pattern, text, budget, temperature=0.0, depth=9):

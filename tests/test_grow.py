@@ -145,24 +145,12 @@ def test_by_hand():
     # The match of (1) at 0 gives 2 3 9 and leads; then guess 9 (longest match (9), newest at 9: 4
     # 1, then itself: 9), then the chain's turn, and so on.
     tree = grown(context, 15)
-    assert nodes(tree) == [
-        (1, -1, 0, "root"),
-        (2, 0, 1, "ngram"),
-        (3, 1, 2, "ngram"),
-        (9, 2, 3, "ngram"),
-        (9, 0, 1, "last_logits"),
-        (4, 4, 2, "ngram"),
-        (1, 5, 3, "ngram"),
-        (9, 6, 4, "ngram"),
-        (4, 3, 4, "ngram"),  # four for the branch, four for the chain
-        (5, 8, 5, "ngram"),
-        (6, 9, 6, "ngram"),
-        (7, 10, 7, "ngram"),
-        # guess 2 is the chain's first token and its branch 2 3 9 4 is there: not paid for
-        (6, 0, 1, "last_logits"),
-        (7, 12, 2, "ngram"),
-        (8, 13, 3, "ngram"),
-    ]
+    # four for the branch, four for the chain; guess 2 is the chain's first token and its branch
+    # 2 3 9 4 is there: not paid for
+    assert tree.token == [1, 2, 3, 9, 9, 4, 1, 9, 4, 5, 6, 7, 6, 7, 8]
+    assert tree.parent == [-1, 0, 1, 2, 0, 4, 5, 6, 3, 8, 9, 10, 0, 12, 13]
+    guesses = [node for node in range(1, 15) if tree.source[node] != "ngram"]
+    assert guesses == [4, 12] and {tree.source[node] for node in guesses} == {"last_logits"}
 
 
 def test_sequences_of_one_policy_do_not_share_state():

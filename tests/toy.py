@@ -42,10 +42,10 @@ class ToyModel:
     def _make(self, last):
         rng = np.random.default_rng([self._seed, *last])
         logits = 1.5 * rng.standard_normal(self.vocab)
-        target = self._law(logits, rng)
-        return target, self._law(logits + self._noise * rng.standard_normal(self.vocab), rng)
+        target = self._probs(logits, rng)
+        return target, self._probs(logits + self._noise * rng.standard_normal(self.vocab), rng)
 
-    def _law(self, logits, rng):
+    def _probs(self, logits, rng):
         weights = np.exp(logits) * (rng.random(self.vocab) >= self._zeros)
         weights[rng.integers(self.vocab)] += 0.1  # at least one token
         return torch.tensor(weights / weights.sum(), dtype=torch.float32)
