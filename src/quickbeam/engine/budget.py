@@ -58,8 +58,8 @@ class Comparison:
         self._longer = dict.fromkeys(guess, 1)
         self._left, self._lost = 0, 0.0  # of a turn: steps, and tokens lost so far
         self._changed = False  # whether the next step is the first of a mode
-        # steps with calls; time since the last of them
-        self._asked, self._silent = self.FIRST * explored, 0.0
+        # steps with calls, `FIRST` of them where it is explored; time since the last of them
+        self._asked, self._silent = self.FIRST if explored else 0, 0.0
 
     def speed(self, mode: str) -> float:
         """Return the speed of a mode, by that of plain decoding."""

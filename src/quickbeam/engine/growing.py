@@ -81,7 +81,6 @@ class Drafting:
         self._explored = False  # one sequence is enough to explore
         self.asked = False  # whether the drafter was asked
         self.reading = 0.0  # seconds in which it read what it had missed
-        self._plain = NoDraft()
 
     @cached_property
     def budget(self) -> Budget:
@@ -150,8 +149,8 @@ class Drafting:
             if nodes == 1:
                 self.budget.doubt(self.model)
         depth = sequence.remaining - 1
-        # without nodes nothing is looked for
-        growth = (policy if nodes > 1 else self._plain).grow(context, nodes, depth)
+        # for the root alone nothing is looked for
+        growth = (policy if nodes > 1 else NoDraft()).grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context, nodes, depth)
         return TreeDraft(sequence, growth)
