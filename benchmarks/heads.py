@@ -8,6 +8,7 @@ same in 8 bits with the native kernels. "Both, of full" is shortlist and router 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, Router, RouterConfig, rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.compiled import NativeLinear
-from quickbeam.models.native.library import kernels
+from quickbeam.models.native.library import Kernels, kernels
 from quickbeam.models.native.operands import plain_rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, Packer
@@ -37,23 +38,29 @@ SHAPES = {
 Head = Callable[[torch.Tensor], object]  # hidden states `[n, d]`
 
 
-def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
-    """Return a head that scores this share of the vocabulary, its layout, and how many tokens."""
-    vocab = len(weight)
+def layout_of(vocab: int, share: float) -> tuple[Layout, torch.Tensor]:
+    """Return a layout, and clusters with which this share of the vocabulary is scored."""
     frequent = max(1, round(vocab * share / FREQUENT / CLUSTER)) * CLUSTER
     layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
     count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
-    chosen = torch.arange(count) * layout.clusters // count
+    return layout, torch.arange(count) * layout.clusters // count
+
+
+def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
+    """Return a head that scores this share of the vocabulary, its layout, and how many tokens."""
+    layout, chosen = layout_of(len(weight), share)
+    chosen = chosen.to(weight.device)
     router = Router(RouterConfig(2, 2, 2, layout.clusters))  # `router_of` measures one
-    score = Shortlist(weight, layout, router=router, chosen=count).begin([]).score
-    return lambda h: probs_of(score(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
+    score = Shortlist(weight, layout, router=router, chosen=len(chosen)).begin([]).score
+    tokens = layout.frequent + len(chosen) * CLUSTER
+    return lambda h: probs_of(score(h, chosen).logits, 1.0), layout, tokens
 
 
-def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
+def router_of(d: int, clusters: int, weight: torch.Tensor) -> Head:
     """Return a router's scores of the clusters, by the native kernels where they run."""
-    router, native = Router(RouterConfig(d, d, WIDTH, clusters)), kernels()
+    router, native = Router(RouterConfig(d, d, WIDTH, clusters)), native_of(weight)
     if native is None or d % 2:
-        plain = router.to(dtype)
+        plain = router.to(weight)
         return lambda h: plain(h, h)
     program = Program(native)
     sides = program.given("hidden", d), program.given("embedded", d)
@@ -73,38 +80,53 @@ def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], floa
 
     def run() -> float:
         sweep.add_(1)
-        return milliseconds({"": lambda: work(h)}, 1, warm=0)[""]
+        wait(h)
+        return milliseconds({"": lambda: (work(h), wait(h))}, 1, warm=0)[""]
 
     return run
 
 
+def wait(h: torch.Tensor) -> None:
+    if h.is_cuda:
+        torch.cuda.synchronize()
+
+
+def native_of(weight: torch.Tensor) -> Kernels | None:
+    return None if weight.is_cuda else kernels()
+
+
 @torch.inference_mode()
 def measure(
-    vocab: int, d: int, rows: list[int], shares: list[float], repeats: int
+    vocab: int, d: int, rows: list[int], shares: list[float], given: Namespace
 ) -> list[dict[str, float]]:
     """Return the milliseconds of all heads, by rows and share."""
-    generator = torch.Generator().manual_seed(0)
+    generator, device, repeats = (
+        torch.Generator().manual_seed(0),
+        given.device or "cpu",
+        given.repeats,
+    )
     weight = torch.empty(vocab, d, dtype=torch.bfloat16)
     for part in weight.split(16_384):
         part.copy_(torch.randn(part.shape, generator=generator))
     linear = nn.Linear(1, 1, bias=False)
+    weight = weight.to(device)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     full: nn.Module = linear
     drafter: nn.Module = linear
-    if (found := kernels()) is not None:
+    if (found := native_of(weight)) is not None:
         full = NativeLinear(found, Packer(found, BFLOAT16).pack([weight]))
         drafter = NativeLinear(found, Packer(found, rows_format(weight)).pack([weight]))
-    rows_of_table, sweep = [], torch.zeros(SWEEP)
+    rows_of_table, sweep = [], torch.zeros(SWEEP, device=device)
     for share in shares:
         short, layout, tokens = shortlist(weight, share)
         heads: dict[str, Head] = {
             "full_ms": lambda h: probs_of(full(h), 1.0),
             "drafter_ms": lambda h: probs_of(drafter(h), 1.0),
             "head_ms": short,
-            "router_ms": router_of(d, layout.clusters, weight.dtype),
+            "router_ms": router_of(d, layout.clusters, weight),
         }
         for n in rows:
-            h = torch.randn(n, d, generator=generator).bfloat16()
+            h = torch.randn(n, d, generator=generator).bfloat16().to(device)
             works = {name: timed(work, h, sweep) for name, work in heads.items()}
             times = {name: sorted(run() for _ in range(repeats + 1)) for name, run in works.items()}
             one: dict[str, float] = {name: taken[repeats // 2] for name, taken in times.items()}
@@ -126,9 +148,7 @@ def main() -> None:
     rows_of_table = []
     for name in given.shapes.split(","):
         shape = SHAPES.get(name) or tuple(map(int, name.split("x")))
-        rows_of_table += [
-            {"name": name, **one} for one in measure(*shape, rows, shares, given.repeats)
-        ]
+        rows_of_table += [{"name": name, **one} for one in measure(*shape, rows, shares, given)]
     table = [
         {
             "head": f"{one['name']} {one['vocab']:,} x {one['d']:,}",

@@ -118,7 +118,7 @@ class Passed(NamedTuple):
 
     `logits` `[wanted, vocab]`: after every node that a draft runs, or after a chain's last tokens.
     `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
-    `best`: the likeliest token of each row of `logits` where the kernels tell, -1 where its logits
+    `best`: the likeliest token of each row of `logits` where the pass tells, -1 where its logits
     are not finite.
     """
 

@@ -19,7 +19,9 @@ from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import Batch, FrozenTarget, autocast
 
 CHECK_SPACING = 16  # tokens of held-out text an anchor
-ROWS = 128  # rows whose logits are computed at once
+# Rows whose logits are computed at once: on a CPU as many as caches hold, elsewhere so many that
+# launches don't count.
+ROWS, MANY_ROWS = 128, 4096
 GAMMA = 4.0  # a position's weight is e^(-position / GAMMA), from 0
 # The weights of the cross-entropy with the target's distribution and of the distance to it. The
 # first falls from 1 in the `LEAD`, the first share of the run: far from the target's distribution,
@@ -146,6 +148,12 @@ class LossVocabulary:
         return chosen, shift[chosen]
 
 
+def pieces(rows: torch.Tensor) -> list[slice]:
+    """Divide rows into those whose logits are computed at once."""
+    size = ROWS if rows.device.type == "cpu" else MANY_ROWS
+    return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+
+
 class BlockLoss(torch.autograd.Function):
     """Of m positions: the weighted sum of their losses, a scalar, and their distances, `[m]`.
 
@@ -170,8 +178,7 @@ class BlockLoss(torch.autograd.Function):
         d, outputs = head.shape[1], torch.cat([head, second.to(head.dtype)], -1)
         to_x, to_second = torch.empty_like(x), torch.zeros_like(second)
         total, distances = x.new_zeros(()), list[torch.Tensor]()
-        for begin in range(0, len(x), ROWS):
-            rows = slice(begin, begin + ROWS)
+        for rows in pieces(x):
             some, by = x[rows].to(head.dtype), weight[rows][:, None]
             p = torch.softmax((target[rows] @ head.T).float().add_(shift), -1)
             log = torch.log_softmax((some @ outputs.T).float().add_(shift), -1)
@@ -332,8 +339,8 @@ def hold_out(
         with autocast(target.device):
             drafted, rates = draft(network, batch, blocks), torch.zeros(2, *blocks.counts.shape)
             parts = []
-            for begin in range(0, len(drafted.rows), ROWS):
-                part = Drafted(*(x[begin : begin + ROWS] for x in drafted))
+            for piece in pieces(drafted.rows):
+                part = Drafted(*(x[piece] for x in drafted))
                 p = F.linear(part.target.to(target.head.dtype), target.head).float().softmax(-1)
                 q = logits(network, part, target.head).softmax(-1)
                 same = (p.argmax(-1) == q.argmax(-1)).float()

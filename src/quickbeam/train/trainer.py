@@ -29,7 +29,7 @@ from quickbeam.train.block import (
 )
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
-from quickbeam.train.target import Batch, FrozenTarget, KeptStates, autocast
+from quickbeam.train.target import KEPT_BYTES, Batch, FrozenTarget, KeptStates, autocast
 
 HIDDEN = "hidden"  # the folder of hidden states, in that of the training
 # First share of the run, in which every token counts, those of users too: text is expensive, and
@@ -105,7 +105,9 @@ class Trainer:
         self._held = split(self.shards)[1]
         counts = self.shards.counts(len(target.head))
         self._vocabulary = LossVocabulary(counts, recipe.loss_vocab)
-        self._states = KeptStates(target, folder / HIDDEN)
+        # an accelerator's target reads text faster than a disk gives hidden states
+        kept = KEPT_BYTES if target.device.type == "cpu" else 0
+        self._states = KeptStates(target, folder / HIDDEN, kept)
 
     @property
     def checkpoint(self) -> Path:
