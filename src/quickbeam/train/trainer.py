@@ -199,17 +199,17 @@ class Trainer:
             loss = loss_of(self.network, drafted, self.target.head, chosen, shift, done)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
-        value = float(loss.detach())
-        if not (value < float("inf") and float(norm) < float("inf")):
-            raise QuickbeamError(
-                f"the loss of step {self.step} is {value}, its gradient's norm {float(norm)}: take "
-                "a smaller --lr; the last checkpoint stands"
-            )
         for one in self._optimizers:
             for group in one.param_groups:
                 group["lr"] = recipe.rate(self.step, done)
             one.step()
             one.zero_grad()
+        value = float(loss.detach())  # waits for an accelerator: not before all is asked of it
+        if not (value < float("inf") and float(norm) < float("inf")):
+            raise QuickbeamError(
+                f"the loss of step {self.step} is {value}, its gradient's norm {float(norm)}: take "
+                "a smaller --lr; the last checkpoint stands"
+            )
         return value
 
     def check(self, tokens: int) -> Held:
