@@ -11,17 +11,17 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from quickbeam import LLM, SamplingParams
 from quickbeam.bench.methods import LLMRunner, MethodItem, Question, load_questions, spread
 from quickbeam.bench.report import environment, markdown
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
-from quickbeam.cli.common import save
+from quickbeam.cli.common import FORMATS, save
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.tree import TokenTree
-
-FORMATS = ("bfloat16", "int8", "int4")
 
 
 def arguments(doc: str, **defaults: object) -> ArgumentParser:
@@ -34,9 +34,8 @@ def arguments(doc: str, **defaults: object) -> ArgumentParser:
     parser.add_argument("--questions", type=Path, help="Spec-Bench lines; default: our own")
     parser.add_argument("--limit", type=int, help="questions to ask, evenly over categories")
     parser.add_argument("--raw", action="store_true", help="without the chat template")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    for name, value in {"max-tokens": 64, "temperature": 0.0, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
     parser.set_defaults(**defaults)
     return parser
@@ -50,8 +49,8 @@ def numbers(text: str) -> list[float]:
 def load(given: Namespace, method: str = "auto", **more: Any) -> LLM:
     """Return the model that the arguments name. `more`: arguments of `LLM`."""
     names = ("model", "drafter", "device", "memory", "dtype", "draft_weights")
-    more = {"memory_of_answers": 0} | {name: getattr(given, name) for name in names} | more
-    return LLM(method=method, **more)
+    named = {name: getattr(given, name) for name in names}
+    return LLM(method=method, **{"memory_of_answers": 0} | named | more)
 
 
 def params_of(given: Namespace) -> SamplingParams:
@@ -109,10 +108,12 @@ def milliseconds(
 ) -> dict[Any, float]:
     """Return the median milliseconds of each, all run in turn; `warm` rounds before don't count."""
     times: dict[Any, list[float]] = {name: [] for name in works}
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
     for _ in range(repeats + warm):
         for name, work in works.items():
             began = perf_counter()
             work()
+            wait()
             times[name].append(1000 * (perf_counter() - began))
     return {name: median(taken[warm:]) for name, taken in times.items()}
 

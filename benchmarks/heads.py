@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ SHAPES = {
     "Qwen3.5-0.8B": (248_320, 1024),
     "Gemma-3-270M": (262_144, 640),
 }
+CELLS = {"full": "full_ms", "a drafter's full": "drafter_ms", "shortlist": "head_ms"}
+CELLS |= {"router": "router_ms", "both, of full": "ratio"}
 Head = Callable[[torch.Tensor], object]  # hidden states `[n, d]`
 
 
@@ -56,9 +59,10 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
     return lambda h: probs_of(score(h, chosen).logits, 1.0), layout, tokens
 
 
-def router_of(d: int, clusters: int, weight: torch.Tensor) -> Head:
+def router_of(weight: torch.Tensor, clusters: int, native: Kernels | None) -> Head:
     """Return a router's scores of the clusters, by the native kernels where they run."""
-    router, native = Router(RouterConfig(d, d, WIDTH, clusters)), native_of(weight)
+    d = weight.shape[1]
+    router = Router(RouterConfig(d, d, WIDTH, clusters))
     if native is None or d % 2:
         plain = router.to(weight)
         return lambda h: plain(h, h)
@@ -77,22 +81,8 @@ def router_of(d: int, clusters: int, weight: torch.Tensor) -> Head:
 
 def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], float]:
     """Return a call on cold caches that gives its own milliseconds."""
-
-    def run() -> float:
-        sweep.add_(1)
-        wait(h)
-        return milliseconds({"": lambda: (work(h), wait(h))}, 1, warm=0)[""]
-
-    return run
-
-
-def wait(h: torch.Tensor) -> None:
-    if h.is_cuda:
-        torch.cuda.synchronize()
-
-
-def native_of(weight: torch.Tensor) -> Kernels | None:
-    return None if weight.is_cuda else kernels()
+    works = {"sweep": lambda: sweep.add_(1), "work": lambda: work(h)}
+    return lambda: milliseconds(works, 1, warm=0)["work"]
 
 
 @torch.inference_mode()
@@ -100,20 +90,15 @@ def measure(
     vocab: int, d: int, rows: list[int], shares: list[float], given: Namespace
 ) -> list[dict[str, float]]:
     """Return the milliseconds of all heads, by rows and share."""
-    generator, device, repeats = (
-        torch.Generator().manual_seed(0),
-        given.device or "cpu",
-        given.repeats,
-    )
+    generator, device = torch.Generator().manual_seed(0), given.device or "cpu"
     weight = torch.empty(vocab, d, dtype=torch.bfloat16)
     for part in weight.split(16_384):
         part.copy_(torch.randn(part.shape, generator=generator))
-    linear = nn.Linear(1, 1, bias=False)
-    weight = weight.to(device)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    full: nn.Module = linear
-    drafter: nn.Module = linear
-    if (found := native_of(weight)) is not None:
+    weight, repeats = weight.to(device), given.repeats
+    plain: Any = nn.Linear(1, 1, bias=False)
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    full = drafter = plain
+    if (found := None if weight.is_cuda else kernels()) is not None:
         full = NativeLinear(found, Packer(found, BFLOAT16).pack([weight]))
         drafter = NativeLinear(found, Packer(found, rows_format(weight)).pack([weight]))
     rows_of_table, sweep = [], torch.zeros(SWEEP, device=device)
@@ -123,7 +108,7 @@ def measure(
             "full_ms": lambda h: probs_of(full(h), 1.0),
             "drafter_ms": lambda h: probs_of(drafter(h), 1.0),
             "head_ms": short,
-            "router_ms": router_of(d, layout.clusters, weight),
+            "router_ms": router_of(weight, layout.clusters, found),
         }
         for n in rows:
             h = torch.randn(n, d, generator=generator).bfloat16().to(device)
@@ -154,11 +139,7 @@ def main() -> None:
             "head": f"{one['name']} {one['vocab']:,} x {one['d']:,}",
             "rows": one["rows"],
             "scored": f"{one['tokens'] / one['vocab']:.1%}",
-            "full": f"{one['full_ms']:.2f}",
-            "a drafter's full": f"{one['drafter_ms']:.2f}",
-            "shortlist": f"{one['head_ms']:.2f}",
-            "router": f"{one['router_ms']:.2f}",
-            "both, of full": f"{one['ratio']:.2f}",
+            **{title: f"{one[key]:.2f}" for title, key in CELLS.items()},
         }
         for one in rows_of_table
     ]

@@ -8,9 +8,10 @@ A pass over many rows costs what one row does there, so a large tree pays most. 
 
 from __future__ import annotations
 
-from common import FORMATS, answers, arguments, finish, load, script
+from common import answers, arguments, finish, load, script
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.report import footer, number, same, summaries
+from quickbeam.cli.common import FORMATS
 
 COLUMNS = {
     "MAT": "mean_accepted_tokens",

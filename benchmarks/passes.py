@@ -16,8 +16,9 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from common import FORMATS, arguments, finish, load, milliseconds, numbers, pass_of, script
+from common import arguments, finish, load, milliseconds, numbers, pass_of, script
 from quickbeam import LLM
+from quickbeam.cli.common import FORMATS
 
 CHUNK = 512  # tokens of the context that transformers reads at a time
 MEGABYTES = 512  # more than caches hold

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from common import FORMATS
 from quickbeam import hub
+from quickbeam.cli.common import FORMATS
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import preset
 

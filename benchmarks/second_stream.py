@@ -70,14 +70,6 @@ def works_of(vocab: int, d: int, rows: int, share: float) -> dict[str, Work]:
     }
 
 
-def waited(work: Work) -> Work:
-    def run() -> None:
-        work()
-        torch.cuda.synchronize()
-
-    return run
-
-
 def captured(work: Work) -> Work:
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -102,8 +94,8 @@ def main() -> None:
     for name in given.shapes.split(","):
         for rows in map(int, numbers(given.rows)):
             works = works_of(*SHAPES[name], rows, given.share / 100)
-            plain = milliseconds({k: waited(v) for k, v in works.items()}, REPEATS, warm=5)
-            graphs = {k: waited(captured(v)) for k, v in works.items()}
+            plain = milliseconds(works, REPEATS, warm=5)
+            graphs = {name: captured(work) for name, work in works.items()}
             gpu = milliseconds(graphs, REPEATS, warm=5)
             every.append({"head": name, "rows": rows, "ms": plain, "captured_ms": gpu})
             both = {"": plain, ", captured": gpu}

@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from common import FORMATS, arguments, finish, milliseconds, pass_of, script
+from common import arguments, finish, milliseconds, pass_of, script
 from model_shapes import CONFIGS
 from passes import MEGABYTES
+from quickbeam.cli.common import FORMATS
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.base import Batch, Chain
 from quickbeam.models.families import stack_of

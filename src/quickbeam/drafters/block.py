@@ -150,15 +150,16 @@ class NativeBlocks:
 class BlockState(FeatureState):
     """What the block drafter keeps of one sequence.
 
-    `cache`: keys and values of committed tokens before the anchor, and of nothing else. `rows`: of
-    the tree that is being grown, `[drafted, d]`. `scores`: U of `tokens` `[s]`, `[drafted, s]`.
+    `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
+    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`, whose
+    W2 is `after` `[s, r]`, and `sure` `[drafted]`: logits of the confidence, by the rows alone.
     """
 
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
         super().__init__(cache, ids, shortlist)
-        self.rows = self.scores = torch.empty(0)
+        self.rows = self.scores = self.after = self.sure = torch.empty(0)
         self.tokens = torch.empty(0, dtype=torch.int64)
 
     def adopt(
@@ -170,7 +171,7 @@ class BlockState(FeatureState):
 
     def release(self) -> None:
         super().release()
-        self.rows = self.scores = torch.empty(0)
+        self.rows = self.scores = self.after = self.sure = torch.empty(0)
 
 
 class BlockDrafter(FeatureDrafter):
@@ -205,6 +206,11 @@ class BlockDrafter(FeatureDrafter):
         self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
+        self._sure: tuple[torch.Tensor, ...] | None = None  # of rows, of tokens before, and a bias
+        if self.network.config.confidence:
+            proj = self.network.confidence_head["proj"]
+            (weight,), bias = (proj.get_parameter(name).float() for name in ("weight", "bias"))
+            self._sure = weight[: self.head_size], weight[self.head_size :], bias
         found = usable_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
             TorchBlocks(network, model) if found is None else NativeBlocks(network, found, weights)
@@ -260,19 +266,25 @@ class BlockDrafter(FeatureDrafter):
                 likely = [columns for columns, _ in largest(logits, self.candidates, floors)]
                 columns = torch.tensor(sorted(set[int]().union(*likely)) or [0], device=self.device)
                 state.tokens = columns if tokens is None else tokens[columns]
-                state.scores = logits[:, columns]
+                state.scores, state.after = logits[:, columns], self.network.after(state.tokens)
+                if self._sure is not None:
+                    of_rows, _, bias = self._sure
+                    state.sure = state.rows.float() @ of_rows + bias
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
+        deepest = len(state.scores) - 1
+        depths = [min(tree.depth[node], deepest) for node in nodes]
         previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)
-        depths = torch.tensor([tree.depth[node] for node in nodes], device=self.device)
-        inside, rows = depths < len(state.scores), depths.clamp(max=len(state.scores) - 1)
-        scores = state.scores[rows]
-        if (bias := self.network.bias(previous, state.tokens)) is not None:
-            scores = scores + bias.float()
-        probs = probs_of(scores, request.context.draft_temperature) * inside[:, None]
-        logits = self.network.confidence(state.rows[rows], previous)
-        sure = () if logits is None else logits.float().sigmoid().tolist()
+        before, rows = self.network.before(previous), torch.tensor(depths, device=self.device)
+        scores = torch.addmm(state.scores[rows], before, state.after.T)
+        probs = probs_of(scores, request.context.draft_temperature)
+        for i, node in enumerate(nodes):
+            if tree.depth[node] > deepest:
+                probs[i] = 0
+        sure: list[float] = []
+        if self._sure is not None:
+            sure = torch.addmv(state.sure[rows], before, self._sure[1]).sigmoid().tolist()
         return DraftProbs(probs, state.tokens, self.vocab_size, confidence=sure)

@@ -231,18 +231,27 @@ class BlockNetwork(Beside):
         """Return those of blocks' rows that draft a token, `[b, drafted, d]`."""
         return rows if self.config.from_anchor else rows[:, 1:]
 
-    def bias(
-        self, previous: torch.Tensor, tokens: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Return what the tokens before, `[n]`, add to U: `[n, vocab]`, or `[n, s]` of `tokens`.
+    def before(self, previous: torch.Tensor) -> torch.Tensor:
+        """Return W1 of the tokens before, `[n]`, in float32: `[n, r]`; r is 0 without a head."""
+        if not self.config.markov_rank:
+            return torch.zeros(len(previous), 0, device=previous.device)
+        return self.markov_head["markov_w1"](previous).float()  # type: ignore[no-any-return]
+
+    def after(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return W2 of tokens `[s]` in float32, `[s, r]`: `before @ after.T` is added to U."""
+        if not self.config.markov_rank:
+            return torch.zeros(len(tokens), 0, device=tokens.device)
+        return self.markov_head["markov_w2"].get_parameter("weight")[tokens].float()
+
+    def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
+        """Return what the tokens before, `[n]`, add to U of all tokens: `[n, vocab]`.
 
         Returns None without a Markov head.
         """
         if not self.config.markov_rank:
             return None
-        head: Any = self.markov_head
-        second = head["markov_w2"].weight
-        return F.linear(head["markov_w1"](previous), second if tokens is None else second[tokens])
+        head = self.markov_head
+        return head["markov_w2"](head["markov_w1"](previous))  # type: ignore[no-any-return]
 
     def confidence(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """Return logits `[n]` of the probability that a drafted token is accepted.

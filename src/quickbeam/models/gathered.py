@@ -179,7 +179,8 @@ class Group:
     All tensors are on the device. `at` `[S, R]`: the row of the pass that stands at each place, row
     0 where none does. `keys` `[S, K]`: rows of the pool. `place` `[S, R]`: positions of the rows.
     `key_place` `[S, K]`: positions of the keys. `seen` `[S, R, K]`: whether a row sees a key,
-    before a window is applied.
+    before a window is applied. `whole`: the group is all of the pass, and one sequence: its rows
+    are the pass's as they are.
     """
 
     at: torch.Tensor
@@ -189,16 +190,20 @@ class Group:
     seen: torch.Tensor
     # [n]: the flat place in `at` of each row of the group, in the order of the pass
     rows: torch.Tensor
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    whole: bool = False
+    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """Return the mask `[S, 1, R, K]` bool of what is seen, made once for each window."""
-        if window not in self.masks:
+    def mask(self, window: int | None, times: int) -> torch.Tensor:
+        """Return the mask of what is seen, `[S, 1, times * R, K]` bool, made once for layers alike.
+
+        `times`: how many heads share keys. They are rows of one product.
+        """
+        if (window, times) not in self.masks:
             seen = self.seen
             if window is not None:
                 seen = seen & (self.key_place[:, None] > self.place[..., None] - window)
-            self.masks[window] = seen[:, None]
-        return self.masks[window]
+            self.masks[window, times] = seen[:, None].repeat(1, 1, times, 1)
+        return self.masks[window, times]
 
 
 class GatheredStep:
@@ -240,6 +245,7 @@ class GatheredStep:
         self._back = (
             None if (order == np.arange(self.n)).all() else _to(np.argsort(order), pool.device)
         )
+        self._groups[0].whole = len(parts) == 1
 
     def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values `[kv_heads, n, dim]` of all rows to the pool."""
@@ -258,13 +264,12 @@ class GatheredStep:
         value = self._pool.value[layer.index][group.keys].transpose(1, 2)
         kv_heads, heads = key.shape[1], query.shape[1]
         grouped = (
-            query[group.at]
-            .view(sequences, rows, kv_heads, heads // kv_heads, -1)
+            (query if group.whole else query[group.at])
+            .reshape(sequences, rows, kv_heads, heads // kv_heads, -1)
             .permute(0, 2, 3, 1, 4)
             .flatten(2, 3)
         )
-        # the heads that share keys are rows of one product
-        mask = group.mask(layer.window).repeat(1, 1, heads // kv_heads, 1)
+        mask = group.mask(layer.window, heads // kv_heads)
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(
                 grouped, key, value, attn_mask=mask, scale=layer.scaling
@@ -272,7 +277,8 @@ class GatheredStep:
         else:
             out = _by_hand(grouped, key, value, mask, layer, rows)
         out = out.reshape(sequences, kv_heads, heads // kv_heads, rows, -1).permute(0, 3, 1, 2, 4)
-        return out.reshape(sequences * rows, -1)[group.rows]
+        out = out.reshape(sequences * rows, -1)
+        return out if group.whole else out[group.rows]
 
 
 def _by_hand(
