@@ -115,3 +115,9 @@ def test_what_fails_by_itself_is_no_crash():
     model = AutoModelForCausalLM.from_config(CONFIGS["olmo2"])
     model.model.layers[1].mlp = nn.Linear(3, 3)
     refuses(r"transformers' own forward fails on a text \(mat1", make_model, model, native=False)
+
+
+def test_an_accelerator_tells_the_likeliest_tokens_of_a_whole_pass():
+    logits = torch.tensor([[1.0, 3, 3], [2, 0, 1], [0, torch.nan, 5], [torch.inf, 0, 1]])
+    assert torch_back_end.likeliest(logits) == [1, 0, -1, -1]
+    assert torch_back_end.likeliest(logits[:0].bfloat16()) == []

@@ -23,6 +23,7 @@ from quickbeam.engine.scheduler import Ready, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
+from quickbeam.models.gathered import without_cudnn
 from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import Noise
@@ -181,7 +182,8 @@ class Engine:
         """
         self.left = []
         try:
-            self._step()
+            with without_cudnn(self.model.device):
+                self._step()
         except BaseException as error:
             for sequence in list(self.scheduler.active):
                 sequence.end("interrupted", error if isinstance(error, Exception) else None)

@@ -8,17 +8,28 @@ out once for all layers, and sends it over in a few pieces, so that nothing wait
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quickbeam.models.base import Draft, Part, inference
 from quickbeam.models.hf_recurrent import State, Together, TorchStates, together
 from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
+
+
+def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention is not cuDNN's.
+
+    That plans anew for each shape, 40 ms each (an H200, PyTorch 2.11), and trees have many shapes.
+    """
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(others) if device.type == "cuda" else nullcontext()
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from quickbeam import hub
+from quickbeam.models.gathered import without_cudnn
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
 
@@ -62,7 +63,8 @@ class FrozenTarget:
         """Return the batch with hidden states, on the target's device."""
         batch = batch.to(self.device)
         # padding follows the text, and attention is causal: no mask is needed
-        self._model.base_model(input_ids=batch.tokens, use_cache=False)
+        with without_cudnn(self.device):
+            self._model.base_model(input_ids=batch.tokens, use_cache=False)
         return batch._replace(hidden=self._features.take())
 
     def to_cpu(self) -> None:

@@ -17,7 +17,7 @@ from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.errors import InvalidInput
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # compiled once, not anew for some numbers of rows
 def block_logits(
     h,
     weight,
