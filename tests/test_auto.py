@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 import torch
 
-from drafters import KnownDrafter, context_of, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
@@ -149,6 +149,20 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
         assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
         assert drafter.rounds == rounds[-1]
     assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
+
+
+def test_what_a_block_drafter_brings_is_counted_by_its_calls():
+    """Counted by all nodes asked about, of which the others cost nothing, a call would seem to
+    bring a token at most, however deep its trees are."""
+    for one_call, least, most in ((False, 0.9, 1.01), (True, 2.5, 5.0)):
+        drafter = zipf_drafter()
+        drafter.one_call = one_call
+        policy, context = DySpec(drafter, as_printed), priced([0], 0.02)
+        for _ in range(200):
+            grown = grow(policy, context, 64, 20)
+            deepest = max(range(len(grown.tree)), key=grown.tree.depth.__getitem__)
+            grown.learn(grown.tree, grown.tree.path(deepest)[:4])
+        assert least < policy.calls.accepted_per_asked < most
 
 
 @pytest.mark.parametrize("name", ["pld", "logitspec"])

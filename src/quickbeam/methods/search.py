@@ -294,7 +294,9 @@ def best_first(
         if not (yield from search.ask(due, gain=gain)):
             break
         # forced tokens took no call, so exploring is still to come
-        asked, explore = asked + sum(worths), explore and not sum(worths)
+        explore = explore and not sum(worths)
+        if not (asked and search.one_call):  # what a call brings is counted by the calls
+            asked += sum(worths)
         search.rank()
         propose(search)
         due = search.open()
