@@ -169,7 +169,8 @@ class BlockStage:
                     f"--start {plan.start}: of another shape: {network.config} instead of {config}"
                 )
         total = max(1, int(plan.tokens * plan.recipe.epochs))
-        self.trainer = Trainer(network, self.target, plan.text, plan.recipe, total, plan.out)
+        of, trained = (network, self.target, plan.text, plan.recipe), plan.start is not None
+        self.trainer = Trainer(*of, total, plan.out, trained=trained)
 
     def run(self, report: Callable[[Report], None]) -> Held:
         """Train, write what was asked for and the figures, and return these.

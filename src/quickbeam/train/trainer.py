@@ -78,6 +78,7 @@ class Trainer:
     `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
     seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text
     (`KeptStates`). The text may grow meanwhile: each round takes what is there when it begins.
+    `trained`: the network is no new one, and needs no first phase (`WHOLE`, `block.LEAD`).
 
     Raises `InvalidInput` for a checkpoint of another training.
     """
@@ -92,10 +93,11 @@ class Trainer:
         folder: Path,
         every: float = 50.0,
         report_every: float = 300.0,
+        trained: bool = False,
     ) -> None:
         self.network, self.target, self.recipe = network.to(target.device), target, recipe
         self.text, self.folder, self.every, self.report_every = text, folder, every, report_every
-        self.total = tokens
+        self.total, self._trained = tokens, trained
         self.step = self.seen = self.round = self.batch = 0
         self.seconds = 0.0
         self.shards = Shards(text)
@@ -188,15 +190,16 @@ class Trainer:
     def _step(self, batch: Batch) -> float:
         recipe, device = self.recipe, self.target.device
         done, size = self.seen / self.total, self.network.config.block_size
+        phase = 1.0 if self._trained else done
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
-        blocks = place_blocks(batch, size, recipe.spacing, done >= WHOLE, generator)
+        blocks = place_blocks(batch, size, recipe.spacing, phase >= WHOLE, generator)
         if not blocks.counts.any():
             return 0.0
         chosen, shift = (x.to(device) for x in self._vocabulary.choose(batch.tokens, generator))
         blocks = Blocks(*(x.to(device) for x in blocks))
         with autocast(device):
             drafted = draft(self.network, batch, blocks)
-            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, done)
+            loss = loss_of(self.network, drafted, self.target.head, chosen, shift, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         for one in self._optimizers:
