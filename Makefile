@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-long test-all coverage mutate lint docs clean
+.PHONY: install demo test test-long test-all test-cuda coverage mutate lint docs clean
 
 install: $(STAMP)
 	@$(BIN)/python -m quickbeam.models.native.build
@@ -28,6 +28,10 @@ test-long: install
 
 test-all: install
 	QUICKBEAM_TESTS=all $(PYTEST)
+
+# those that use a GPU where there is one
+test-cuda: install
+	CUDA_VISIBLE_DEVICES=0 $(PYTEST) tests/test_shortlist_fused.py tests/test_pinned.py tests/test_gathered.py
 
 coverage: install
 	$(PYTEST) -m 'not long' --cov --cov-report term --cov-report html:build/coverage

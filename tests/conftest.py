@@ -11,11 +11,11 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at most
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # models would run there: see `make test-cuda`
 
 from quickbeam import hub
 
-# An example that takes long on a busy machine is no failure. How many there are: `examples` in
-# cases.py.
+# An example that takes long on a busy machine is no failure (how many: `examples` in cases.py).
 settings.register_profile("quickbeam", deadline=None, print_blob=True)
 settings.load_profile("quickbeam")
 

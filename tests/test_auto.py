@@ -138,31 +138,21 @@ def test_what_promises_too_little_is_not_asked_for():
 
 
 def test_only_the_first_call_of_a_block_drafter_costs_anything():
+    """And all that the tree brings counts for it; for a call of another, a token at most."""
     rounds, sizes = [], []
-    for one_call in (False, True):
-        drafter = zipf_drafter()
+    for one_call, least, most in ((False, 0.9, 1.01), (True, 2.5, 5.0)):
+        drafter, context = zipf_drafter(), priced([0], 0.02)
         drafter.one_call = one_call
-        context = priced([0], 0.02)
         policy = DySpec(drafter, as_printed)
         sizes.append(len(tree_of(policy, context, 64, 20, call=0.3)))
         rounds.append(drafter.rounds)
         assert len(tree_of(policy, context, 64, 20, call=9.0)) == 1  # that one is too slow
         assert drafter.rounds == rounds[-1]
-    assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
-
-
-def test_what_a_block_drafter_brings_is_counted_by_its_calls():
-    """Counted by all nodes asked about, of which the others cost nothing, a call would seem to
-    bring a token at most, however deep its trees are."""
-    for one_call, least, most in ((False, 0.9, 1.01), (True, 2.5, 5.0)):
-        drafter = zipf_drafter()
-        drafter.one_call = one_call
-        policy, context = DySpec(drafter, as_printed), priced([0], 0.02)
         for _ in range(200):
-            grown = grow(policy, context, 64, 20)
-            deepest = max(range(len(grown.tree)), key=grown.tree.depth.__getitem__)
-            grown.learn(grown.tree, grown.tree.path(deepest)[:4])
+            tree, learn = grow(policy, context, 64, 20)
+            learn(tree, tree.path(max(range(len(tree)), key=tree.depth.__getitem__))[:4])
         assert least < policy.calls.accepted_per_asked < most
+    assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize("name", ["pld", "logitspec"])

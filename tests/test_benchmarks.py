@@ -51,12 +51,8 @@ def run(name, words, out, monkeypatch, capsys):
     return capsys.readouterr().out, json.loads(out.read_text())
 
 
-# run by other tests, or need other programs or CUDA
-ELSEWHERE = ("peers", "first_byte", "recall", "shapes", "second_stream")
-
-
 def test_every_script_is_run_here():
-    assert set(NAMES) == {*RUNS, *ELSEWHERE}
+    assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall", "shapes", "second_stream"}
     for path in FOLDER.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path
 
