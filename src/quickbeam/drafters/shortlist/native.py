@@ -139,6 +139,8 @@ class NativeBlocks:
         # a placeholder: `score` points the operation at the context's rows
         one = packer.pack([weight[:1]], torch.zeros(1))
         self._beside.linear(one, h, logits)
+        # what `prepare` gives for no cluster: the frequent tokens alone
+        self.listed = self.prepare(torch.empty(0, dtype=torch.int64))
 
     def prepare(self, clusters: torch.Tensor) -> Prepared:
         """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from quickbeam.drafters.folder import UNREADABLE, write_folder
-from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores, require_distinct
+from quickbeam.drafters.shortlist.layout import Layout, Scores, require_distinct
 from quickbeam.drafters.shortlist.native import (
     NativeBlocks,
     NativeRouter,
@@ -174,13 +174,14 @@ class Shortlist:
 
         `beside`: `[m]`, the context's tokens. Raises `ValueError` where there is nothing to score.
         """
-        layout, scored = self.layout, torch.zeros(len(self._sizes), dtype=torch.bool)
-        clusters = clusters.cpu()  # where the layout's tables are
-        scored[FREQUENT] = True
-        scored[clusters] = True
-        repeated = scored.to(beside.device)[self._cluster_of[beside]]
-        count = layout.frequent + int(self._sizes[clusters].sum())
-        count += len(beside) - int(repeated.sum())
+        count = self.layout.frequent + len(beside)
+        repeated = torch.zeros(len(beside), dtype=torch.bool, device=beside.device)
+        if len(clusters):  # the context holds no frequent token
+            clusters = clusters.cpu()  # where the layout's tables are
+            scored = torch.zeros(len(self._sizes), dtype=torch.bool)
+            scored[clusters] = True
+            repeated = scored.to(beside.device)[self._cluster_of[beside]]
+            count += int(self._sizes[clusters].sum()) - int(repeated.sum())
         if not count:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
         if self.fused is not None:
@@ -188,9 +189,10 @@ class Shortlist:
             bias.masked_fill_(repeated, -torch.inf)
             return Prepared(np.empty(0, np.int64), beside, bias), count
         if self.native is None:
-            tokens = torch.cat([layout.scored(clusters).to(beside.device), beside[~repeated]])
+            tokens = self.layout.scored(clusters).to(beside.device)
+            tokens = torch.cat([tokens, beside[~repeated]])
             return Prepared(np.empty(0, np.int64), tokens, None), count
-        prepared = self.native.prepare(clusters)
+        prepared = self.native.prepare(clusters) if len(clusters) else self.native.listed
         if len(beside):  # rows of repeated tokens lie among the others
             bias = torch.zeros(len(beside)).masked_fill_(repeated, -torch.inf)
             every = torch.cat([prepared.tokens, beside])
