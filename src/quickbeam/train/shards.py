@@ -125,6 +125,8 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
     """
     prompts = list[list[dict[str, str]]]()  # one a line
+    if not path.is_file():
+        raise InvalidInput(f"--prompts {path} can't be read: there is no such file")
     try:
         for line in path.read_text(encoding="utf-8-sig").splitlines():
             record = json.loads(line) if line.strip() else {"messages": []}

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quickbeam import hub
-from quickbeam.drafters.block_model import BlockConfig, load_block
+from quickbeam.drafters.block_model import BlockConfig, is_block, load_block
 from quickbeam.drafters.folder import TargetParts
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.shortlist import Artefact
@@ -161,12 +161,19 @@ class BlockStage:
         self.target = FrozenTarget(model, (*config.taps, count + 1))
         network = new_network(config, self.target, plan.recipe.seed)
         if plan.start is not None:
+            if not is_block(plan.start):
+                raise InvalidInput(f"--start {plan.start}: must be the folder of a block drafter")
             parts = count, config.target_size, config.vocab_size, self.target.embedding
             network = load_block(plan.start, TargetParts(*parts, torch.nn.Identity()))
             network = network.float().requires_grad_(True)
-            if network.config != config:
+            if differing := [
+                f"{name} {getattr(network.config, name)} instead of {one}"
+                for name, one in vars(config).items()
+                if getattr(network.config, name) != one
+            ]:
                 raise InvalidInput(
-                    f"--start {plan.start}: of another shape: {network.config} instead of {config}"
+                    f"--start {plan.start}: of another shape ({', '.join(differing)}): give its "
+                    "--depth, --block and --rank"
                 )
         total = max(1, int(plan.tokens * plan.recipe.epochs))
         of, trained = (network, self.target, plan.text, plan.recipe), plan.start is not None

@@ -129,7 +129,7 @@ class Trainer:
         except Exception as error:  # of any kind, by what the file holds
             raise InvalidInput(
                 f"{self.checkpoint} is not of this training ({first_line(error)}): take another "
-                "--out, or delete it"
+                "--out, or the --model, --depth, --block and --rank that it began with"
             ) from error
 
     def save(self) -> None:
