@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=6, help="tokens to score, in %%")
     given, table, every = parser.parse_args(), [], []
     given.device = "cuda"
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU with CUDA, and PyTorch's build for it")
     for name in given.shapes.split(","):
         for rows in map(int, numbers(given.rows)):
             works = works_of(*SHAPES[name], rows, given.share / 100)

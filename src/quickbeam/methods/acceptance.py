@@ -154,7 +154,7 @@ class CallYield:
         """Record a verified tree: `accepted` tokens on `added` nodes.
 
         `asked`: the summed probability of being reached of the nodes that the drafter was asked
-        about.
+        about, in calls that cost something: of a block drafter, the first of a tree.
         """
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted

@@ -176,8 +176,10 @@ class BlockStage:
                     "--depth, --block and --rank"
                 )
         total = max(1, int(plan.tokens * plan.recipe.epochs))
-        of, trained = (network, self.target, plan.text, plan.recipe), plan.start is not None
-        self.trainer = Trainer(*of, total, plan.out, trained=trained)
+        trained = plan.start is not None
+        self.trainer = Trainer(
+            network, self.target, plan.text, plan.recipe, total, plan.out, trained=trained
+        )
 
     def run(self, report: Callable[[Report], None]) -> Held:
         """Train, write what was asked for and the figures, and return these.
