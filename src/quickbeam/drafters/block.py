@@ -20,7 +20,6 @@ from quickbeam.drafters.feature import (
     score,
 )
 from quickbeam.drafters.folder import rope_of
-from quickbeam.drafters.largest import largest
 from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
@@ -44,8 +43,7 @@ from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Linear, Tensor
 from quickbeam.tree import TokenTree
 
-CANDIDATES = 64  # how many of the likeliest tokens of each depth are scored
-WITHIN = 10.0  # by how much their logits may be below the likeliest token's
+WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
 
 
 class TorchBlocks(TorchPasses):
@@ -180,9 +178,9 @@ class BlockDrafter(FeatureDrafter):
     The request for a tree's root reads the tokens that were committed since the last tree, whose
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
-    token. It is over the tokens that are among the `candidates` likeliest of some depth without the
-    Markov head, and `within` so much of the likeliest one's logit. Nodes as deep as the block is
-    long get zeros: nothing is proposed there.
+    token. It is over what a shortlist scores, or over those tokens of the whole head whose logit at
+    some depth, without the Markov head, is `within` so much of the likeliest one's. Nodes as deep
+    as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
     (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
@@ -199,11 +197,10 @@ class BlockDrafter(FeatureDrafter):
         *,
         native: bool = True,
         weights: str | None = None,
-        candidates: int = CANDIDATES,
         within: float = WITHIN,
     ) -> None:
         self.network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-        self.vocab_size, self.device, self.candidates = model.vocab_size, model.device, candidates
+        self.vocab_size, self.device = model.vocab_size, model.device
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
         self._sure: tuple[torch.Tensor, ...] | None = None  # of rows, of tokens before, and a bias
@@ -257,16 +254,14 @@ class BlockDrafter(FeatureDrafter):
         """Compute U of the candidates of all depths."""
         nothing = [None if one.shortlist is None else one.shortlist.shared.none for one in states]
         for scored in score(states, [state.rows for state in states], nothing, self.passes):
-            tokens = scored.tokens
-            every = scored.logits.float()
-            if tokens is None:
-                every = every[:, : self.vocab_size]
-            for i, logits in scored.split(every):
-                floors, state = (logits.amax(-1) - self.within).tolist(), states[i]
-                likely = [columns for columns, _ in largest(logits, self.candidates, floors)]
-                columns = torch.tensor(sorted(set[int]().union(*likely)) or [0], device=self.device)
-                state.tokens = columns if tokens is None else tokens[columns]
-                state.scores, state.after = logits[:, columns], self.network.after(state.tokens)
+            for i, logits in scored.split(scored.logits.float()):
+                state, tokens = states[i], scored.tokens
+                if tokens is None:  # of the whole head those that are likely somewhere
+                    logits = logits[:, : self.vocab_size]
+                    floors = logits.amax(-1, keepdim=True) - self.within
+                    tokens = (~(logits < floors)).any(0).nonzero()[:, 0]
+                    logits = logits[:, tokens]
+                state.scores, state.tokens, state.after = logits, tokens, self.network.after(tokens)
                 if self._sure is not None:
                     of_rows, _, bias = self._sure
                     state.sure = state.rows.float() @ of_rows + bias
@@ -279,12 +274,13 @@ class BlockDrafter(FeatureDrafter):
         depths = [min(tree.depth[node], deepest) for node in nodes]
         previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)
         before, rows = self.network.before(previous), torch.tensor(depths, device=self.device)
-        scores = torch.addmm(state.scores[rows], before, state.after.T)
+        scores = torch.addmm(state.scores.index_select(0, rows), before, state.after.T)
         probs = probs_of(scores, request.context.draft_temperature)
         for i, node in enumerate(nodes):
             if tree.depth[node] > deepest:
                 probs[i] = 0
         sure: list[float] = []
         if self._sure is not None:
-            sure = torch.addmv(state.sure[rows], before, self._sure[1]).sigmoid().tolist()
+            of_rows = state.sure.index_select(0, rows)
+            sure = torch.addmv(of_rows, before, self._sure[1]).sigmoid().tolist()
         return DraftProbs(probs, state.tokens, self.vocab_size, confidence=sure)

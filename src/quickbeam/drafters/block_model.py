@@ -241,7 +241,7 @@ class BlockNetwork(Beside):
         """Return W2 of tokens `[s]` in float32, `[s, r]`: `before @ after.T` is added to U."""
         if not self.config.markov_rank:
             return torch.zeros(len(tokens), 0, device=tokens.device)
-        return self.markov_head["markov_w2"].get_parameter("weight")[tokens].float()
+        return F.embedding(tokens, self.markov_head["markov_w2"].get_parameter("weight")).float()
 
     def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
         """Return what the tokens before, `[n]`, add to U of all tokens: `[n, vocab]`.
