@@ -46,10 +46,11 @@ class Target:
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
     """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
     drafter: str | None = None
-    """A smaller model, a feature drafter, or mtp, a head in the files of
-    the model itself, for the methods that draft with one."""
+    """A smaller model, a feature or block drafter, or mtp, a head in the
+    files of the model itself, for the methods that draft with one."""
     vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
-    """Which part of the vocabulary a feature drafter scores. Default: the method's own."""
+    """Which part of the vocabulary a feature or block drafter scores. Default: the method's
+    own."""
     shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
     """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
     eighth, router a sixteenth."""

@@ -44,6 +44,14 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
     if stages.only == "shortlist":
         make_shortlist(plan, shortlist)
         return
+    try:
+        _carry_out(plan, stages)
+    except KeyboardInterrupt:
+        say(f"stopped: {plan.out} keeps what was done, and the same command goes on")
+        raise
+
+
+def _carry_out(plan: Plan, stages: Stages) -> None:
     if stages.only != "drafter":
         write_text(plan)
         gc.collect()
@@ -69,6 +77,7 @@ def write_text(plan: Plan) -> None:
         if there is not None and there.tokens >= plan.tokens:
             return
         stage = TextStage(plan)
+    say(f"writing {plan.tokens:,} tokens of text into {plan.text}")
     with progress_bar("text") as show:
 
         def wrote(count: int, rate: float) -> None:
@@ -85,6 +94,8 @@ def make_drafter(plan: Plan) -> None:
         from quickbeam.train.stages import BlockStage
 
         stage = BlockStage(plan)
+    trainer = stage.trainer
+    say(f"training on {trainer.total:,} tokens: a line every {trainer.report_every:.0f} s")
     with progress_bar("training") as show:
 
         def trained(report: Report) -> None:

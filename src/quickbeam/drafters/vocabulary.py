@@ -48,7 +48,7 @@ def make_shortlist(
     if vocab in ROUTED and not drafter.routes:
         raise InvalidInput(
             f"--vocab {vocab}: this drafter is called once a tree and takes no router: take "
-            "--vocab frequency+context, context or full"
+            "--vocab frequency+context, context or full (method dynaspec means --vocab router)"
         )
     if size is not None and not 1 <= size <= model.vocab_size:
         raise InvalidInput(

@@ -85,8 +85,8 @@ def stand_in(method: str, drafter: bool) -> str:
     chosen = preset(method)
     if chosen.without is None and DRAFTER in chosen.sources:
         raise InvalidInput(
-            f"method {method!r} drafts with a model: name a smaller model, or a feature drafter, "
-            "with --drafter (in Python: drafter=…)"
+            f"method {method!r} drafts with a model: name a smaller model, or a feature or block "
+            "drafter, with --drafter (in Python: drafter=…)"
         )
     return chosen.without or method
 

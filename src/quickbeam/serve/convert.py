@@ -54,7 +54,7 @@ async def begin(
         asked = request.speculation or Speculation()
         if asked.method not in (None, *(methods := runner.llm.methods)):
             raise Refused(
-                f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
+                f"no method {asked.method!r} here; this server runs {', '.join(methods)}",
                 "speculation.method",
             )
         if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising
