@@ -155,6 +155,24 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
     assert 0 < rounds[0] < rounds[1] and sizes[0] < sizes[1]
 
 
+def test_where_passes_rise_in_steps_trees_fill_one():
+    """As many nodes as have the most value less the pass's cost, whatever a node more costs."""
+    rng, sizes = random.Random(0), set[int]()
+    for _ in range(30):
+        first, step = rng.uniform(0.1, 0.6), rng.uniform(0, 0.6)
+        passes = {1: 0.0, 4: first, 8: first, 12: first + step, 16: first + step, 24: 2.0}
+        context = priced([0], 0.01)
+        whole = tree_of(DySpec(zipf_drafter(), as_printed), context, 64, 20)
+        values = sorted(whole.value[1:], reverse=True)
+        context.marginal_cost = replace(flat(0.01), passes=passes)
+        tree = tree_of(DySpec(zipf_drafter(), as_printed), context, 64, 20)
+        cost = {n: passes[min(p for p in passes if p >= n)] for n in range(1, 25)}
+        worth = [sum(values[: n - 1]) - one for n, one in cost.items()]
+        assert sum(tree.value[1:]) - cost[len(tree)] == pytest.approx(max(worth))
+        sizes.add(len(tree))
+    assert sizes <= {1, 8, 16} and len(sizes) > 1
+
+
 @pytest.mark.parametrize("name", ["pld", "logitspec"])
 def test_free_trees_hold_what_is_worth_its_cost_and_learn(name):
     policy, sizes = make_method(name), list[int]()

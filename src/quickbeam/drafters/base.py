@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,10 +103,13 @@ class MarginalCost:
     - `slopes`: entry n is the cost of one more node in a tree of n nodes; it never falls. Beyond
       the last entry a node costs infinitely much.
     - `explore`: whether to make the first call of a drafter in any case, to measure what it brings.
+    - `passes`: what a pass costs, by the nodes of its tree, in rising order; empty where others are
+      in the same pass.
     """
 
     slopes: Sequence[float]
     explore: bool = False
+    passes: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def of_passes(cls, widths: Sequence[int], passes: Sequence[float]) -> MarginalCost:
@@ -132,6 +135,18 @@ class MarginalCost:
     def node(self, nodes: int) -> float:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes."""
         return self.slopes[nodes] if nodes < len(self.slopes) else float("inf")
+
+    def best(self, values: Sequence[float]) -> int:
+        """Return how many of the nodes below the root are worth a pass, by `passes`.
+
+        `values`: of the nodes, the largest first. A pass takes as long as one over the next width
+        that was measured: the first node beyond a step costs all of the next one, and the others
+        nothing.
+        """
+        total = [0.0, *accumulate(values)]
+        sizes = [min(width, len(total)) for width in self.passes]
+        gains = [total[n - 1] - cost for n, cost in zip(sizes, self.passes.values(), strict=True)]
+        return sizes[gains.index(max(gains))] - 1
 
 
 class DraftRequest(NamedTuple):

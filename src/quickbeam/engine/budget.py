@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.cost import FEW, STEEP, WIDER, WIDTHS, CostModel
@@ -215,7 +216,10 @@ class Budget:
         if cost is None or old:
             alone, reading = self.cost.alone, self.cost.reading
             passes = [alone(self._beside + n) + reading(n, self._context) for n in self._widths]
-            cost = MarginalCost.of_passes(self._widths, [rate * one for one in passes])
+            costs = [rate * one for one in passes]
+            cost = MarginalCost.of_passes(self._widths, costs)
+            if not self._beside:
+                cost = replace(cost, passes=dict(zip(self._widths, costs, strict=True)))
             self._held = self._step, self._beside, cost
         return cost
 

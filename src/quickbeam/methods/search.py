@@ -258,7 +258,14 @@ class Search:
         return max(0.0, 1 - both) / max(1e-6, 1 - theirs)
 
     def tree(self) -> TokenTree:
-        """Return the tree of the root and `best`: node i is `best[i - 1]`."""
+        """Return the tree of the root and `best`: node i is `best[i - 1]`.
+
+        Where the costs of whole passes are known, `best` becomes as many paths as are worth one.
+        """
+        if self.cost is not None and self.cost.passes:
+            self.rank()
+            known = self.found[: self.size]
+            self.best = known[: self.cost.best([one.value for one in known])]
         tree, place = TokenTree(self.root.token), {0: 0}
         for one in self.best:
             assert one.parent is not None
