@@ -156,16 +156,13 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
 
 
 def test_where_passes_rise_in_steps_trees_fill_one():
-    """As many nodes as have the most value less the pass's cost, whatever a node more costs."""
-    rng, sizes = random.Random(0), set[int]()
+    rng, policy, context = random.Random(0), DySpec(zipf_drafter(), as_printed), priced([0], 0.01)
+    values, sizes = sorted(tree_of(policy, context, 64, 20).value[1:], reverse=True), set[int]()
     for _ in range(30):
         first, step = rng.uniform(0.1, 0.6), rng.uniform(0, 0.6)
-        passes = {1: 0.0, 4: first, 8: first, 12: first + step, 16: first + step, 24: 2.0}
-        context = priced([0], 0.01)
-        whole = tree_of(DySpec(zipf_drafter(), as_printed), context, 64, 20)
-        values = sorted(whole.value[1:], reverse=True)
+        passes = {1: 0.0, 8: first, 12: first + step, 16: first + step, 24: 2.0}
         context.marginal_cost = replace(flat(0.01), passes=passes)
-        tree = tree_of(DySpec(zipf_drafter(), as_printed), context, 64, 20)
+        tree = tree_of(policy, context, 64, 20)
         cost = {n: passes[min(p for p in passes if p >= n)] for n in range(1, 25)}
         worth = [sum(values[: n - 1]) - one for n, one in cost.items()]
         assert sum(tree.value[1:]) - cost[len(tree)] == pytest.approx(max(worth))
