@@ -1,8 +1,6 @@
 """What README.md and docs/ tell the reader to do works: every code block is run, or says why not.
 Links lead somewhere: pages, headings, pictures, files of the repository, names that these define.
-
-`make test` runs them with a tiny random model in place of the default one; the long tests with the
-default model itself.
+`make test` runs them with a tiny random model; the long tests with the default one.
 """
 
 import json

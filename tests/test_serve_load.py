@@ -1,9 +1,6 @@
 """A server under load, with an oracle: every answer that is completed is the one that plain
-decoding gives to nobody else.
-
-Clients come many at a time with all kinds of requests, some leave midway or vanish, queue and
-memory are too small for all of them. In the end nothing is left of any: no page of keys and values,
-no place in the queue, no task, no connection.
+decoding gives to nobody else. Clients come many at a time, some leave midway, memory is too small
+for all; in the end nothing is left of any: no page, no place in the queue, no task, no connection.
 """
 
 import asyncio

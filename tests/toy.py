@@ -1,8 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact distribution.
-
-Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...),
-exact_probs(model))` must not be tiny.
+the exact distribution: `chi_square(sample_sequences(model, grow, …), exact_probs(model))`.
 """
 
 import itertools
