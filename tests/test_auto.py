@@ -98,8 +98,8 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
 
 
 def test_auto_takes_what_is_at_hand(toy_folder):
-    assert LLM(toy_folder, dtype="float32").method == "recycling"  # its answers: test_recycling.py
-    assert LLM(toy_folder, dtype="float32", drafter=toy_folder).method == "auto"
+    methods = [LLM(toy_folder, drafter=drafter).method for drafter in (None, toy_folder)]
+    assert methods == ["recycling", "auto"]
 
 
 def test_continuations_are_not_endless():
@@ -152,7 +152,7 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
 
 def test_where_passes_rise_in_steps_trees_fill_one():
     rng, policy, context = random.Random(0), DySpec(zipf_drafter(), as_printed), priced([0], 0.01)
-    values, sizes = sorted(tree_of(policy, context, 64, 20).value[1:], reverse=True), set[int]()
+    values, sizes = sorted(tree_of(policy, context, 64, 20).value[1:], reverse=True), set()
     for _ in range(30):
         first, step = rng.uniform(0.1, 0.6), rng.uniform(0, 0.6)
         passes = {1: 0.0, 8: first, 12: first + step, 16: first + step, 24: 2.0}

@@ -15,7 +15,7 @@ from cases import examples, refuses
 from models import tiny
 from quickbeam.engine import cost as cost_module
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
-from quickbeam.engine.cost import CostModel
+from quickbeam.engine.cost import WIDTHS, CostModel
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
 
@@ -150,6 +150,8 @@ def test_the_fastest_mode_goes_on(many, modes, fastest):
 
 def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_gave():
     budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+    assert Budget(CostModel(dict.fromkeys(WIDTHS, 1.0))).marginal_cost(1.0).passes
+    assert not budget.marginal_cost(1.0).passes
 
     def of(sequences, setting="a method"):
         budget.begin(sequences)
@@ -162,5 +164,4 @@ def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_g
     assert of(16).mode == PLAIN  # the more sequences, the less drafting gains
     assert of(1).mode == ASKED and of(4, "another").mode == ASKED
     assert of(15) is of(16) is not of(32)
-    # what a call brings is explored once, whatever the load
     assert of(4, "a third").explores(0.1, 0.0) and not of(8, "a third").explores(0.1, 0.0)

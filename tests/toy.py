@@ -1,6 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact distribution: `chi_square(sample_sequences(model, grow, …), exact_probs(model))`.
-"""
+the exact distribution: `chi_square(sample_sequences(model, grow, …), exact_probs(model))`."""
 
 import itertools
 import random

@@ -104,7 +104,7 @@ class MarginalCost:
       the last entry a node costs infinitely much.
     - `explore`: whether to make the first call of a drafter in any case, to measure what it brings.
     - `passes`: what a pass costs, by the nodes of its tree, in rising order; empty where others are
-      in the same pass.
+      in the same pass, or not all widths were measured.
     """
 
     slopes: Sequence[float]

@@ -218,7 +218,7 @@ class Budget:
             passes = [alone(self._beside + n) + reading(n, self._context) for n in self._widths]
             costs = [rate * one for one in passes]
             cost = MarginalCost.of_passes(self._widths, costs)
-            if not self._beside:
+            if not self._beside and self.cost.widths.issuperset(self._widths):
                 cost = replace(cost, passes=dict(zip(self._widths, costs, strict=True)))
             self._held = self._step, self._beside, cost
         return cost

@@ -155,6 +155,11 @@ class CostModel:
 
     # passes
 
+    @property
+    def widths(self) -> frozenset[int]:
+        """The numbers of rows for which a pass was timed; others are interpolated."""
+        return frozenset(self._seconds)
+
     def alone(self, rows: int, sequences: int = 1) -> float:
         """Return the expected time of a pass of `rows` rows with nothing before its trees."""
         return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
