@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
-from quickbeam import LLM
+from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
@@ -98,8 +98,10 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
 
 
 def test_auto_takes_what_is_at_hand(toy_folder):
-    methods = [LLM(toy_folder, drafter=drafter).method for drafter in (None, toy_folder)]
-    assert methods == ["recycling", "auto"]
+    llms = [LLM(toy_folder, dtype="float32", drafter=one) for one in (None, toy_folder)]
+    answers = [one.generate("abc abc", SamplingParams(12, ignore_eos=True)) for one in llms]
+    assert [one.method for one in (*llms, *answers)] == ["recycling", "auto"] * 2
+    assert answers[0].token_ids == answers[1].token_ids
 
 
 def test_continuations_are_not_endless():
@@ -151,11 +153,11 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
 
 
 def test_where_passes_rise_in_steps_trees_fill_one():
-    rng, policy, context = random.Random(0), DySpec(zipf_drafter(), as_printed), priced([0], 0.01)
+    policy, context = DySpec(zipf_drafter(), as_printed), priced([0], 0.01)
     values, sizes = sorted(tree_of(policy, context, 64, 20).value[1:], reverse=True), set()
-    for _ in range(30):
-        first, step = rng.uniform(0.1, 0.6), rng.uniform(0, 0.6)
-        passes = {1: 0.0, 8: first, 12: first + step, 16: first + step, 24: 2.0}
+    for i in range(30):
+        first, second = 0.1 + 0.03 * i, 0.1 + 0.03 * i + 0.12 * (i % 5)
+        passes = {1: 0.0, 8: first, 12: second, 16: second, 24: 2.0}
         context.marginal_cost = replace(flat(0.01), passes=passes)
         tree = tree_of(policy, context, 64, 20)
         cost = {n: passes[min(p for p in passes if p >= n)] for n in range(1, 25)}

@@ -194,15 +194,17 @@ def test_what_another_sequence_read_is_taken_over(toys):
 
 
 def test_scores_of_few_candidates_are_the_equations_among_them():
-    toy, rng = Toy(KINDS["confident"], within=1.0), random.Random(2)
+    toy, rng, few = Toy(KINDS["confident"], within=1.0), random.Random(2), 0
     ids = words(rng, 9)
     text, tree = toy.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 9)
     for nodes in rounds(tree):
         probs = toy.drafter.answer([text.request(tree, nodes)])[0]
         kept = probs.dense() > 0
+        few = max(few, int(kept.sum(-1).max()))
         expected = among(toy.expected(ids, tree, nodes), kept)
         torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
         assert [0 < sure < 1 for sure in probs.confidence] == [True] * len(nodes)
+    assert 0 < few < VOCAB
     # the likeliest are among them
     near = Toy(KINDS["dflash"], within=1.0)
     probs = near.begin(ids[:-1], ids[-1]).distributions(tree, [0])[0]

@@ -164,4 +164,5 @@ def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_g
     assert of(16).mode == PLAIN  # the more sequences, the less drafting gains
     assert of(1).mode == ASKED and of(4, "another").mode == ASKED
     assert of(15) is of(16) is not of(32)
+    # what a call brings is explored once, whatever the load
     assert of(4, "a third").explores(0.1, 0.0) and not of(8, "a third").explores(0.1, 0.0)

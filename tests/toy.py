@@ -1,5 +1,6 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact distribution: `chi_square(sample_sequences(model, grow, …), exact_probs(model))`."""
+the exact one: of a tree policy, `chi_square(sample_sequences(model, grow, …), exact_probs(model))`
+must not be tiny."""
 
 import itertools
 import random

@@ -136,7 +136,7 @@ class MarginalCost:
         """Return the cost in tokens of one more node in a tree of `nodes` nodes."""
         return self.slopes[nodes] if nodes < len(self.slopes) else float("inf")
 
-    def best(self, values: Sequence[float]) -> int:
+    def best_count(self, values: Sequence[float]) -> int:
         """Return how many of the nodes below the root are worth a pass, by `passes`.
 
         `values`: of the nodes, the largest first. A pass takes as long as one over the next width

@@ -178,9 +178,9 @@ class BlockDrafter(FeatureDrafter):
     The request for a tree's root reads the tokens that were committed since the last tree, whose
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
-    token. It is over what a shortlist scores, or over those tokens of the whole head whose logit at
-    some depth, without the Markov head, is `within` so much of the likeliest one's. Nodes as deep
-    as the block is long get zeros: nothing is proposed there.
+    token. It is over the tokens that a shortlist scores. Without one it is over those whose logit
+    is near the likeliest token's at some depth: at most `within` below it, the Markov head left out.
+    Nodes as deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
     (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
@@ -256,7 +256,7 @@ class BlockDrafter(FeatureDrafter):
         for scored in score(states, [state.rows for state in states], nothing, self.passes):
             for i, logits in scored.split(scored.logits.float()):
                 state, tokens = states[i], scored.tokens
-                if tokens is None:  # of the whole head those that are likely somewhere
+                if tokens is None:  # the whole head: those that are likely somewhere, or NaN
                     logits = logits[:, : self.vocab_size]
                     floors = logits.amax(-1, keepdim=True) - self.within
                     tokens = (~(logits < floors)).any(0).nonzero()[:, 0]

@@ -216,7 +216,7 @@ class Budget:
         if cost is None or old:
             alone, reading = self.cost.alone, self.cost.reading
             passes = [alone(self._beside + n) + reading(n, self._context) for n in self._widths]
-            costs = [rate * one for one in passes]
+            costs = [rate * seconds for seconds in passes]
             cost = MarginalCost.of_passes(self._widths, costs)
             if not self._beside and self.cost.widths.issuperset(self._widths):
                 cost = replace(cost, passes=dict(zip(self._widths, costs, strict=True)))

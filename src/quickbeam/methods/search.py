@@ -265,7 +265,7 @@ class Search:
         if self.cost is not None and self.cost.passes:
             self.rank()
             known = self.found[: self.size]
-            self.best = known[: self.cost.best([one.value for one in known])]
+            self.best = known[: self.cost.best_count([one.value for one in known])]
         tree, place = TokenTree(self.root.token), {0: 0}
         for one in self.best:
             assert one.parent is not None
