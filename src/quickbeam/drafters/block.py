@@ -179,7 +179,8 @@ class BlockDrafter(FeatureDrafter):
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
     token. It is over the tokens that a shortlist scores. Without one it is over those whose logit
-    is near the likeliest token's at some depth: at most `within` below it, the Markov head left out.
+    is near the likeliest token's at some depth: at most `within` below it, the Markov head left
+    out.
     Nodes as deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
