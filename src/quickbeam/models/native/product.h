@@ -95,12 +95,12 @@ constexpr int MOST_ROWS = 6, MOST_BLOCKS = 4;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
-// How many blocks of a weight rows of one part go through side by side. They wait for memory, and on processors with fast products that is
-// read fastest as one stream.
+// How many blocks of a weight rows of one part, and of several, go through side by side. On processors with fast products they wait for memory,
+// which is read fastest as few streams.
 #if defined(QB_DOT) && defined(QB_ZMM)
-constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1};
+constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1}, WIDEST_PARTS[MOST_ROWS + 1] = {0, 2, 2, 2, 2, 2, 2, 2, 2};
 #else
-constexpr const int* WIDEST_ALONE = WIDEST;
+constexpr const int *WIDEST_ALONE = WIDEST, *WIDEST_PARTS = WIDEST;
 #endif
 
 template <class W, int R>
@@ -302,7 +302,7 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
       done(begin + low, count, block, blocks, from, from_stride);
     };
     const Parts parts(n, MOST_ROWS);
-    walk_panels(parts, parts.count == 1 ? WIDEST_ALONE : WIDEST, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
+    walk_panels(parts, parts.count == 1 ? WIDEST_ALONE : WIDEST_PARTS, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
   }
 }
 
