@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from features import (
     small_pages,
     words,
 )
-from kernels import best_set, load
+from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
 from quickbeam.drafters.block import BlockDrafter, NativeBlocks, TorchBlocks
@@ -229,6 +230,33 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
     assert bool(offered[held].all()) and 30 < int(offered.sum()) < VOCAB
     torch.testing.assert_close(part, among(whole, offered), atol=1e-4, rtol=1e-2)
     assert text.state.used.tokens == int(offered.sum())
+
+
+@every_set
+@pytest.mark.parametrize("rank", [0, 6, 64])
+def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, rank):
+    config = replace(DSPARK, markov_rank=rank)
+    plain = Toy(config, dtype=torch.bfloat16, native=False).drafter.passes
+    native = Toy(config, dtype=torch.bfloat16).drafter.passes
+    assert isinstance(plain, TorchBlocks) and isinstance(native, NativeBlocks)
+    native._pack.kernels = load(isa)
+    wide = 4 * torch.randn(4, VOCAB + 20, generator=torch.Generator().manual_seed(rank))
+    for count, names in ((VOCAB, None), (VOCAB - 3, torch.randperm(VOCAB)[:-3]), (5, None)):
+        for within in (2.0, 7.0, math.inf):
+            state = SimpleNamespace()
+            logits = wide[:, 3 : count + 3]  # rows that don't lie side by side
+            state.scores, state.tokens = plain.near(logits, names, within)
+            for mine, expected in zip(
+                native.near(logits, names, within), plain.near(logits, names, within), strict=True
+            ):
+                assert torch.equal(mine, expected)
+            places = [(0, 5), (3, VOCAB - 1), (3, 0)]
+            torch.testing.assert_close(
+                native.follow(state, places), plain.follow(state, places), atol=1e-5, rtol=1e-5
+            )
+    wide[1, 17] = math.nan  # shows in its row, whatever the others'
+    kept, tokens = native.near(wide, None, 0.0)
+    assert kept[1, tokens.tolist().index(17)].isnan() and 4 <= len(tokens) < 20
 
 
 @best_set

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -80,6 +82,28 @@ class TorchBlocks(TorchPasses):
         rows = self.network(anchors, [cache.length for cache in caches], attend)
         return self.network.drafting(rows)  # type: ignore[no-any-return]
 
+    def near(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the columns of `logits` `[drafted, s]` that are likely, and their tokens.
+
+        In some row they are at most `within` below the largest, or NaN. `tokens`: as of `Scored`.
+        """
+        floors = logits.amax(-1, keepdim=True) - within
+        columns = (~(logits < floors)).any(0).nonzero()[:, 0]
+        names = columns if tokens is None else tokens.index_select(0, columns)
+        return logits.index_select(1, columns), names
+
+    def follow(self, state: BlockState, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Return the logits `[n, s]` of the state's candidates after n places.
+
+        `places`: the depth of each, and its token.
+        """
+        depths, tokens = torch.tensor(places, device=state.scores.device).unbind(-1)
+        before = self.network.before(tokens)
+        after = self.network.after(state.tokens)
+        return torch.addmm(state.scores.index_select(0, depths), before, after.T)
+
 
 class NativeBlocks:
     """A `BlockNetwork` in the native kernels, whose layers are Qwen3's. It packs their weights.
@@ -89,7 +113,7 @@ class NativeBlocks:
 
     def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None = None) -> None:
         self.config, self._head = network.config, network.head
-        self._pack = NativePacker(kernels, name)
+        self._pack, self._markov = NativePacker(kernels, name), network.markov
         fields = {"rope_parameters": rope_of(self.config.rope), "attention_bias": False}
         config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
         described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
@@ -128,6 +152,27 @@ class NativeBlocks:
         self._compiled(listed)
         return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
 
+    def near(
+        self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TorchBlocks.near`."""
+        (rows, count), names = logits.shape, torch.empty(logits.shape[1], dtype=torch.int64)
+        kept, given = torch.empty(rows * count), None if tokens is None else tokens.data_ptr()
+        call = logits.data_ptr(), rows, logits.stride(0), count, given, within
+        n = self._pack.kernels.near(*call, names.data_ptr(), kept.data_ptr())
+        return kept[: rows * n].view(rows, n), names[:n]
+
+    def follow(self, state: BlockState, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """See `TorchBlocks.follow`."""
+        scores, names, rank = state.scores, state.tokens.data_ptr(), self.config.markov_rank
+        at, step, count = scores.data_ptr(), 4 * scores.stride(0), scores.shape[1]
+        logits = torch.empty(len(places), count)
+        before, after = [one.data_ptr() for one in self._markov]
+        for i, (depth, token) in enumerate(places):
+            row, to = before + 2 * rank * token, logits.data_ptr() + 4 * count * i
+            self._pack.kernels.follow(at + depth * step, count, names, row, after, rank, to)
+        return logits
+
     def _make_reading(self, network: BlockNetwork, fc: Packed) -> Program:
         """Return the program that reads committed tokens: keys and values of each layer."""
         program, epsilon = Program(self._pack.kernels), self.config.eps
@@ -149,16 +194,16 @@ class BlockState(FeatureState):
     """What the block drafter keeps of one sequence.
 
     `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
-    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`, whose
-    W2 is `after` `[s, r]`, and `sure` `[drafted]`: logits of the confidence, by the rows alone.
+    that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`, and
+    `sure`, by depth: logits of the confidence, by the rows alone.
     """
 
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
         super().__init__(cache, ids, shortlist)
-        self.rows = self.scores = self.after = self.sure = torch.empty(0)
-        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.rows = self.scores = torch.empty(0)
+        self.tokens, self.sure = torch.empty(0, dtype=torch.int64), list[float]()
 
     def adopt(
         self, chunks: Sequence[object], tokens: int, hidden: Sequence[torch.Tensor] = ()
@@ -169,7 +214,7 @@ class BlockState(FeatureState):
 
     def release(self) -> None:
         super().release()
-        self.rows = self.scores = self.after = self.sure = torch.empty(0)
+        self.rows = self.scores = torch.empty(0)
 
 
 class BlockDrafter(FeatureDrafter):
@@ -178,10 +223,9 @@ class BlockDrafter(FeatureDrafter):
     The request for a tree's root reads the tokens that were committed since the last tree, whose
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
-    token. It is over the tokens that a shortlist scores. Without one it is over those whose logit
-    is near the likeliest token's at some depth: at most `within` below it, the Markov head left
-    out.
-    Nodes as deep as the block is long get zeros: nothing is proposed there.
+    token. It is over those of the scored tokens whose logit is near the likeliest one's at some
+    depth: at most `within` below it, the Markov head left out. Nodes
+    as deep as the block is long get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
     (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
@@ -204,11 +248,14 @@ class BlockDrafter(FeatureDrafter):
         self.vocab_size, self.device = model.vocab_size, model.device
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
-        self._sure: tuple[torch.Tensor, ...] | None = None  # of rows, of tokens before, and a bias
+        # weights of rows for the confidence, and what each token before adds
+        self._sure: tuple[torch.Tensor, Sequence[float]] | None = None
         if self.network.config.confidence:
             proj = self.network.confidence_head["proj"]
             (weight,), bias = (proj.get_parameter(name).float() for name in ("weight", "bias"))
-            self._sure = weight[: self.head_size], weight[self.head_size :], bias
+            every = self.network.before(torch.arange(self.vocab_size, device=self.device))
+            adds = torch.mv(every, weight[self.head_size :]) + bias
+            self._sure = weight[: self.head_size], array("f", adds.tolist())
         found = usable_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
             TorchBlocks(network, model) if found is None else NativeBlocks(network, found, weights)
@@ -256,32 +303,26 @@ class BlockDrafter(FeatureDrafter):
         nothing = [None if one.shortlist is None else one.shortlist.shared.none for one in states]
         for scored in score(states, [state.rows for state in states], nothing, self.passes):
             for i, logits in scored.split(scored.logits.float()):
-                state, tokens = states[i], scored.tokens
-                if tokens is None:  # the whole head: those that are likely somewhere, or NaN
+                state = states[i]
+                if scored.tokens is None:  # the whole head, which may be padded
                     logits = logits[:, : self.vocab_size]
-                    floors = logits.amax(-1, keepdim=True) - self.within
-                    tokens = (~(logits < floors)).any(0).nonzero()[:, 0]
-                    logits = logits[:, tokens]
-                state.scores, state.tokens, state.after = logits, tokens, self.network.after(tokens)
+                found = self.passes.near(logits, scored.tokens, self.within)
+                state.scores, state.tokens = found
                 if self._sure is not None:
-                    of_rows, _, bias = self._sure
-                    state.sure = state.rows.float() @ of_rows + bias
+                    state.sure = (state.rows.float() @ self._sure[0]).tolist()
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
         deepest = len(state.scores) - 1
-        depths = [min(tree.depth[node], deepest) for node in nodes]
-        previous = torch.tensor([tree.token[node] for node in nodes], device=self.device)
-        before, rows = self.network.before(previous), torch.tensor(depths, device=self.device)
-        scores = torch.addmm(state.scores.index_select(0, rows), before, state.after.T)
-        probs = probs_of(scores, request.context.draft_temperature)
+        places = [(min(tree.depth[node], deepest), tree.token[node]) for node in nodes]
+        logits = self.passes.follow(state, places)
+        probs, sure = probs_of(logits, request.context.draft_temperature), list[float]()
         for i, node in enumerate(nodes):
             if tree.depth[node] > deepest:
                 probs[i] = 0
-        sure: list[float] = []
         if self._sure is not None:
-            of_rows = state.sure.index_select(0, rows)
-            sure = torch.addmv(of_rows, before, self._sure[1]).sigmoid().tolist()
+            logit = [state.sure[depth] + self._sure[1][token] for depth, token in places]
+            sure = [0.5 + 0.5 * math.tanh(0.5 * one) for one in logit]
         return DraftProbs(probs, state.tokens, self.vocab_size, confidence=sure)

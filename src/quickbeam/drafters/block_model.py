@@ -231,17 +231,21 @@ class BlockNetwork(Beside):
         """Return those of blocks' rows that draft a token, `[b, drafted, d]`."""
         return rows if self.config.from_anchor else rows[:, 1:]
 
-    def before(self, previous: torch.Tensor) -> torch.Tensor:
-        """Return W1 of the tokens before, `[n]`, in float32: `[n, r]`; r is 0 without a head."""
+    @property
+    def markov(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """W1 and W2, `[vocab, r]` each; r is 0 without a Markov head."""
         if not self.config.markov_rank:
-            return torch.zeros(len(previous), 0, device=previous.device)
-        return self.markov_head["markov_w1"](previous).float()  # type: ignore[no-any-return]
+            return (self.fc.weight.new_zeros(self.config.vocab_size, 0),) * 2
+        first, second = (self.markov_head[f"markov_{name}"] for name in ("w1", "w2"))
+        return first.get_parameter("weight"), second.get_parameter("weight")
+
+    def before(self, previous: torch.Tensor) -> torch.Tensor:
+        """Return W1 of the tokens before, `[n]`, in float32: `[n, r]`."""
+        return F.embedding(previous, self.markov[0]).float()
 
     def after(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return W2 of tokens `[s]` in float32, `[s, r]`: `before @ after.T` is added to U."""
-        if not self.config.markov_rank:
-            return torch.zeros(len(tokens), 0, device=tokens.device)
-        return F.embedding(tokens, self.markov_head["markov_w2"].get_parameter("weight")).float()
+        return F.embedding(tokens, self.markov[1]).float()
 
     def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
         """Return what the tokens before, `[n]`, add to U of all tokens: `[n, vocab]`.

@@ -30,7 +30,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 22
+VERSION = 23
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -198,6 +198,7 @@ class NoiseRow(Structure):
 
 
 _ROW = (c_void_p, c_int64, c_void_p, POINTER(NoiseRow))
+_IN_ROWS = (c_void_p, c_int64, c_int64, c_int64, c_void_p)
 # the functions of the library, without the `qb_` before them: what they take, and what they give
 SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "run": ((c_void_p, c_int64, POINTER(Call), c_int64), None),
@@ -217,6 +218,8 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "largest": ((c_void_p, c_int64, POINTER(NoiseRow), c_double), c_int64),
     "perturb": ((*_ROW, *4 * (c_double,), c_int64, c_void_p, c_void_p), c_int64),
     "ranked": ((c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p), c_int64),
+    "near": ((*_IN_ROWS, c_float, c_void_p, c_void_p), c_int64),
+    "follow": ((c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p), None),
 }
 
 

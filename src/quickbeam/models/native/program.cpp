@@ -591,7 +591,7 @@ class Worker {
 #endif
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-QB_API int64_t qb_version() { return 22; }
+QB_API int64_t qb_version() { return 23; }
 QB_API int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 QB_API int64_t qb_page() { return qb::PAGE; }
 
@@ -727,4 +727,12 @@ QB_API int64_t qb_perturb(const float* row, int64_t columns, const int64_t* toke
 
 QB_API int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t most, float floor, int64_t* name, float* number) {
   return qb::ranked(row, count, token, most, floor, name, number);
+}
+
+QB_API int64_t qb_near(const float* scores, int64_t rows, int64_t stride, int64_t count, const int64_t* token, float within, int64_t* name, float* to) {
+  return qb::near(scores, rows, stride, count, token, within, name, to);
+}
+
+QB_API void qb_follow(const float* scores, int64_t count, const int64_t* token, const uint16_t* before, const uint16_t* after, int64_t rank, float* to) {
+  qb::follow(scores, count, token, before, after, rank, to);
 }
