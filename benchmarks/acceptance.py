@@ -23,7 +23,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.tree import TokenTree
 
 
-class Tried(NamedTuple):
+class TriedToken(NamedTuple):
     probability: float
     accepted: bool
     first: bool  # whether it is the first of its siblings
@@ -46,22 +46,21 @@ def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
         left -= probability
 
 
-def tried(record: StepRecord) -> Iterator[Tried]:
+def tried(record: StepRecord) -> Iterator[TriedToken]:
     """Yield the tokens of a step that verification tried, none beyond the end of the answer."""
     tree, path = record.tree, record.path
     for node, accepted in zip(path[: len(record.emitted)], [*path[1:], None], strict=False):
         children = tree.children[node].values()
         probabilities = draft_probabilities(tree, node)
         for i, (child, probability) in enumerate(zip(children, probabilities, strict=True)):
-            yield Tried(probability, child == accepted, i == 0)
+            yield TriedToken(probability, child == accepted, i == 0)
             if child == accepted:
                 break
 
 
 def summarise(records: list[StepRecord], bins: int) -> dict[str, Any]:
-    """Return the figures of one temperature."""
     nodes = [one for record in records for one in tried(record)]
-    groups: list[list[Tried]] = [[] for _ in range(bins)]
+    groups: list[list[TriedToken]] = [[] for _ in range(bins)]
     for one in nodes:
         groups[min(int(one.probability * bins), bins - 1)].append(one)
     gap = sum(abs(sum(one.probability - one.accepted for one in group)) for group in groups)

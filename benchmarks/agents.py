@@ -21,12 +21,10 @@ TASKS = Path(__file__).with_name("agents.jsonl")
 
 
 def answer(llm: LLM, text: str, given: Namespace) -> dict[str, Any]:
-    """Return an answer's tokens, its steps and the seconds that it took."""
     began = perf_counter()
     done = llm.chat([{"role": "user", "content": text}], params_of(given), method=given.method)
-    counts = done.statistics
-    taken = perf_counter() - began
-    return {"ids": done.token_ids, "steps": counts.steps, "seconds": taken}
+    seconds = perf_counter() - began
+    return {"ids": done.token_ids, "steps": done.statistics.steps, "seconds": seconds}
 
 
 def main() -> None:
@@ -57,15 +55,15 @@ def main() -> None:
             "identical": sum(one[size]["ids"] == one["0"]["ids"] for one in every),
             "prompts": len(every),
         }
-        found = figures[size]
-        off = "" if found["error"] is None else f" ± {found['error']:.2f}"
+        one = figures[size]
+        off = "" if one["error"] is None else f" ± {one['error']:.2f}"
         rows.append(
             {
                 "memory of answers": size,
-                "tokens/s": f"{found['tokens_per_second']:.1f}",
-                "over none": f"{found['speedup']:.2f}{off}",
-                "MAT": f"{found['mean_accepted_tokens']:.2f}",
-                "identical": f"{found['identical']} of {len(every)}",
+                "tokens/s": f"{one['tokens_per_second']:.1f}",
+                "over none": f"{one['speedup']:.2f}{off}",
+                "MAT": f"{one['mean_accepted_tokens']:.2f}",
+                "identical": f"{one['identical']} of {len(every)}",
             }
         )
     finish(given, rows, memory_of_answers=figures)

@@ -42,7 +42,6 @@ def arguments(doc: str, **defaults: object) -> ArgumentParser:
 
 
 def numbers(text: str) -> list[float]:
-    """Return comma-separated numbers."""
     return [float(part) for part in text.split(",")]
 
 

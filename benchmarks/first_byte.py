@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 from common import arguments, finish, script
-from servers import Serving
+from servers import ServerProcess
 
 SHORT = "Name three colours."
 SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river bank. "
@@ -27,7 +27,7 @@ def main() -> None:
     long, times = SENTENCE * (given.tokens // 15), dict[str, list[float]]()
     command = [sys.executable, "-m", "quickbeam", "serve", "--port", "{port}"]
     command += [*shlex.split(given.serve), "--no-share-prefixes"]
-    with Serving("quickbeam", shlex.join(command)) as server, ThreadPoolExecutor(1) as beside:
+    with ServerProcess("quickbeam", shlex.join(command)) as server, ThreadPoolExecutor(1) as beside:
 
         def ask(name: str, prompt: str) -> None:
             times.setdefault(name, []).append(1000 * server.ask(prompt, given).first)

@@ -89,7 +89,6 @@ def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], floa
 def measure(
     vocab: int, d: int, rows: list[int], shares: list[float], given: Namespace
 ) -> list[dict[str, float]]:
-    """Return the milliseconds of all heads, by rows and share."""
     generator, device = torch.Generator().manual_seed(0), given.device or "cpu"
     weight = torch.empty(vocab, d, dtype=torch.bfloat16)
     for part in weight.split(16_384):
@@ -98,9 +97,9 @@ def measure(
     plain: Any = nn.Linear(1, 1, bias=False)
     plain.weight = nn.Parameter(weight, requires_grad=False)
     full = drafter = plain
-    if (found := None if weight.is_cuda else kernels()) is not None:
-        full = NativeLinear(found, Packer(found, BFLOAT16).pack([weight]))
-        drafter = NativeLinear(found, Packer(found, rows_format(weight)).pack([weight]))
+    if (native := None if weight.is_cuda else kernels()) is not None:
+        full = NativeLinear(native, Packer(native, BFLOAT16).pack([weight]))
+        drafter = NativeLinear(native, Packer(native, rows_format(weight)).pack([weight]))
     rows_of_table, sweep = [], torch.zeros(SWEEP, device=device)
     for share in shares:
         short, layout, tokens = shortlist(weight, share)
@@ -108,7 +107,7 @@ def measure(
             "full_ms": lambda h: probs_of(full(h), 1.0),
             "drafter_ms": lambda h: probs_of(drafter(h), 1.0),
             "head_ms": short,
-            "router_ms": router_of(weight, layout.clusters, found),
+            "router_ms": router_of(weight, layout.clusters, native),
         }
         for n in rows:
             h = torch.randn(n, d, generator=generator).bfloat16().to(device)

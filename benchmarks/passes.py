@@ -79,12 +79,11 @@ def main() -> None:
     for way, context in ways:
         one: dict[str, object] = {"way": way, "context": context}
         one |= {f"ms, {width} rows": f"{times[way, context, width]:.1f}" for width in widths}
+        one |= {"GB/s": "-", "of memory": "-"}
         if way == "ours":
             rate = llm.model.weight_bytes / times[way, context, widths[0]] / 1e6
             one |= {"GB/s": f"{rate:.1f}", "of memory": f"{rate / memory:.0%}"}
-        rows.append(
-            {"way": "", **one, "GB/s": one.get("GB/s", "-"), "of memory": one.get("of memory", "-")}
-        )
+        rows.append(one)
     table: dict[str, dict[int, dict[int, float]]] = {}
     for (way, context, width), ms in times.items():
         table.setdefault(way, {}).setdefault(context, {})[width] = ms

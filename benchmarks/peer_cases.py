@@ -94,11 +94,9 @@ class Case:
             options = f"{slots} {given.llama_options}".split()
             start = [*self.llama("llama-server"), "--port", "{port}", "-m", str(file), *options]
             yield "llama.cpp", start
-            asked = (
-                list(SPECULATIONS) if given.speculations == "all" else given.speculations.split(",")
-            )
+            asked, every = given.speculations.split(","), given.speculations == "all"
             for name, words in SPECULATIONS.items():
-                if name in asked and ("{draft}" not in words or self.drafter):
+                if (every or name in asked) and ("{draft}" not in words or self.drafter):
                     more = words.replace("{draft}", self.drafter).split()
                     yield f"llama.cpp {name}", [*start, *more]
         folder = Path(hub.resolve(self.model)) if not is_file else self.path.with_suffix("")

@@ -32,16 +32,16 @@ from common import arguments, finish, numbers, questions_of, script
 from peer_cases import SPECULATIONS, Case
 from quickbeam.bench.report import markdown
 from quickbeam.errors import QuickbeamError
-from servers import Served, Serving
+from servers import ServerProcess, StreamedAnswer
 
 Key = tuple[str, int, str]  # a case, how many clients, a server
 
 
-class Measured:
+class Measurement:
     """The answers of one server to so many clients, and the seconds that all of them took."""
 
     def __init__(self) -> None:
-        self.answers, self.seconds = list[Served](), 0.0
+        self.answers, self.seconds = list[StreamedAnswer](), 0.0
 
     @property
     def rate(self) -> float:
@@ -50,23 +50,23 @@ class Measured:
     def ask(self, name: str, command: list[str], clients: int, given: Namespace) -> None:
         """Start a server, have so many clients ask it, and end it."""
         texts = [question.turns[0] for question in questions_of(given)]
-        with Serving(name, command) as serving, ThreadPoolExecutor(clients) as pool:
+        with ServerProcess(name, command) as serving, ThreadPoolExecutor(clients) as pool:
             serving.ask(texts[0][:60], given)
             began = time.perf_counter()
             self.answers += pool.map(lambda text: serving.ask(text, given), texts)
             self.seconds += time.perf_counter() - began
 
-    def figures(self, reference: list[Served]) -> dict[str, Any]:
+    def figures(self, reference: list[StreamedAnswer]) -> dict[str, Any]:
         pairs = zip(self.answers, cycle(reference), strict=False)
         same = sum(one.text == other.text for one, other in pairs)
         one = {"tokens_per_second": self.rate, "same_text": same, "prompts": len(self.answers)}
         return one | {"p50_ttft_ms": 1000 * median(each.first for each in self.answers)}
 
 
-def measure(cases: list[Case], given: Namespace) -> dict[Key, Measured]:
+def measure(cases: list[Case], given: Namespace) -> dict[Key, Measurement]:
     """Ask every server of every case, in turn for every round. One that fails is left out; Ctrl-C
     ends with what there is."""
-    measured, failed, key = defaultdict[Key, Measured](Measured), set[Key](), None
+    measured, failed, key = defaultdict[Key, Measurement](Measurement), set[Key](), None
     turns = [
         ((case.name, clients, name), command)
         for case in cases
@@ -93,7 +93,7 @@ def measure(cases: list[Case], given: Namespace) -> dict[Key, Measured]:
     return measured
 
 
-def summary(measured: Mapping[Key, Measured]) -> list[dict[str, str]]:
+def summary(measured: Mapping[Key, Measurement]) -> list[dict[str, str]]:
     """Return a row for each server, of llama.cpp's speculations the fastest in each cell."""
     cells = defaultdict[str, dict[str, tuple[float, str]]](dict)
     columns = dict.fromkeys(f"{case}: {clients}" for case, clients, _ in measured)
@@ -103,9 +103,8 @@ def summary(measured: Mapping[Key, Measured]) -> list[dict[str, str]]:
         shown = f"{one.rate:.1f}{'' if own == name else f' ({own})'}"
         best = cells[row].get(f"{case}: {clients}", (0.0, ""))
         cells[row][f"{case}: {clients}"] = max(best, (one.rate, shown))
-    empty = (0.0, "-")
     return [
-        {"tokens/s": row} | {column: of.get(column, empty)[1] for column in columns}
+        {"tokens/s": row} | {column: of.get(column, (0.0, "-"))[1] for column in columns}
         for row, of in cells.items()
     ]
 

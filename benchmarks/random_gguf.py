@@ -40,16 +40,16 @@ def tensors(config: Any, shapes: dict[str, list[int]]) -> Iterator[tuple[str, li
             for part in ("gate", "up"):
                 yield f"{at}.ffn_{part}_exps.weight", [shape[0], shape[1] // 2, shape[2]]
         else:
-            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            assert found is not None, name
-            found += "" if found.endswith((".weight", ".bias", "ssm_a", "ssm_d")) else ".weight"
-            found = found.replace("_shexp", "")
+            renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert renamed is not None, name
+            renamed += "" if renamed.endswith((".weight", ".bias", "ssm_a", "ssm_d")) else ".weight"
+            renamed = renamed.replace("_shexp", "")
             shape = [size for size in shape if size != 1]
-            if config.model_type == "granitemoehybrid" and found.endswith(("ssm_a", "ssm_d")):
+            if config.model_type == "granitemoehybrid" and renamed.endswith(("ssm_a", "ssm_d")):
                 shape = [*shape, 1]
-            if config.model_type == "granitemoehybrid" and found.endswith("ssm_norm.weight"):
+            if config.model_type == "granitemoehybrid" and renamed.endswith("ssm_norm.weight"):
                 shape = [1, *shape]
-            yield found, shape
+            yield renamed, shape
 
 
 def fields(config: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def fields(config: Any) -> dict[str, Any]:
         for kind in kinds
     ]
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found: dict[str, Any] = {
+    items: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -76,28 +76,28 @@ def fields(config: Any) -> dict[str, Any]:
     }
     kind = config.model_type
     if kind == "gemma3_text":
-        found["attention.sliding_window"] = config.sliding_window
+        items["attention.sliding_window"] = config.sliding_window
     if kind == "lfm2":
-        found["shortconv.l_cache"] = config.conv_L_cache
+        items["shortconv.l_cache"] = config.conv_L_cache
         inner = 2 * config.intermediate_size // 3
         step = config.block_multiple_of
-        found["feed_forward_length"] = -(-inner // step) * step
+        items["feed_forward_length"] = -(-inner // step) * step
     if kind == "olmoe":
-        found |= {
+        items |= {
             "expert_count": config.num_experts,
             "expert_used_count": config.num_experts_per_tok,
         }
     if kind == "granitemoehybrid":
-        found |= ssm(config.mamba_d_conv, config.mamba_n_heads * config.mamba_d_head)
-        found |= {"ssm.state_size": config.mamba_d_state, "ssm.group_count": config.mamba_n_groups}
-        found |= {"ssm.time_step_rank": config.mamba_n_heads, "rope.scaling.finetuned": False}
+        items |= ssm(config.mamba_d_conv, config.mamba_n_heads * config.mamba_d_head)
+        items |= {"ssm.state_size": config.mamba_d_state, "ssm.group_count": config.mamba_n_groups}
+        items |= {"ssm.time_step_rank": config.mamba_n_heads, "rope.scaling.finetuned": False}
     if kind == "qwen3_5_text":
         heads, width = config.linear_num_value_heads, config.linear_value_head_dim
-        found |= ssm(config.linear_conv_kernel_dim, heads * width)
-        found |= {"ssm.state_size": width, "ssm.group_count": config.linear_num_key_heads}
-        found |= {"ssm.time_step_rank": heads, "rope.dimension_sections": [11, 11, 10, 0]}
-        found |= {"attention.head_count_kv": config.num_key_value_heads, "rope.dimension_count": 64}
-    return found
+        items |= ssm(config.linear_conv_kernel_dim, heads * width)
+        items |= {"ssm.state_size": width, "ssm.group_count": config.linear_num_key_heads}
+        items |= {"ssm.time_step_rank": heads, "rope.dimension_sections": [11, 11, 10, 0]}
+        items |= {"attention.head_count_kv": config.num_key_value_heads, "rope.dimension_count": 64}
+    return items
 
 
 def ssm(taps: int, inner: int) -> dict[str, Any]:
@@ -116,28 +116,19 @@ def write(path: Path, config: Any, shapes: dict[str, list[int]], weights: str) -
         elif isinstance(value, bool):
             writer.add_bool(key, value)
         else:
-            writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(
-                key, value
-            )
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(key, value)
     some = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(np.float32)
     packed = gguf.quants.quantize(some, kind)
     for name, shape in tensors(config, shapes):
-        small = (
-            len(shape) == 1
-            or "ssm_a" in name
-            or "ssm_d" in name
-            or "conv" in name
-            or "norm" in name
-        )
+        small = len(shape) == 1 or any(part in name for part in ("ssm_a", "ssm_d", "conv", "norm"))
         if small and "proj" not in name:
             fill = -1.0 if "ssm_a" in name and "alpha" not in name else 1.0
             writer.add_tensor(name, np.full(shape, fill, np.float32))
             continue
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        count = int(np.prod(shape)) // block * size
-        data = np.resize(packed.view(np.uint8), count).reshape(
-            *shape[:-1], shape[-1] // block * size
-        )
+        data = np.resize(packed.view(np.uint8), int(np.prod(shape)) // block * size)
+        data = data.reshape(*shape[:-1], shape[-1] // block * size)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -29,12 +29,12 @@ HELD_OUT = 5  # one in this many conversations is counted
 WAYS = (("pifa", 16, True), ("pifa", 64, True), ("pifa", 8, True), ("kmeans", 16, True))
 WAYS += (("kmeans", 512, False),)  # the paper's
 NAMES = {"pifa": "places", "kmeans": "rows"}
-Found = Iterator[tuple[int, float]]
+Recalls = Iterator[tuple[int, float]]
 
 
 def ways(
     given: Namespace, folder: ShortlistTraining, ranking: torch.Tensor
-) -> Iterator[tuple[str, Found]]:
+) -> Iterator[tuple[str, Recalls]]:
     """Yield all ways by name, with their figures by the number of rows."""
     sizes, listed = [int(one) for one in numbers(given.rows)], given.listed
     places, held = (
@@ -50,7 +50,7 @@ def ways(
         for count, own in ((given.train, False), (given.held, True))
     )
     folder.to_cpu()
-    network, head = folder.network, folder.head
+    network, head = folder.network, folder.target.head
     rank = torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
     rank = rank[held.target]
     yield "frequency", ((rows, recall(held, rank < rows)) for rows in sizes)

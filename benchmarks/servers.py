@@ -20,13 +20,13 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 START = 600.0  # seconds that a server may take to start
 
 
-class Served(NamedTuple):
+class StreamedAnswer(NamedTuple):
     text: str
     tokens: int
     first: float  # seconds until the first piece
 
 
-class Serving:
+class ServerProcess:
     """A running server, for as long as the `with` block lasts; its command has `{port}`."""
 
     def __init__(self, name: str, command: str | Sequence[str]) -> None:
@@ -37,7 +37,7 @@ class Serving:
         words = shlex.split(command) if isinstance(command, str) else command
         self.command = [word.replace("{port}", port) for word in words]
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> ServerProcess:
         self.log = tempfile.TemporaryFile()
         try:
             self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log)
@@ -78,8 +78,7 @@ class Serving:
         except OSError as failure:
             raise QuickbeamError(f"{self.name}: gone while it was asked ({failure})") from None
 
-    def ask(self, prompt: str, given: Namespace) -> Served:
-        """Return a streamed greedy answer."""
+    def ask(self, prompt: str, given: Namespace) -> StreamedAnswer:
         body: dict[str, Any] = {"model": self.model, "max_tokens": given.max_tokens}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         messages = {"messages": [{"role": "user", "content": prompt}]}
@@ -97,4 +96,4 @@ class Serving:
                     first = first or (time.perf_counter() - began if piece else 0.0)
                     text, tokens = text + piece, tokens + bool(piece)
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-        return Served(text, tokens, first)
+        return StreamedAnswer(text, tokens, first)

@@ -117,8 +117,8 @@ def llama_cpp(name: str, given: Namespace) -> dict[str, float]:
         command = [*shlex.split(given.llama_bench), "-m", str(path), *options.split()]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise QuickbeamError(f"{given.llama_bench} failed: {said[-1]}")
+        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise QuickbeamError(f"{given.llama_bench} failed: {lines[-1]}")
     prompt, tokens = (one["avg_ts"] for one in json.loads(done.stdout))
     return {"llama_token_ms": 1000 / tokens, "llama_prompt_tokens_per_second": prompt}
 
@@ -138,8 +138,8 @@ def main() -> None:
         if given.llama_bench:
             figures[name] |= llama_cpp(name, given)
     rows = [
-        {"shape": name, **{key: f"{value:.2f}" for key, value in found.items()}}
-        for name, found in figures.items()
+        {"shape": name, **{key: f"{value:.2f}" for key, value in one.items()}}
+        for name, one in figures.items()
     ]
     finish(given, rows, shapes=figures)
 

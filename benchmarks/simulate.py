@@ -106,7 +106,6 @@ def here(cost: CostModel, drafter: Drafter | None, host: float, context: int) ->
 
 
 def compared(llm: LLM, curves: dict[str, list[Entry]], given: Namespace) -> Iterator[Row]:
-    """Yield the rows of the table of `here`."""
     asked, cells = prompts(llm, given), defaultdict[tuple[int, str], list[Entry]](list)
     context = round(mean(map(len, asked))) + given.max_tokens // 2
     cost = llm.engine.budget.cost  # before the first run, since passes correct it

@@ -13,31 +13,19 @@ tokens, drafter calls) over the steps of all walks, by kind.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import mean
 
 from common import arguments, finish, load, params_of, prompts, script
-from quickbeam import LLM
 from quickbeam.engine.trace import StepRecord
-from trees import places
+from trees import first_steps, places
 
 NODES, CHAIN = 64, 6  # of the widest tree, of the longest chain
 FIXED, COPIED = (4, 16, 64), (2, 4, 8, 16, 32)  # nodes of trees of fixed shape, and of n-grams
 BOUNDS = [0.5 * 0.8**i for i in range(20)]
 Entry = tuple[float, float, float]  # of a step: rows, tokens, drafter calls
 Kept = Callable[[StepRecord], int]  # how many of a tree's first nodes are taken
-
-
-def first_step(llm: LLM, ids: list[int], method: str, budget: int, given: Namespace) -> StepRecord:
-    """Return the step after `ids` and the token that follows them."""
-    records: list[StepRecord] = []
-    params = replace(params_of(given), max_tokens=NODES + 2)
-    stream = llm.stream(ids, params, method=method, budget=budget, observer=records.append)
-    next((None for _ in stream if records), None)
-    stream.close()
-    return records[0]
 
 
 def walk(places: Sequence[StepRecord], kept: Kept) -> Iterator[Entry]:
@@ -52,7 +40,6 @@ def walk(places: Sequence[StepRecord], kept: Kept) -> Iterator[Entry]:
 
 
 def entry(answers: Sequence[Sequence[StepRecord]], kept: Kept) -> Entry:
-    """Return the mean over the steps of all walks."""
     steps = [step for places in answers for step in walk(places, kept)]
     rows, tokens, calls = (round(mean(column), 3) for column in zip(*steps, strict=True))
     return rows, tokens, calls
@@ -76,9 +63,10 @@ def main() -> None:
     given = arguments(__doc__, limit=16, max_tokens=48).parse_args()
     llm, plain = load(given), params_of(given)
     answers = [list(places(llm, ids, plain, 1)) for ids in prompts(llm, given, NODES)]
+    long = replace(plain, max_tokens=NODES + 2)
 
     def steps(method: str, budget: int) -> list[list[StepRecord]]:
-        return [[first_step(llm, text, method, budget, given) for text in one] for one in answers]
+        return [[first_steps(llm, ids, method, budget, long)[0] for ids in one] for one in answers]
 
     wide, chains = steps("auto", NODES), steps("chain", CHAIN)
     curves = {

@@ -7,7 +7,7 @@ places at once. Here every method takes one step at the same places: every few t
 plain decoding. Methods learn from place to place. In brackets: the difference from the first
 method, with its standard error by answers.
 
-Above temperature 0 what a step emits depends on chance, too. Each tree is grown and verified with
+Above temperature 0 what a step emits is random, too. Each tree is grown and verified with
 several seeds (`--draws`), the same ones for all methods, and the mean counts: the noise behind a
 place does not depend on the text before it. `NAME+residual` draws children as the papers do. The
 share of places at which a drafter's likeliest token is the model's is MAT - 1 at `--budgets 2`,
@@ -29,17 +29,22 @@ METHODS = "dyspec,dyspec-threshold,chain,specinfer,sequoia,eagle2"
 APART = 1_000_003  # between the seeds of a place
 
 
-def first_step(llm: LLM, ids: list[int], name: str, budget: int, params: SamplingParams) -> int:
+def first_steps(
+    llm: LLM, ids: list[int], method: str, budget: int, params: SamplingParams
+) -> list[StepRecord]:
+    """Return the step after `ids` and the token that follows them first; none at the end."""
+    records: list[StepRecord] = []
+    stream = llm.stream(ids, params, method=method, budget=budget, observer=records.append)
+    next((None for _ in stream if records), None)
+    stream.close()
+    return records
+
+
+def emitted(llm: LLM, ids: list[int], name: str, budget: int, params: SamplingParams) -> int:
     """Return how many tokens the first step after `ids` and the token that follows them emits."""
     method, _, coupling = name.partition("+")
-    records: list[StepRecord] = []
-    wanted = replace(params, coupling=coupling or COUPLED, max_tokens=budget + 2)
-    stream = llm.stream(ids, wanted, method=method, budget=budget, observer=records.append)
-    for _ in stream:
-        if records:
-            break
-    stream.close()
-    return len(records[0].emitted) if records else 0
+    own = replace(params, coupling=coupling or COUPLED, max_tokens=budget + 2)
+    return next((len(one.emitted) for one in first_steps(llm, ids, method, budget, own)), 0)
 
 
 def places(llm: LLM, ids: list[int], params: SamplingParams, every: int) -> Iterator[list[int]]:
@@ -86,11 +91,8 @@ def main() -> None:
                 lists.append([])
             for text in places(llm, ids, params, given.every):
                 for (name, budget), lists in tokens_of.items():
-                    steps = (
-                        first_step(llm, text, name, budget, replace(params, seed=one))
-                        for one in seeds
-                    )
-                    lists[-1].append(mean(steps))
+                    own = (replace(params, seed=one) for one in seeds)
+                    lists[-1].append(mean(emitted(llm, text, name, budget, one) for one in own))
         count = sum(map(len, tokens_of[names[0], budgets[0]]))
         trees = []
         for name in names:

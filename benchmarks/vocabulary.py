@@ -52,9 +52,8 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
         pulls = [(a - share * b) / full for a, b in zip(pulls, full_pulls, strict=True)]
         kept[item.name] = share, pulls
         # without a size, it is held against the full vocabulary alone
-        first = (
-            item.name if item.shortlist is None else firsts.setdefault(item.shortlist, item.name)
-        )
+        size = item.shortlist
+        first = item.name if size is None else firsts.setdefault(size, item.name)
         heads = [one.head for one in statistics_of[item.name] if one.head is not None]
         calls, tokens, seconds = (
             sum(getattr(head, name) for head in heads) for name in ("calls", "tokens", "seconds")

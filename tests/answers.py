@@ -32,7 +32,6 @@ def request(
 
 
 def answer(model, policy, params, prompt, *, engine=None, **options):
-    """One answer, run to its end. Raises what ended it."""
     engine = engine or Engine(model)
     sequence = engine.add(request(model, policy, params, prompt, **options))
     run(engine, sequence)
@@ -42,7 +41,6 @@ def answer(model, policy, params, prompt, *, engine=None, **options):
 
 
 def run(engine, *sequences):
-    """Step until these are over, or all."""
     while any(not one.over for one in sequences) if sequences else engine.busy:
         engine.step()
 
@@ -51,14 +49,12 @@ PROMPTS = [[3, 1, 4] * 5, [9] * 3, list(range(5, 40)), [2, 7], [3, 1, 4] * 7, [8
 
 
 def same_as_plain(model, drafter, prompts=PROMPTS):
-    """Answers of `auto` over a drafter are plain decoding's, alone and all at a time, at two
-    temperatures, with a measured budget and with one that leaves the drafter its room."""
+    """`auto` over a drafter answers as plain decoding does, alone and side by side."""
     for temperature, budget in itertools.product((0.0, 0.8), (None, 9)):
         params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
         plain = [answer(model, NoDraft(), params, one).output.token_ids for one in prompts]
         auto = Auto(drafter, Ngram(), LastLogits())
-        alone = answer(model, auto, params, prompts[0], budget=budget)
-        assert alone.output.token_ids == plain[0]
+        assert answer(model, auto, params, prompts[0], budget=budget).output.token_ids == plain[0]
         engine = Engine(model)
         running = [engine.add(request(model, auto, params, p, budget=budget)) for p in prompts]
         run(engine)
@@ -77,21 +73,18 @@ def method_as_plain(model, method, prompt):
 
 
 def drafting(drafter):
-    """Methods without a drafter, with it alone, and with all."""
-    without = LogitSpec(Ngram(), LastLogits())
-    return without, DySpec(drafter), Auto(drafter, Ngram(), LastLogits())
+    return LogitSpec(Ngram(), LastLogits()), DySpec(drafter), Auto(drafter, Ngram(), LastLogits())
 
 
 def conversation(model, params, prompt, more):
-    """Prompts, and answers by plain decoding without a cache: behind each answer, `more` is
-    said."""
-    found = []
+    """Prompts and plain decoding's answers without a cache; `more` comes behind each answer."""
+    turns = []
     for words in more:
         engine = Engine(model, share=False)
-        said = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
-        found.append((prompt, said))
-        prompt = [*prompt, *said, *words]
-    return found
+        reply = answer(model, NoDraft(), params, prompt, engine=engine, budget=1).output.token_ids
+        turns.append((prompt, reply))
+        prompt = [*prompt, *reply, *words]
+    return turns
 
 
 def drafts_change_nothing(model, policies, params, right, alone=None):
@@ -99,14 +92,14 @@ def drafts_change_nothing(model, policies, params, right, alone=None):
     on, and all side by side. Returns the last one of those alone."""
     engine = Engine(model)
     for policy in policies:
-        for prompt, said in right if alone is None else alone:
+        for prompt, reply in right if alone is None else alone:
             last = answer(model, policy, params, prompt, engine=engine, budget=8)
-            assert last.output.token_ids == said
+            assert last.output.token_ids == reply
     running = [
-        (engine.add(request(model, policy, params, prompt, budget=8)), said)
+        (engine.add(request(model, policy, params, prompt, budget=8)), reply)
         for policy in policies
-        for prompt, said in right
+        for prompt, reply in right
     ]
     run(engine)
-    assert all(one.output.token_ids == said for one, said in running)
+    assert all(one.output.token_ids == reply for one, reply in running)
     return last

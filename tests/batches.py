@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from pathlib import Path
 
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Reply, check, read, run
@@ -30,11 +31,11 @@ def records(path):
 
 def go(source, output, answer=echo, window=4):
     """Requests in the file, and those answered now."""
-    told = []
+    answered = []
     with Journal(output) as journal:
         total = check(source, journal)
-        asyncio.run(run(read(source), answer, journal, window, lambda: told.append(None)))
-    return total, len(told)
+        asyncio.run(run(read(source), answer, journal, window, lambda: answered.append(None)))
+    return total, len(answered)
 
 
 def killed(source, output, writes, part):
@@ -50,4 +51,4 @@ def killed(source, output, writes, part):
         return write(file, data)
 
     os.write = counted
-    go(source, output)
+    go(Path(source), Path(output))

@@ -11,11 +11,11 @@ from quickbeam.errors import InvalidInput
 THOROUGH = os.environ.get("QUICKBEAM_TESTS") == "all"  # as `make test-all` sets it
 SHARE = 0.4  # of a property's examples that `make test` tries
 LEAST = 12
+FULL = OSError(28, "No space left on device")
 
 
 def spread(*values):
-    """All combinations. A few in which each value occurs, evenly mixed, are run by `make test`; the
-    others are `long`."""
+    """All combinations; `make test` runs a few in which each value occurs, the rest is `long`."""
     kept = [
         tuple(some[(i + i // len(some) * at) % len(some)] for at, some in enumerate(values))
         for i in range(max(map(len, values)) if all(values) else 0)
@@ -32,11 +32,28 @@ def few(every, kept):
 
 
 def examples(most, **more):
-    """So many examples of a property with `make test-all`, a part of them with `make test`. `more`:
-    hypothesis' own settings, beside the profile of `conftest.py`."""
+    """So many with `make test-all`, a part with `make test`. `more`: hypothesis' own settings."""
     return settings(
         max_examples=most if THOROUGH else min(most, max(LEAST, round(most * SHARE))), **more
     )
+
+
+def raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def before(patch, owner, name, note):
+    """Have `note` called with what each call of `owner.name` is given, before it."""
+    call = getattr(owner, name)
+
+    def noted(*given, **more):
+        note(*given, **more)
+        return call(*given, **more)
+
+    patch.setattr(owner, name, noted)
 
 
 def refuses(words, call, *given, error=InvalidInput, **options):

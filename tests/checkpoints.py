@@ -13,18 +13,13 @@ from quickbeam.drafters.checkpoints import load_eagle
 from quickbeam.drafters.eagle_model import MODEL_TYPE
 from quickbeam.drafters.folder import TargetParts, write_folder
 
-D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
+D, VOCAB, DRAFT, LAYERS = 32, 97, 20, 12
 LLAMA: dict[str, Any] = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=D)
 LLAMA |= dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB)
 LLAMA |= dict(num_hidden_layers=1, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=5000.0)
 LLAMA |= dict(max_position_embeddings=2048)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=64)
-SPECULATORS: dict[str, Any] = dict(
-    speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True
-)
-LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-LAYER_FIELDS += ("rms_norm_eps", "rope_theta", "rope_scaling", "head_dim")
 
 
 def layer(prefix, wide, bias=False, d=D):
@@ -87,7 +82,6 @@ def read(folder, embedding=None, head=None, **target):
 
 
 def configure(folder, **fields):
-    """Change the configuration in a folder."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -100,6 +94,5 @@ def rewrite(folder, tensors):
 
 
 def save(network, folder, dtype=torch.bfloat16):
-    """Write an `EagleHead` in quickbeam's own layout."""
     record = {"model_type": MODEL_TYPE, **asdict(network.config)}
     write_folder(folder, record, network.state_dict(), dtype)

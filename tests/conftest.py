@@ -76,7 +76,6 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def plain_environment(monkeypatch, tmp_path):
-    """Nothing asked for, an empty cache."""
     for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
@@ -84,8 +83,7 @@ def plain_environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def threads():
-    """One thread, unless a test sets another number: work this small is slower on several, far
-    slower on a busy machine."""
+    """One thread, unless a test sets another number: work this small is slower on several."""
     import torch
 
     before = torch.get_num_threads()
@@ -113,8 +111,7 @@ def native(monkeypatch):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """Runs the command line in front of a stand-in for the model, `fake_llm.py`. No command may end
-    in a traceback."""
+    """The command line before a stand-in for the model; no command may end in a traceback."""
     from typer.testing import CliRunner
 
     import fake_llm
@@ -136,19 +133,18 @@ def faked(monkeypatch):
 def llm(toy_folder):
     from quickbeam import LLM
 
-    with LLM(toy_folder, "pld") as found:
-        yield found
+    with LLM(toy_folder, "pld") as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
 def runner(llm):
-    """A server's, under two names."""
     from quickbeam.serve.runner import Runner
     from quickbeam.serve.settings import ServeSettings
 
-    found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
-    yield found
-    asyncio.run(found.close())
+    runner = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
+    yield runner
+    asyncio.run(runner.close())
 
 
 @pytest.fixture
@@ -167,7 +163,6 @@ def anyio_backend():
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory):
-    """A file of 60 prompts to train on."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     return path

@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def read(name):
-    """A file of the repository, or a page."""
     return (ROOT / name).read_text(encoding="utf-8")
 
 
@@ -41,7 +40,6 @@ class Block(NamedTuple):
 
     @property
     def served(self):
-        """Whether it asks the server."""
         return SERVER in self.body
 
     def __str__(self):
@@ -58,19 +56,17 @@ class Command(NamedTuple):
 
 @cache
 def blocks():
-    """Every fenced block of every page."""
-    found = []
+    fenced = []
     for page in PAGES:
         text = read(page)
         for each in FENCE.finditer(text):
             line = text.count("\n", 0, each.start("body"))
-            found.append(Block(page, line, each["kind"], each["body"], bool(each["mark"])))
-    return found
+            fenced.append(Block(page, line, each["kind"], each["body"], bool(each["mark"])))
+    return fenced
 
 
 @cache
 def commands():
-    """Every line of a bash block."""
     bash = [block for block in blocks() if block.kind == "bash"]
     return [
         Command(block, shlex.split(line, comments=True))
@@ -80,8 +76,7 @@ def commands():
 
 
 def of_program(words):
-    """The calls of quickbeam in a line, without its name: `echo … | quickbeam generate -` is
-    one."""
+    """Calls of quickbeam in a line, without its name; `echo … | quickbeam generate -` has one."""
     parts: list[list[str]] = [[]]
     for word in words:
         parts.append([]) if word == "|" else parts[-1].append(word)
@@ -90,7 +85,6 @@ def of_program(words):
 
 @cache
 def hooks():
-    """docs/hooks.py, which makes parts of the site."""
     spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -99,8 +93,7 @@ def hooks():
 
 
 def save_drafter(folder, vocab, size, layers):
-    """A random feature drafter with a shortlist, for a target of so many tokens, of this width and
-    depth."""
+    """A random feature drafter with a shortlist, for a target of these sizes."""
     torch.manual_seed(5)
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 8}
     of_target = {"layers": (1, layers), "target_size": size, "vocab_size": vocab}

@@ -69,8 +69,7 @@ def grown(growth, answer):
 
 
 def grow(policy, context, budget, max_depth, call=float("-inf")):
-    """A growth run to its end. Sources that have not read the text yet do so. Requests that promise
-    no more than `call` are refused."""
+    """A growth run to its end; requests whose gain is no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
 
@@ -82,7 +81,6 @@ def grow(policy, context, budget, max_depth, call=float("-inf")):
 
 
 def tree_of(policy, context, budget, max_depth, call=float("-inf")):
-    """The tree of `grow`."""
     return grow(policy, context, budget, max_depth, call).tree
 
 
@@ -92,9 +90,8 @@ def tempered(probs, temperature):
     return weights / weights.sum()
 
 
-def toy_distributions(model, temperature=1.0):
-    """The target's and the drafter's distributions at a temperature, by the last tokens; made once
-    each."""
+def toy_probs(model, temperature=1.0):
+    """The target's and the drafter's distributions at a temperature, by the last tokens."""
 
     def of(probs):
         made = cache(lambda last: tempered(probs(last), temperature))
@@ -104,8 +101,7 @@ def toy_distributions(model, temperature=1.0):
 
 
 def zipf_drafter(vocab=500, seed=0):
-    """DraftProbs as small models have them: sometimes nearly certain, sometimes hardly decided.
-    Each path has its own."""
+    """As small models: sometimes nearly certain, sometimes hardly decided, by the path."""
     ranks = torch.arange(1, vocab + 1).log()
 
     def probs(context):

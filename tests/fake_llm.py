@@ -26,7 +26,6 @@ FAILURES = {
 
 
 def step():
-    """A root, an accepted token, a rejected one beside it."""
     tree = TokenTree(1)
     tree.add(0, 2, "ngram", 0.5)
     tree.add(0, 3, "drafter", 0.25)

@@ -33,26 +33,22 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native
 
 
 def head_of(config, model):
-    """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay
-    the model's."""
+    """An untrained drafter that is sure of its wrong guesses."""
     torch.manual_seed(0)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     network = EagleHead(config, *modules).requires_grad_(False)
     # without norms outputs grow, and rounding with them
-    gain = 3 if config.join == "attention" else 1.75
-    spread_out(network, gain, 0.3)
+    spread_out(network, 3 if config.join == "attention" else 1.75, 0.3)
     if config.own_head:
         network.tokens.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size])
     return network
 
 
 def normed(weight, x, eps):
-    """An RMS norm, plainly."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rotated(x, positions):
-    """`[n, heads, d]` with plain rotary angles."""
     half = x.shape[-1] // 2
     angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -91,7 +87,6 @@ class Pair:
 
     @torch.inference_mode()
     def layer(self, hidden, tokens):
-        """The equations, with full causal attention over all rows."""
         c, n = self.config, len(hidden)
         weight = {name: value for name, value in self.network.named_parameters()}
 
@@ -106,9 +101,8 @@ class Pair:
         else:
             x = hidden = torch.cat([embedded, hidden], -1) @ weight["fc.weight"].T
         sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
-        q, k, v = (
-            (x @ part.T).view(n, -1, c.head_dim) for part in weight["qkv.weight"].split(sizes)
-        )
+        parts = weight["qkv.weight"].split(sizes)
+        q, k, v = ((x @ part.T).view(n, -1, c.head_dim) for part in parts)
         q, k = (rotated(x, torch.arange(n)) for x in (q, k))
         x = hidden + causal(q, k, v) @ weight["out.weight"].T
         gate, up = (norm("mlp_norm", x) @ weight["gate_up.weight"].T).chunk(2, -1)
@@ -123,8 +117,7 @@ class Pair:
 
     @torch.inference_mode()
     def expected(self, ids, tree, nodes, temperature):
-        """The distributions after `nodes`, each path on its own, from the hidden states of
-        transformers."""
+        """The distributions after `nodes`, each path on its own."""
         # of 3 layers: what comes after the last is after the norm
         parts = self.taps(ids[:-1], [min(layer, 3) for layer in self.config.layers])
         if self.config.feature_norms:
@@ -147,8 +140,7 @@ class Pair:
         return torch.stack(distributions)
 
     def distances(self, lengths=(1, 7, 30, 66), steps=3, vocab=VOCAB, compared=lambda *both: both):
-        """Total variations between the drafter's distributions and those of the equations, over
-        trees in answers. `compared`: what of both counts."""
+        """Total variations from the equations, over trees in answers. `compared`: what counts."""
         rng, far = random.Random(5), []
         for length in lengths:
             text = self.begin([rng.randrange(vocab) for _ in range(length)], rng.randrange(vocab))
@@ -156,22 +148,20 @@ class Pair:
                 tree = grown(rng, text.context.ids[-1], 7, vocab)
                 for nodes in rounds(tree):
                     right = self.expected(text.context.ids, tree, nodes, 1.0)
-                    found, right = compared(text.distributions(tree, nodes), right)
-                    far += ((found - right).abs().sum(-1) / 2).tolist()
+                    probs, right = compared(text.distributions(tree, nodes), right)
+                    far += ((probs - right).abs().sum(-1) / 2).tolist()
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(vocab))
             text.release()
         return far
 
     def begin(self, prompt, token, temperature=1.0, shortlist=None):
-        """As an answer begins."""
         text = Text(self, [*prompt, token], temperature, shortlist)
         text.read(prompt)
         return text
 
 
 class Text:
-    """A sequence of a pair's target and drafter; its last token is the root of the next tree.
-    `heard`: hidden states of all others."""
+    """A pair's sequence, whose last token is the next root. `hidden`: the states of all others."""
 
     def __init__(self, pair, ids, temperature, shortlist):
         self.pair, self.target = pair, Target(pair.target)
@@ -179,16 +169,15 @@ class Text:
         self.context.cache = self.target.store
         self.state: EagleState = pair.drafter.begin(ids, shortlist)
         self.context.states[pair.drafter.name] = self.state
-        self.heard: list[torch.Tensor] = []
+        self.hidden: list[torch.Tensor] = []
 
     def read(self, prompt, keep=0):
-        """Have the target read a prompt of which it knows the first tokens."""
         self.target.prefill(prompt, keep)
-        self._hear()
+        self._read_hidden()
 
-    def _hear(self):
+    def _read_hidden(self):
         hidden = self.target.take_hidden()
-        self.heard += hidden.split(1)
+        self.hidden += hidden.split(1)
         self.state.append_hidden(hidden)
 
     def request(self, tree, nodes):
@@ -199,33 +188,30 @@ class Text:
         return self.pair.drafter.answer([self.request(tree, nodes)])[0].dense()
 
     def check(self, tree, nodes):
-        found, heat = self.distributions(tree, nodes), self.context.draft_temperature
+        probs, heat = self.distributions(tree, nodes), self.context.draft_temperature
         right = self.pair.expected(self.context.ids, tree, nodes, heat)
-        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(probs, right, atol=1e-5, rtol=1e-3)
 
     def go_on(self, tree, path, last):
-        """As a step ends that accepts a path of a tree and a token of the target's own."""
         self.target.verify(tree)
         self.target.commit(tree, path)
-        self._hear()
+        self._read_hidden()
         self.context.extend([*(tree.token[node] for node in path[1:]), last])
 
     def shared(self, tokens):
-        """How many chunks of so many tokens another text could begin with."""
         chunk = 0
         while self.state.share(chunk, tokens) is not None:
             chunk += 1
         return chunk
 
     def follow(self, ids, chunks, tokens):
-        """Another text, `ids`, that takes its first chunks over from this one."""
         other, kept = Text(self.pair, ids, self.context.temperature, None), chunks * tokens
         if chunks:
             both = self.target.store, self.state
             shared = [[of.share(chunk, tokens) for chunk in range(chunks)] for of in both]
             other.target.store.adopt(shared[0], tokens)
-            other.target.ids, other.heard = ids[:kept], self.heard[:kept]
-            other.state.adopt(shared[1], tokens, [self.heard[kept - 1]])
+            other.target.ids, other.hidden = ids[:kept], self.hidden[:kept]
+            other.state.adopt(shared[1], tokens, [self.hidden[kept - 1]])
         other.read(ids[:-1], kept)
         return other
 
@@ -239,7 +225,6 @@ def words(rng, count):
 
 
 def grown(rng, root, nodes, vocab=VOCAB):
-    """A tree with random tokens, deep rather than wide."""
     tree = TokenTree(root)
     while len(tree) < nodes:
         parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(vocab)
@@ -248,7 +233,7 @@ def grown(rng, root, nodes, vocab=VOCAB):
     return tree
 
 
-def small_pages(page):
+def page_size(page):
     """A fixture for modules: beginnings are shared in whole pages of so many rows."""
 
     @pytest.fixture(autouse=True, scope="module")
@@ -261,7 +246,6 @@ def small_pages(page):
 
 
 def interrupt(patch, owner, name, when, late=True):
-    """Have a call be interrupted, before it or after."""
     calls, run = itertools.count(1), getattr(owner, name)
 
     def interrupted(*args):
@@ -281,12 +265,12 @@ def held(drafter, expected):
     patch, answer = pytest.MonkeyPatch(), drafter.answer
 
     def checked(requests):
-        found = answer(requests)
-        for one, probs in zip(requests, found, strict=True):
+        answers = answer(requests)
+        for one, probs in zip(requests, answers, strict=True):
             ids, heat = one.context.ids, one.context.draft_temperature
             right = expected(ids, one.tree, one.nodes, heat)
             torch.testing.assert_close(probs.dense(), right, atol=1e-5, rtol=1e-3)
-        return found
+        return answers
 
     patch.setattr(drafter, "answer", checked)
     return contextlib.closing(types.SimpleNamespace(close=patch.undo))
@@ -312,7 +296,6 @@ def growing(rng, root, alone):
 
 
 def rounds(tree):
-    """Its nodes by depth: how they can be asked for."""
     return [
         [node for node in range(len(tree)) if tree.depth[node] == depth]
         for depth in range(max(tree.depth) + 1)

@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
 
 from models import table, tiny
-from quickbeam.models.gguf.architecture import TURNED, WOVEN
+from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 288}
 TINY = table("gguf")
@@ -47,13 +47,11 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def states(writer: gguf.GGUFWriter, taps, size, groups, heads, dim) -> None:
-    """Sizes of recurrent layers."""
     sizes = dict(ssm_conv_kernel=taps, ssm_state_size=size, ssm_group_count=groups)
     say(writer, **sizes, ssm_inner_size=heads * dim, ssm_time_step_rank=heads)
 
 
 def metadata(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
-    """What llama.cpp's converter writes of a configuration."""
     c, name = model.config, writer.arch
     c.allow_global_per_layer_attribute_access = True  # Gemma 4's of the layers with windows
     heads, layers = c.num_attention_heads, c.num_hidden_layers
@@ -172,7 +170,7 @@ NAMES = {
 
 
 def apart(state, woven: bool):
-    """All tensors as the converter has them. `woven`: as of `WOVEN`."""
+    """All tensors as the converter has them. `woven`: as of `INTERLEAVED_EXPERTS`."""
     for name, tensor in state.items():
         for old, new in NAMES.items():
             name = name.replace(old, new)
@@ -201,13 +199,11 @@ def plus_one(model: PreTrainedModel, name: str) -> bool:
 
 def tiled(rows, c, dim: int, axis: int = 0):
     """What the converter does to heads of values: a key's first ones first, then the seconds."""
-    keys = c.linear_num_key_heads
-    shape = (*rows.shape[:axis], keys, -1, dim, *rows.shape[axis + 1 :])
+    shape = (*rows.shape[:axis], c.linear_num_key_heads, -1, dim, *rows.shape[axis + 1 :])
     return rows.reshape(shape).swapaxes(axis, axis + 1).reshape(rows.shape)
 
 
 def in_delta_rule(architecture: str, c, state):
-    """The tensors, those of gated delta rules as the converter has them."""
     dim, keys = c.linear_value_head_dim, 2 * c.linear_num_key_heads * c.linear_key_head_dim
     for name, tensor in state:
         module = name.rpartition("linear_attn.")[2].partition(".")[0]
@@ -234,12 +230,7 @@ def in_delta_rule(architecture: str, c, state):
         yield name.replace("dt_bias", "dt_proj.bias"), tensor
 
 
-def as_it_is(name: str, data: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: data}
-
-
 def with_factors(c, state):
-    """The tensors times the factors that Falcon-H1's configuration has."""
     groups = c.mamba_n_groups * c.mamba_d_state
     sizes = torch.tensor([c.mamba_d_ssm, c.mamba_d_ssm, groups, groups, c.mamba_n_heads])
     into = torch.tensor(c.ssm_multipliers).repeat_interleave(sizes) * c.ssm_in_multiplier
@@ -260,7 +251,6 @@ def with_factors(c, state):
 
 
 def in_mamba(c, state):
-    """The tensors, those of Mamba-2 and of what all rows read as the converter has them."""
     beside = "mlp.shared_expert" if getattr(c, "num_local_experts", 0) else "mlp"
     for name, tensor in state:
         kind = name.split(".", 4)[-1]
@@ -286,18 +276,18 @@ def mtp_block(architecture: str, layers: int, layer, plus: float = 1.0) -> dict[
     class. `plus`: what the converter adds to norms' weights."""
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names, block = gguf.get_tensor_name_map(kind, layers + 1), f"model.layers.{layers}"
-    found = dict[str, np.ndarray]()
+    tensors = dict[str, np.ndarray]()
     for name, tensor in apart(layer.state_dict(), False):
         module, _, rest = name.partition(".")
         inside = names.get_name(f"{block}.{rest}", (".weight", ".bias"))
         module = module.replace("post_norm", "shared_head_norm")
         own = inside if module == "mtp_block" else f"blk.{layers}.nextn.{module}.{rest}"
         data = tensor.float().numpy()
-        found[own] = data + plus if "norm" in name.split(".")[-2] else data
-    return found
+        tensors[own] = data + plus if "norm" in name.split(".")[-2] else data
+    return tensors
 
 
-def write(path, architecture, model, kinds=None, change=as_it_is, behind=(), pre="qwen2"):
+def write(path, architecture, model, kinds=None, change=None, behind=(), pre="qwen2"):
     """A file of the model. `kinds`: formats of weights by a part of their name, F32 without.
     `change(name, data)`: what is written of a tensor. `behind`: tensors of a further block.
     `pre`: how text is split into words."""
@@ -310,7 +300,7 @@ def write(path, architecture, model, kinds=None, change=as_it_is, behind=(), pre
     tokenizer(writer, pre)
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, c.num_hidden_layers)
-    state = apart(model.state_dict(), architecture in WOVEN)
+    state = apart(model.state_dict(), architecture in INTERLEAVED_EXPERTS)
     if hasattr(c, "linear_num_key_heads"):
         state = in_delta_rule(architecture, c, state)
     if architecture == "falcon-h1":
@@ -323,11 +313,11 @@ def write(path, architecture, model, kinds=None, change=as_it_is, behind=(), pre
         own, data = names.get_name(name, (".weight", ".bias", ".scale")), tensor.float().numpy()
         heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
         of = name.split(".")[-2]
-        if architecture in TURNED and of in heads:
+        if architecture in INTERLEAVED and of in heads:
             data = turned(data, heads[of])
         if plus_one(model, name):
             data = data + 1
-        for at, rows in change(own, data).items():
+        for at, rows in (change(own, data) if change else {own: data}).items():
             stored = next((k for part, k in (kinds or {}).items() if part in at), None)
             if stored is None or rows.ndim < 2 or at.endswith(".bias"):
                 writer.add_tensor(at, rows)

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.models import stack as of_stack
-from quickbeam.models.stack import Attention, Experts, FeedForward, Linear, Matrices, Norm, Routing
+from quickbeam.models.stack import (
+    Attention,
+    Experts,
+    FeedForward,
+    Linear,
+    LinearAttention,
+    Norm,
+    Routing,
+)
 from quickbeam.models.stack_tensors import norm_weight, query_factors, rows_of
 from reference import ACTIVATIONS
 
@@ -45,7 +53,7 @@ class Interpreter:
             x = x + mixed
             if layer.feed_forward is not None:
                 fed = self.feed(normed, layer.feed_forward)
-                if (beside := layer.beside) is not None:
+                if (beside := layer.parallel_experts) is not None:
                     fed = self.norm(fed, beside.dense_after) + self.feed_beside(x, beside)
                 x = x + self.norm(fed, layer.feed_forward_after) * layer.residual
             if (mine := layer.per_layer) is not None:
@@ -80,12 +88,11 @@ class Interpreter:
         return y.to(x.dtype)
 
     def turn(self, x, of: Attention):
-        """Apply rotary angles to heads `[n, heads, dim]`."""
         if of.rotary is None or self.angles is None:
             return x
         both = self.angles(of.rotary, torch.arange(len(x)))
         cosine, sine = (part[:, None].to(x.dtype) for part in both)
-        turned, rest = x[..., : of.turned], x[..., of.turned :]
+        turned, rest = x[..., : of.rotary_dim], x[..., of.rotary_dim :]
         if of.rotary.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]
             pairs = torch.stack([a * cosine - b * sine, b * cosine + a * sine], -1).flatten(-2)
@@ -148,12 +155,12 @@ class Interpreter:
         return (self.norm(made, of.norm) + rows) * of.mixed
 
     def recur(self, x, of: of_stack.Recurrent):
-        if isinstance(of, Matrices):
+        if isinstance(of, LinearAttention):
             return self.recur_matrices(x, of)
         b, c, x = self.linear(x, of.into).chunk(3, -1)
         return self.linear(c * self.convolve(b * x, of), of.out)
 
-    def recur_matrices(self, x, of: Matrices):
+    def recur_matrices(self, x, of: LinearAttention):
         keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
         sizes = [of.channels, values, of.heads if of.delta else 0, of.heads]
         mixed, gates, rate, step = self.linear(x, of.into).split(sizes, -1)
@@ -178,7 +185,7 @@ class Interpreter:
         if of.delta:
             q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
             q = q / of.key_dim**0.5
-        state, found = torch.zeros(of.heads, of.key_dim, of.value_dim, dtype=x.dtype), []
+        state, rows = torch.zeros(of.heads, of.key_dim, of.value_dim, dtype=x.dtype), []
         for i in range(len(x)):
             state = state * decay[i]
             if of.delta:
@@ -186,8 +193,8 @@ class Interpreter:
             else:
                 u = step[i][:, None] * v[i]
             state = state + k[i][..., None] * u[:, None]
-            found.append(torch.einsum("hkv,hk->hv", state, q[i]))
-        y = torch.stack(found)
+            rows.append(torch.einsum("hkv,hk->hv", state, q[i]))
+        y = torch.stack(rows)
         if of.skip is not None:
             y = y + self.parameters[of.skip][:, None] * v
         y, gates = (one.reshape(len(x), of.groups, -1) for one in (y, F.silu(gates)))
@@ -195,21 +202,20 @@ class Interpreter:
         return self.linear(y.flatten(1), of.out)
 
     def convolve(self, x, of: of_stack.Recurrent):
-        """The convolution of `[n, channels]` over the last `taps` tokens."""
         bias = None if of.bias is None else self.parameters[of.bias]
         padded = F.pad(x.t(), (of.taps - 1, 0))
         return F.conv1d(padded, self.parameters[of.weight], bias, groups=of.channels).t()
 
     def from_latent(self, made, of: Attention, latent: of_stack.Latent):
         """Return queries, keys, values `[n, heads, ...]`; what turns of a head comes first here."""
-        sizes = [made.shape[-1] - latent.rank - of.turned, latent.rank, of.turned]
+        sizes = [made.shape[-1] - latent.rank - of.rotary_dim, latent.rank, of.rotary_dim]
         query, small, turning = torch.split(made, sizes, -1)
         if latent.query is not None:
             norm, up = latent.query
             query = self.linear(self.norm(query, norm), up)
-        query = query.view(len(made), of.heads, -1).roll(of.turned, -1)
+        query = query.view(len(made), of.heads, -1).roll(of.rotary_dim, -1)
         rest = self.linear(self.norm(small, latent.norm), latent.up).view(len(made), of.heads, -1)
-        still, value = torch.split(rest, [of.head_dim - of.turned, latent.value_dim], -1)
+        still, value = torch.split(rest, [of.head_dim - of.rotary_dim, latent.value_dim], -1)
         return query, torch.cat([turning[:, None].expand(-1, of.heads, -1), still], -1), value
 
     def feed(self, x, of: FeedForward | Experts):
@@ -228,7 +234,7 @@ class Interpreter:
             up = activation(up)
         return self.linear(up, of.down) * of.factor
 
-    def feed_beside(self, x, of: of_stack.Beside):
+    def feed_beside(self, x, of: of_stack.ParallelExperts):
         made = self.feed_experts(self.norm(x, of.before), of.experts, self.norm(x, of.router))
         return self.norm(made, of.after)
 

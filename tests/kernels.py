@@ -28,7 +28,6 @@ def load(isa):
 
 
 def number(*shape, like=torch.bfloat16, seed=0):
-    """Random numbers, normally distributed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
@@ -52,7 +51,7 @@ def largest(kernels, packed, x, epilogue=library.BEST, **options):
     return y, best
 
 
-def rows_that_depend_on_others(run, x):
+def dependent_rows(run, x):
     """Run any rows of `x` side by side, in any order; count those with other bits than alone."""
     rng, wrong = random.Random(0), 0
     alone = torch.cat([run(x[i : i + 1]) for i in range(len(x))])
@@ -63,7 +62,6 @@ def rows_that_depend_on_others(run, x):
 
 
 def chain_rows(store, tokens):
-    """Rows of tokens behind the committed ones of one sequence."""
     rows = RowList()
     store.add_chain(rows, tokens, ())
     return rows
@@ -79,8 +77,7 @@ def rows_of(spans, positions, orders, prefix, paths):
 
 
 def filled(kernels, keys, values, length=None):
-    """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16,
-    `length` of them committed."""
+    """A store of one layer: `keys` and `values` `[kv_heads, tokens, dim]`, `length` committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
     shape = KVShape(kv_heads, dim, value_dim)
     store = PagePool([shape], kernels).new()
@@ -90,8 +87,7 @@ def filled(kernels, keys, values, length=None):
 
 
 def read(store, layer, count=None):
-    """Keys and values `[kv_heads, count, dim]` of the first `count` orders of a store's layer; of
-    all committed tokens if None."""
+    """Keys and values `[kv_heads, count, dim]` of the first `count` orders, or of all committed."""
     pool, count = store.pool, store.length if count is None else count
     shape = pool.shapes[layer]
     key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=pool.dtype)
@@ -132,8 +128,7 @@ def relocated(store, seed=0):
 
 
 def attend(kernels, stores, query, prefix, paths, scaling, **variations):
-    """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
-    stores, so many of each."""
+    """`[n, heads, value_dim]`: attention of `query` `[n, heads, key_dim]`, so many rows a store."""
     n, heads, _ = query.shape
     shape = stores[0][1].pool.shapes[0]
     program = Program(kernels)
@@ -147,8 +142,7 @@ def attend(kernels, stores, query, prefix, paths, scaling, **variations):
 
 
 def random_paths(rng, nodes, start):
-    """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from
-    the root to it."""
+    """Parents of a random tree behind `start` tokens; by node the orders from the root to it."""
     parents, paths = [-1], [[start]]
     for node in range(1, nodes):
         parent = rng.randrange(max(0, node - 12), node)

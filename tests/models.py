@@ -17,14 +17,14 @@ SIZES |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 def table(name, made=AutoConfig.for_model):
     """What a table of `tiny_models.jsonl` has by name; `SIZES` where a line says no other."""
-    found = {}
+    configs = {}
     for line in Path(__file__).with_name("tiny_models.jsonl").read_text().splitlines():
         fields = json.loads(line)
         if fields.pop("table") == name:
             own, left_out = fields.pop("name"), fields.pop("without", ())
             sizes = {field: size for field, size in SIZES.items() if field not in left_out}
-            found[own] = made(**(sizes if fields.pop("sizes", True) else {}) | fields)
-    return found
+            configs[own] = made(**(sizes if fields.pop("sizes", True) else {}) | fields)
+    return configs
 
 
 CONFIGS = table("layouts")
@@ -62,8 +62,7 @@ def spread_out(model, by=6, vectors=0.0):
 
 @torch.inference_mode()
 def path_logits(model, prefix, tree, nodes=None):
-    """`[n, vocab]`: each path from the root to a node (to each of them) run on its own, prefix and
-    all, as transformers does it."""
+    """`[n, vocab]`: each path from the root to a node run on its own, prefix and all."""
     rows = []
     for node in range(len(tree)) if nodes is None else nodes:
         ids = prefix + [tree.token[i] for i in tree.path(node)]
@@ -72,8 +71,6 @@ def path_logits(model, prefix, tree, nodes=None):
 
 
 def random_tree(generator, nodes, vocab=VOCAB):
-    """A tree of up to `nodes` nodes, any shape."""
-
     def below(high):
         return int(torch.randint(high, (1,), generator=generator))
 

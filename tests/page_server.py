@@ -40,8 +40,7 @@ def words(prompt):
 
 
 def steps_of(tokens, method, sources=SOURCES):
-    """Steps that emit these tokens after the first: 1, 3, 2, 1, … at a time, with rejected ones
-    beside them; one at a time for `ar`."""
+    """Steps that emit these tokens after the first, 1, 3, 2, … at a time, with rejected ones."""
     steps, at = [], 1
     while at < len(tokens):
         size = 1 if method == "ar" else min((1, 3, 2, 4)[len(steps) % 4], len(tokens) - at)
@@ -139,12 +138,10 @@ async def script(prompt, tokens, method):
         if prompt.startswith("breaks") and number == 2:
             return
         if prompt.startswith("fails") and number == 2:
-            error = {"message": "the logits are not finite", "type": "server_error"}
-            yield sent({"error": error})
+            yield sent({"error": {"message": "the logits are not finite", "type": "server_error"}})
             return
     yield event(delta={}, finish_reason="stop")
-    usage = {"prompt_tokens": 5, "completion_tokens": len(tokens)}
-    yield sent({"choices": [], "usage": usage})
+    yield sent({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(tokens)}})
     yield "data: [DONE]\r\n\r\n"
 
 
@@ -164,13 +161,11 @@ def refuse(status, message, headers=None):
 
 
 def serving(app):
-    """The application on a free port of this machine, from a thread: address and loop."""
     how = {"log_level": "error", "ws": "none", "lifespan": "on", "timeout_graceful_shutdown": 1}
     return in_thread(uvicorn.Config(app, **how))
 
 
 def chromium(playwright):
-    """A headless browser that asks nobody for anything."""
     return playwright.chromium.launch(
         executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES]
     )

@@ -34,9 +34,8 @@ class Quantised(NamedTuple):
 
     @property
     def dense(self):
-        """The weights that the numbers stand for, `[outputs, groups * 32]` float32."""
-        found = self.values * self.scales.float().view(len(self.values), -1, 1)
-        return (found if self.lows is None else found + self.lows.float()[..., None]).flatten(1)
+        weights = self.values * self.scales.float().view(len(self.values), -1, 1)
+        return (weights if self.lows is None else weights + self.lows.float()[..., None]).flatten(1)
 
 
 def in_groups(x):
@@ -112,11 +111,11 @@ def fused(a, b, c):
     nearest would be one too many: where it is not exact, its last bit is made 1.
     """
     left = a.double() * b.double()
-    found = left + c.double()
-    taken = found - left
-    rest = (left - (found - taken)) + (c.double() - taken)
-    bits = found.view(torch.int64)
-    away = torch.where((rest > 0) == (found > 0), 1, -1)
+    total = left + c.double()
+    taken = total - left
+    rest = (left - (total - taken)) + (c.double() - taken)
+    bits = total.view(torch.int64)
+    away = torch.where((rest > 0) == (total > 0), 1, -1)
     inexact = (rest.abs() > 0) & (bits & 1 == 0)
     return torch.where(inexact, bits + away, bits).view(torch.float64).float()
 

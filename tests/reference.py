@@ -46,16 +46,14 @@ def gated(x, gate, up, bias=None):
 
 
 def best(logits):
-    """BEST: the column `[n]` of each row's largest logit, the first of equal ones; -1 if a logit is
-    NaN or the largest is infinite."""
+    """BEST: the column `[n]` of the first largest logit; -1 if one is NaN or it is infinite."""
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
 
 
 def rotate(x, cosine, sine):
-    """Turn the first half of each head `[n, heads, dim]` with the second, by angles
-    `[n, dim / 2]`."""
+    """Turn the first half of each head `[n, heads, dim]` with the second, by `[n, dim / 2]`."""
     first, second = x.double().chunk(2, -1)
     cosine, sine = cosine.double()[:, None], sine.double()[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)

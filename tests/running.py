@@ -29,8 +29,7 @@ async def served(llm, **settings):
 
 
 class Brake:
-    """Holds an engine's steps: `waits` is set when one wishes to begin; `release` lets so many go,
-    all of them if not told."""
+    """Holds an engine's steps: `waits` is set as one begins, `release` lets some or all go."""
 
     def __init__(self):
         self.waits, self._go, self._open = threading.Event(), threading.Semaphore(0), False
@@ -47,7 +46,6 @@ class Brake:
 
 @contextmanager
 def braked(engine):
-    """Its steps are held until they are released."""
     brake, step = Brake(), engine.step
 
     def held():
@@ -63,7 +61,6 @@ def braked(engine):
 
 
 async def until(condition):
-    """Wait for what comes about by itself."""
     for _ in range(3000):
         if condition():
             return
@@ -76,18 +73,15 @@ def job(llm, text="hello", params=LONG, **more):
 
 
 async def begun(runner, *jobs):
-    """Streams of jobs, as one request."""
     with runner.gate.enter(10, len(jobs)) as ticket:
         return await runner.begin(jobs, ticket)
 
 
 def begun_answers(runner):
-    """How many answers have been begun and are not over."""
     return sum(len(one.answers) for one in runner.loaded._mailboxes.values())
 
 
 def idle(runner):
-    """Whether nothing is left of any request."""
     gate, engine = runner.gate, runner.llm.engine
     places = (gate.inside, gate.waiting, gate.waiting_tokens)
     sequences = (*engine.scheduler.active, *engine.scheduler.waiting)
@@ -95,7 +89,6 @@ def idle(runner):
 
 
 def serving(runner):
-    """Its address, and its event loop, in a thread of its own."""
     return in_thread(config(runner))
 
 

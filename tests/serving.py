@@ -35,13 +35,11 @@ def ask(runner, path, body=None, method="POST"):
 
 
 def ask_raw(runner, path, text):
-    """One request with a body that may be no JSON."""
     headers = {"content-type": "application/json"}
     return send(runner, ("POST", path, {"content": text, "headers": headers}))[0]
 
 
 def good(response):
-    """The body of an answer."""
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -72,10 +70,10 @@ def events(response):
         dict(line.split(": ", 1) for line in block.split("\n"))
         for block in response.text.strip().split("\n\n")
     ]
-    found = [json.loads(block["data"]) for block in blocks]
-    assert [block["event"] for block in blocks] == [event["type"] for event in found]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    events = [json.loads(block["data"]) for block in blocks]
+    assert [block["event"] for block in blocks] == [event["type"] for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def junk(*names):
@@ -96,8 +94,7 @@ class Texts(TokenTexts):
 
 
 class ScriptedStream:
-    """An answer that is known, in pieces of so many characters, with a pause in seconds before
-    each, and how it ends."""
+    """A known answer in pieces of so many characters, with a pause in seconds before each."""
 
     def __init__(self, text, piece, pause, end):
         self.text, self.piece, self.pause, self.end = text, piece, pause, end

@@ -21,8 +21,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def saved(layout, folder, toy_folder, layers=None, **changes):
-    """A tiny model of this layout in a folder, with a tokenizer (of other tokens: it is loaded, no
-    more)."""
+    """A tiny model of this layout in a folder, with a tokenizer of other tokens."""
     model = tiny(layout, torch.bfloat16, wide=True, layers=layers)
     for name, value in changes.items():
         setattr(model.config, name, value)
@@ -33,7 +32,6 @@ def saved(layout, folder, toy_folder, layers=None, **changes):
 
 
 def stored(folder):
-    """The checkpoint in a folder, for rows of bfloat16."""
     return Checkpoint(Path(folder), torch.bfloat16)
 
 
@@ -47,7 +45,6 @@ def limits(checkpoint, weights="bfloat16"):
 
 
 def on_disk(checkpoint, memory, weights="bfloat16"):
-    """The model with so much memory for its weights."""
     kept = WeightFile.of(str(checkpoint.path), None, weights, None)
     more = {"weights": weights, "kept": kept, "memory": memory}
     target = Target(NativeModel(checkpoint, checkpoint.stack, **more))
@@ -69,7 +66,6 @@ def alike(one, other, widths=(1, 2, 3, 16, 17, 40, 128)):
 
 
 def bush(width):
-    """A random tree of so many nodes."""
     return grown(random.Random(width), 5, width)
 
 

@@ -7,8 +7,7 @@ from quickbeam.models.opening import make_model
 
 
 class Target:
-    """Its committed tokens `ids`, and logits after any tree of tokens behind them. `model`: one of
-    ours, or a transformers model to make one from."""
+    """Committed `ids`, and logits of trees behind them. `model`: ours, or one of transformers."""
 
     def __init__(self, model, *, chunk=CHUNK):
         self.model = model if isinstance(model, Model) else make_model(model, chunk=chunk)
@@ -26,8 +25,7 @@ class Target:
         return len(self.ids) - sum(len(hidden) for hidden in self._held)
 
     def take_hidden(self):
-        """The hidden states `[k, len(layers) * d]` of the last k committed tokens, which were
-        computed since the last call; `[0]` without any."""
+        """`[k, len(layers) * d]` of the last k committed tokens, computed since the last call."""
         hidden, self._held = self._held, []
         return torch.cat(hidden) if hidden else torch.empty(0)
 
@@ -63,15 +61,11 @@ class Target:
         (passed,) = self.model.forward(Batch([Draft(self.store, tree, base)]))
         self.best = passed.best
         if passed.hidden is not None:
-            self._drafted = (
-                torch.cat([self._drafted[:base], passed.hidden])
-                if base and self._drafted is not None
-                else passed.hidden
-            )
+            known = [self._drafted[:base]] if base and self._drafted is not None else []
+            self._drafted = torch.cat([*known, passed.hidden])
         return passed.logits
 
     def commit(self, tree, path):
-        """Commit the nodes of `path`, the root first."""
         with torch.inference_mode():
             self.store.commit(path)
             if self._drafted is not None:

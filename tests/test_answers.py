@@ -4,17 +4,16 @@ that answers stay the same."""
 import random
 
 import pytest
-from typer.testing import CliRunner
 
 from answers import request, run
 from cases import refuses
 from models import tiny
 from quickbeam import LLM, SamplingParams
-from quickbeam.cli.app import app
 from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
+from scripts import cli
 
 
 def plainly(texts, suffix):
@@ -42,7 +41,7 @@ def test_finds_what_a_plain_reading_finds():
     known._known = lambda ids: 0
     for text in texts:
         known.add(text)
-    found = 0
+    matches = 0
     for _ in range(500):
         suffix = [rng.randrange(3) for _ in range(rng.randrange(GRAM, AGREED))]
         length, rest = plainly(texts, suffix)
@@ -50,8 +49,8 @@ def test_finds_what_a_plain_reading_finds():
         assert (match.length if match else 0) == length
         if match is not None:
             assert known.continuation(match, 100) == rest
-            found += 1
-    assert found > 300
+            matches += 1
+    assert matches > 300
 
 
 def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found():
@@ -65,8 +64,7 @@ def test_the_oldest_texts_are_forgotten_and_nothing_wrong_is_found():
         for _ in range(5):
             suffix = [rng.randrange(6) for _ in range(8)]
             if (match := known.match(suffix)) is not None:
-                after = known.continuation(match, 4)
-                seen = [*suffix[-match.length :], *after]
+                seen = [*suffix[-match.length :], *known.continuation(match, 4)]
                 # what a ring of 300 tokens holds may begin in the middle of a text
                 joined = [",".join(map(str, text)) for text in texts[-100:]]
                 assert any(",".join(map(str, seen)) in text for text in joined)
@@ -151,10 +149,10 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
 
 
 def test_commands_keep_their_answers(toy_folder, tmp_path):
-    options = ["--model", toy_folder, "--keep", str(tmp_path / "kept"), "--max-tokens", "8"]
+    options = ["--model", toy_folder, "--keep", tmp_path / "kept", "--max-tokens", "8"]
     held = 0
     for command in (["generate", "a b c"], ["chat"]):
-        done = CliRunner().invoke(app, [*command, *options], input="other words\n")
+        done = cli(*command, *options, input="other words\n")
         kept = AnswerMemory(1 << 20, tmp_path / "kept", toy_folder).of(None).ring()
         assert done.exit_code == 0 and (kept > 0).sum() >= held + 8
         held = (kept > 0).sum()

@@ -63,11 +63,8 @@ def randomised(model, seed):
 
 
 class Assisted(Pair):
-    """A tiny target and its assistant, which is of transformers' class."""
-
     def __init__(self, target="shared", head="all"):
-        config = Gemma4TextConfig(**FIELDS | TARGETS[target])
-        self.model = randomised(tiny("", config=config), 3)
+        self.model = randomised(tiny("", config=Gemma4TextConfig(**FIELDS | TARGETS[target])), 3)
         kept = {one: TARGETS[target][one] for one in SAME if one in TARGETS[target]}
         small = {"hidden_size": 16, "layer_types": KINDS[::-1] + KINDS[1:]}
         self.assist(Gemma4TextConfig(**FIELDS | PLAIN | kept | small), **HEAD[head])
@@ -84,8 +81,7 @@ class Assisted(Pair):
         for one in (self.model, self.network):
             one.to(dtype).float()
         copy.deepcopy(self.network).to(dtype).save_pretrained(folder)
-        model = copy.deepcopy(self.model).to(dtype)
-        self.target = make_model(model, chunk=6)
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), chunk=6)
         self.drafter = load_assistant(folder, self.target, **options)
         return self
 
@@ -119,9 +115,9 @@ def opened(folder, target="shared", head="all", **options):
 
 @pytest.mark.parametrize(("target", "head"), spread(list(TARGETS), list(HEAD)))
 def test_distributions_are_those_of_transformers_class(target, head, tmp_path):
-    def scored(found, right):
-        found = found * (right > 0)  # what other nodes of the call asked for counts, too
-        return found / found.sum(-1, keepdim=True), right
+    def scored(probs, right):
+        probs = probs * (right > 0)  # what other nodes of the call asked for counts, too
+        return probs / probs.sum(-1, keepdim=True), right
 
     pair = opened(tmp_path, target=target, head=head)
     assert max(pair.distances((9,), 3, VOCABULARY, scored)) < 1e-4
@@ -145,7 +141,6 @@ def test_the_kernels_score_the_clusters_that_fit_each_row():
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """By target and head, in bfloat16, each made once."""
     folder = lambda: tmp_path_factory.mktemp("assistant")  # noqa: E731
     return cache(lambda *kind: opened(folder(), *kind, dtype=torch.bfloat16))
 

@@ -12,16 +12,8 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, MarginalCost
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.methods import make_method
-from quickbeam.methods.acceptance import (
-    GUESSED,
-    REPEATED,
-    AcceptanceModel,
-    as_printed,
-    drafted,
-    drawn,
-    elsewhere,
-)
+from quickbeam.methods import acceptance, make_method
+from quickbeam.methods.acceptance import AcceptanceModel, as_printed, drawn, elsewhere
 from quickbeam.methods.auto import Auto
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.free import LONGEST
@@ -29,8 +21,6 @@ from toy import path_tokens
 
 
 class NoGuesses(LastLogits):
-    """Last logits that nearly chose nothing."""
-
     def ranked(self, context, k):
         return []
 
@@ -43,7 +33,7 @@ def auto(drafter, guesses=False):
     return Auto(drafter, Ngram(), LastLogits() if guesses else NoGuesses())
 
 
-def priced(ids, node):
+def costed(ids, node):
     context = context_of(ids, 0.0)
     context.marginal_cost = flat(node)
     return context
@@ -61,9 +51,9 @@ def test_without_repeats_the_tree_is_the_drafters():
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked():
     period, drafter = [5, 9, 2, 7, 1, 8, 3], zipf_drafter(20)
     policy = auto(drafter)
-    tree = tree_of(policy, priced(period * 4, 0.01), 64, 12, call=0.3)
+    tree = tree_of(policy, costed(period * 4, 0.01), 64, 12, call=0.3)
     assert drafter.rounds == 0 and path_tokens(tree, len(tree) - 1) == (period * 2)[:12]
-    tree_of(policy, priced([1, 2, 3, 4], 0.01), 64, 12, call=0.3)
+    tree_of(policy, costed([1, 2, 3, 4], 0.01), 64, 12, call=0.3)
     assert drafter.rounds > 0
 
 
@@ -72,7 +62,7 @@ def test_likely_paths_are_continued_from_the_text():
     probs[4] = 1 - 0.029
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
     drafter = KnownDrafter(lambda context: probs)
-    tree = tree_of(auto(drafter), priced([*text[:-1], 20, 1], 0.02), 64, 9, call=0.75)
+    tree = tree_of(auto(drafter), costed([*text[:-1], 20, 1], 0.02), 64, 9, call=0.75)
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
 
 
@@ -90,8 +80,8 @@ def test_guesses_of_the_last_logits_compete_with_the_others():
     # the root, of rank 0, is left out
     assert [first.token[child] for child in first.children[0].values()] == [28, 27, 26]
     for _ in range(3000):
-        policy.model.observe(elsewhere(GUESSED, 1), True)
-        policy.model.observe(elsewhere(GUESSED, 2), False)
+        policy.model.observe(elsewhere(acceptance.GUESSED, 1), True)
+        policy.model.observe(elsewhere(acceptance.GUESSED, 2), False)
     assert [tree().token[1:], tree().value[1]] == [[28], pytest.approx(0.99)]
     # the drafter is asked here, and finds another token likelier
     assert paths(tree_of(policy, Context(ids, logits), 9, 4))[0] != (28,)
@@ -109,13 +99,10 @@ def test_continuations_are_not_endless():
     assert max(tree_of(auto(zipf_drafter(20)), context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
 
 
-# --- nodes and calls that have costs ---
-
-
-def test_what_promises_too_little_is_not_asked_for():
+def test_what_brings_too_little_is_not_asked_for():
     drafter = zipf_drafter()
     policy = DySpec(drafter, as_printed)
-    context, calls = priced([0], 0.02), []
+    context, calls = costed([0], 0.02), []
     for call in (0.0, 0.05, 0.2, 0.5, 0.7):
         policy.calls = type(policy.calls)()
         before = drafter.rounds
@@ -125,7 +112,7 @@ def test_what_promises_too_little_is_not_asked_for():
     assert calls == sorted(calls, reverse=True) and calls[0] > calls[2] > 0 == calls[-1]
     context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
-    tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without prices, the paper's own
+    tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without costs, the paper's own
     assert len(drafter.calls) > 1
     policy, context = DySpec(zipf_drafter(), as_printed), context_of([0], 0.0)
     for _ in range(60_000):
@@ -138,7 +125,7 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
     """And all that the tree brings counts for it; for a call of another, a token at most."""
     rounds, sizes = [], []
     for one_call, least, most in ((False, 0.9, 1.01), (True, 2.5, 5.0)):
-        drafter, context = zipf_drafter(), priced([0], 0.02)
+        drafter, context = zipf_drafter(), costed([0], 0.02)
         drafter.one_call = one_call
         policy = DySpec(drafter, as_printed)
         sizes.append(len(tree_of(policy, context, 64, 20, call=0.3)))
@@ -153,7 +140,7 @@ def test_only_the_first_call_of_a_block_drafter_costs_anything():
 
 
 def test_where_passes_rise_in_steps_trees_fill_one():
-    policy, context = DySpec(zipf_drafter(), as_printed), priced([0], 0.01)
+    policy, context = DySpec(zipf_drafter(), as_printed), costed([0], 0.01)
     values, sizes = sorted(tree_of(policy, context, 64, 20).value[1:], reverse=True), set()
     for i in range(30):
         first, second = 0.1 + 0.03 * i, 0.1 + 0.03 * i + 0.12 * (i % 5)
@@ -192,13 +179,13 @@ def test_what_is_accepted_is_learned_where_it_was_seen(rate):
     for _ in range(4000):
         accepted = rng.random() < rate
         model.observe(drawn(1, rng.uniform(0.3, 0.6)), accepted)
-        model.observe(elsewhere(REPEATED, 5), accepted)
+        model.observe(elsewhere(acceptance.REPEATED, 5), accepted)
         model.observe(as_printed(0, 0.5), accepted)
     near = pytest.approx(rate, abs=0.06)
     assert mean(model.rate(drawn(1, x)) for x in (0.31, 0.45, 0.59)) == near
-    assert model.rate(elsewhere(REPEATED, 4)) == near
-    others = drawn(0, 0.45), drawn(1, 0.2), drafted(1, 0.45), as_printed(0, 0.5)
-    for other in (*others, elsewhere(REPEATED, 3)):
+    assert model.rate(elsewhere(acceptance.REPEATED, 4)) == near
+    others = drawn(0, 0.45), drawn(1, 0.2), acceptance.drafted(1, 0.45), as_printed(0, 0.5)
+    for other in (*others, elsewhere(acceptance.REPEATED, 3)):
         assert model.rate(other) == other.usual
-    agreed = elsewhere(REPEATED, 4).given(True)
+    agreed = elsewhere(acceptance.REPEATED, 4).given(True)
     assert model.rate(agreed) == agreed.usual

@@ -59,8 +59,8 @@ def test_a_node_bans_what_the_whole_output_bans(bad, ends, min_tokens, steps, pa
     before, expected = logits.clone(), free.process(logits, path).clone()
     got = sampler.process(logits, path)
     assert torch.equal(logits, before)  # the caller's logits stay
-    said = [token for step in (*steps, path) for token in step]
-    for token in banned_after(said, min_tokens, ends, bad):
+    output = [token for step in (*steps, path) for token in step]
+    for token in banned_after(output, min_tokens, ends, bad):
         expected[token] = -math.inf
     assert torch.equal(got, expected)
 
@@ -81,20 +81,19 @@ def test_what_bans_leave_alone():
 
 
 class Pieces:
-    """A tokenizer that takes the longest piece that it knows; `dummy` goes before every text, as
-    the space of sentencepiece does."""
+    """Takes the longest piece that it knows; `dummy` goes before every text (sentencepiece)."""
 
     def __init__(self, pieces, dummy=""):
         self.pieces, self.dummy = list(pieces), dummy
 
     def encode(self, text, add_special_tokens=True):
         assert not add_special_tokens
-        found, rest = [], self.dummy + text
+        ids, rest = [], self.dummy + text
         while rest:
             piece = max((piece for piece in self.pieces if rest.startswith(piece)), key=len)
-            found.append(self.pieces.index(piece))
+            ids.append(self.pieces.index(piece))
             rest = rest[len(piece) :]
-        return found
+        return ids
 
 
 PIECES = Pieces(["a", "b", " ", " a", "ab", "\n", "X"])
@@ -120,8 +119,7 @@ def test_words_are_banned_with_and_without_a_leading_space(tokenizer, words, ids
 
 
 def test_words_of_transformers_tokenizers_and_of_too_many_tokens():
-    vocab = {"a": 0, "Ġ": 1, "Ġa": 2}
-    backend = Tokenizer(models.BPE(vocab, [("Ġ", "a")]))
+    backend = Tokenizer(models.BPE({"a": 0, "Ġ": 1, "Ġa": 2}, [("Ġ", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert bad_word_ids(PreTrainedTokenizerFast(tokenizer_object=backend), ["a"]) == [[0], [2]]
     tokenizer = Pieces(["a", " "])

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from batches import echo, go, lines, records
 from cases import refuses
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Reply, parse, read, run
-from quickbeam.cli.app import app
+from scripts import cli
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "seed": 7}
 LINES = [
@@ -36,9 +35,9 @@ def source(tmp_path):
 def whole(source, output):
     """Each request has one record in OpenAI's form, with its own answer."""
     asked = {one.custom_id: one for one in read(source)}
-    found = records(output)
-    assert sorted(one["custom_id"] for one in found) == sorted(asked)
-    for one in found:
+    written = records(output)
+    assert sorted(one["custom_id"] for one in written) == sorted(asked)
+    for one in written:
         request, response = asked[one["custom_id"]], one["response"]
         assert one == {**one, "id": request.id, "error": None} and len(one) == 4
         assert response.keys() == {"status_code", "request_id", "body"}
@@ -97,10 +96,10 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
     text = line.encode(errors="surrogateescape")
     source.write_bytes(b'{"prompt": "a"}\n\n' + text + b'\n{"prompt": "b"}\n')
     assert go(source, output) == (3, 3)
-    found = {record["custom_id"]: record for record in records(output)}
-    assert found.keys() == {"line-1", "line-3", "line-4"}
-    message = found["line-3"]["error"]["message"]
-    assert found["line-3"]["response"] is None and why in message and "line 3" in message
+    by_id = {record["custom_id"]: record for record in records(output)}
+    assert by_id.keys() == {"line-1", "line-3", "line-4"}
+    message = by_id["line-3"]["error"]["message"]
+    assert by_id["line-3"]["response"] is None and why in message and "line 3" in message
     assert go(source, output) == (3, 0)
     with Journal(output) as journal:
         assert journal.failed == 1
@@ -137,8 +136,7 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source, tmp_path
     for size in [0, 1, 7, *last, len(text) - 1, len(text)]:
         for tail in (b"", b"\0" * 9):
             output.write_bytes(text[:size] + tail)
-            kept = text[:size].count(b"\n")
-            assert go(source, output, window=30) == (23, 23 - kept)
+            assert go(source, output, window=30) == (23, 23 - text[:size].count(b"\n"))
             whole(source, output)
             assert output.read_bytes().startswith(text[: text[:size].rfind(b"\n") + 1])
 
@@ -228,13 +226,10 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source, tmp_pat
 def test_killed_at_any_moment_each_is_answered_once(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
-    folder, paths = str(Path(__file__).parent), f"Path({str(source)!r}), Path({str(output)!r})"
-    program = (
-        f"import sys\nsys.path.insert(0, {folder!r})\nimport batches\nfrom pathlib import Path"
-    )
-    program += f"\nbatches.killed({paths}, *map(int, sys.argv[1:]))"
-    for writes, part in ((0, 20), (60, 1), (100, 10**6)):
-        child = subprocess.run([sys.executable, "-c", program, str(writes), str(part)])
+    code = "import sys, batches; batches.killed(*sys.argv[1:3], *map(int, sys.argv[3:]))"
+    for moment in ((0, 20), (60, 1), (100, 10**6)):
+        command = [sys.executable, "-c", code, *map(str, (source, output, *moment))]
+        child = subprocess.run(command, cwd=Path(__file__).parent)
         assert child.returncode == -signal.SIGKILL
     kept = output.read_bytes().count(b"\n")
     assert 161 <= kept < 400 and go(source, output) == (400, 400 - kept)
@@ -255,18 +250,16 @@ ASKED = [
 ]
 
 
-def told(llm, body, tokens):
-    """What plain decoding alone says to a request."""
+def plain_texts(llm, body, tokens):
     fields = {"temperature": 1.0, **body}
     asked = {name: fields[name] for name in ("temperature", "seed", "n") if name in fields}
     params = SamplingParams(max_tokens=tokens, **asked)
     ask, given = (llm.generate, body["prompt"]) if "prompt" in body else (llm.chat, USER)
-    found = ask(given, params, method="ar")
-    return [one.text for one in (found if isinstance(found, list) else [found])]
+    answers = ask(given, params, method="ar")
+    return [one.text for one in (answers if isinstance(answers, list) else [answers])]
 
 
-def said(body):
-    """What a response says."""
+def texts_of(body):
     if "output" in body:
         return [body["output"][0]["content"][0]["text"]]
     return [one.get("text") or one["message"]["content"] for one in body["choices"]]
@@ -279,21 +272,21 @@ def command(source, output, folder):
 def test_the_command_answers_as_plain_decoding_alone(toy_folder, tmp_path):
     source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
     asked = command(source, output, toy_folder)
-    done = CliRunner().invoke(app, [*asked, "--max-running", "2"])
+    done = cli(*asked, "--max-running", "2")
     assert done.exit_code == 1
     assert "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
     bodies = {one.custom_id: one.body for one in read(source)}
-    found = {one["custom_id"]: one for one in records(output)}
-    assert found.keys() == bodies.keys() and len(records(output)) == len(found)
+    by_id = {one["custom_id"]: one for one in records(output)}
+    assert by_id.keys() == bodies.keys() and len(records(output)) == len(by_id)
     llm = LLM(toy_folder, dtype="float32")
     for name in ("chat", "drawn", "seeded", "response"):
-        assert said(found[name]["response"]["body"]) == told(llm, bodies[name], 9)
-    assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
-    assert found["field"]["response"]["body"]["error"]["param"] == "tokens"
-    assert found["line-7"]["error"]["code"] == "invalid_request"
+        assert texts_of(by_id[name]["response"]["body"]) == plain_texts(llm, bodies[name], 9)
+    assert [by_id[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
+    assert by_id["field"]["response"]["body"]["error"]["param"] == "tokens"
+    assert by_id["line-7"]["error"]["code"] == "invalid_request"
     before = output.read_bytes()
     # nothing is left to do, so no model is needed
-    assert CliRunner().invoke(app, [*asked, "--model", "/nowhere"]).exit_code == 1
+    assert cli(*asked, "--model", "/nowhere").exit_code == 1
     assert output.read_bytes() == before
 
 
@@ -305,12 +298,11 @@ def test_commands_that_are_refused(source, monkeypatch):
         ("in.jsonl out.jsonl --replicas 2", "--ray"),
         ("in.jsonl out.jsonl --method atuo", "atuo"),
     ):
-        done = CliRunner().invoke(app, ["batch", *arguments.split()])
+        done = cli("batch", *arguments.split())
         assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
 
 
 def forty(folder):
-    """A file of requests whose answers differ."""
     every = [(f"r{i}", "abc " * (i % 5 + 1), 0.7 * (i % 2)) for i in range(40)]
     names = ("custom_id", "prompt", "temperature")
     asked = [{**dict(zip(names, one, strict=True)), "max_tokens": 30} for one in every]
@@ -318,9 +310,8 @@ def forty(folder):
 
 
 def all_forty(source, output, folder):
-    """Each of them has the answer of plain decoding alone, once."""
-    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
-    assert len(records(output)) == len(found) == 40
+    bodies = {one["custom_id"]: one["response"]["body"] for one in records(output)}
+    assert len(records(output)) == len(bodies) == 40
     llm = LLM(folder, dtype="float32")
     for request in read(source):
-        assert said(found[request.custom_id]) == told(llm, request.body, 30)
+        assert texts_of(bodies[request.custom_id]) == plain_texts(llm, request.body, 30)

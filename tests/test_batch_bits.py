@@ -25,8 +25,6 @@ WIDEST = 128  # rows that a part has at most, and more
 
 @dataclass
 class Text:
-    """A sequence and its tokens."""
-
     cache: SequenceCache
     ids: list[int] = field(default_factory=list)
 
@@ -39,8 +37,7 @@ class World:
     def __init__(self, model, other, seed):
         self.model, self.other, self.rng = model, other, random.Random(seed)
         self.texts: list[Text] = []
-        # chunks with what they hold
-        self.shared: list[tuple[Any, list[int]]] = []
+        self.shared: list[tuple[Any, list[int]]] = []  # chunks with what they hold
         self.wrong = self.compared = 0
         self.done = Counter[str]()
 
@@ -51,7 +48,6 @@ class World:
         return [self.below(VOCAB) for _ in range(count)]
 
     def anew(self, text):
-        """The same text in the other model, read at once."""
         cache = self.other.pool.new()
         if text.ids:
             self.other.forward(Batch([Chain(cache, text.ids, False)]))
@@ -59,15 +55,12 @@ class World:
         return cache
 
     def part(self, text):
-        """A piece of prompt or a tree."""
-        length = text.cache.length
-        if self.rng.random() < (0.4 if length else 0.9):
+        if self.rng.random() < (0.4 if text.cache.length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
         size = self.rng.choice([1, 2, 6, 18, 41])
         return Draft(text.cache, grown(self.rng, self.below(VOCAB), size))
 
     def passes(self):
-        """One pass over some of the sequences, and the same rows alone."""
         longest = (self.model.context_length or 0) - WIDEST
         room = [text for text in self.texts if text.cache.length < longest]
         texts = self.rng.sample(room, min(len(room), 1 + self.below(4)))
@@ -76,8 +69,7 @@ class World:
         parts = [self.part(text) for text in texts]
         for text, part in zip(texts, parts, strict=True):
             text.cache.reserve(text.cache.length + part.rows + 1)
-        passed = self.model.forward(Batch(parts))
-        for text, part, got in zip(texts, parts, passed, strict=True):
+        for text, part, got in zip(texts, parts, self.model.forward(Batch(parts)), strict=True):
             cache = self.anew(text)
             (alone,) = self.other.forward(Batch([part._replace(cache=cache)]))
             self.compare(got, alone)
@@ -143,7 +135,6 @@ class World:
             self.shared.append((chunks, text.ids[: count * size]))
 
     def adopt(self):
-        """A sequence that begins with what is held."""
         if self.shared and len(self.texts) < 6:
             chunks, ids = self.rng.choice(self.shared)
             text = Text(self.model.pool.new(), list(ids))
@@ -153,7 +144,6 @@ class World:
 
     @torch.inference_mode()
     def live(self, steps):
-        """Random operations; then the end of all, after which no page is taken."""
         for _ in range(steps):
             every = [self.passes, self.new, self.share]
             every += [self.fork, self.truncate, self.release, self.adopt]
@@ -185,8 +175,7 @@ def wrong_rows(model, other, seeds, steps):
         world.end()
         assert world.compared > steps / 2
         wrong, done = wrong + world.wrong, done + world.done
-    # that happened
-    assert {*+done} >= {"fork", "truncate", "adopt", "spoil"}
+    assert {*+done} >= {"fork", "truncate", "adopt", "spoil"}  # that happened
     return wrong
 
 

@@ -9,16 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cases import refuses
-from quickbeam.bench import peers, report
-from quickbeam.bench.methods import (
-    PEERS,
-    MethodItem,
-    Question,
-    load_questions,
-    load_runners,
-    parse_methods,
-)
+from cases import FULL, raising, refuses
+from quickbeam.bench import methods, peers, report
+from quickbeam.bench.methods import MethodItem, Question, load_questions, parse_methods
 from quickbeam.bench.peers import Peer
 from quickbeam.bench.report import by_category, summaries, tables
 from quickbeam.bench.run import begin, run
@@ -31,20 +24,21 @@ from quickbeam.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 CALLS: list[tuple[str, str]] = []  # of all runners: their names, and what they were asked
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
+MESSAGES = [{"role": "user", "content": "one two three one two three one two"}]
 
 
 class FakeRunner:
-    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the
-    last message. `figures`: further fields of the statistics."""
+    """Answers every prompt alike; ids are characters. `figures`: further fields of statistics."""
 
     device = "cpu"
 
     def __init__(self, name, tokens=range(1, 6), steps=4, seconds=2.0, split=(0.5, 1.0), **figures):
         self.name, self.fails = name, {}
-        self.item = MethodItem(name, name if name in (*PEERS, "ar") else "pld")
-        told = dict(zip(("draft_seconds", "verify_seconds"), split, strict=True)) | figures
-        statistics = Statistics(len(tokens), steps, seconds, **told)
-        self.reply = Completion(f"said by {name}", list(tokens), "length", statistics)
+        self.item = MethodItem(name, name if name in (*methods.PEERS, "ar") else "pld")
+        times = dict(zip(("draft_seconds", "verify_seconds"), split, strict=True)) | figures
+        statistics = Statistics(len(tokens), steps, seconds, **times)
+        self.reply = Completion(f"answer of {name}", list(tokens), "length", statistics)
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
 
@@ -82,18 +76,17 @@ def measured(runners, questions, params=PARAMS):
 
 
 def two_methods():
-    """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the
-    time."""
+    """The second has the same tokens in half the steps and a quarter of the time."""
     fast = FakeRunner("fast", steps=2, seconds=0.5, split=(0.1, 0.3))
     return {"ar": FakeRunner("ar"), "fast": fast}
 
 
 def test_methods_take_budgets_and_switches_of_their_own():
     text = "ar, pld,logitspec:64,logitspec:auto,hf,dyspec:8"
-    found = parse_methods(text, 32)
-    assert [one.name for one in found] == text.replace(" ", "").split(",")
-    assert [one.budget for one in found] == [None, 32, 64, 0, None, 8]
-    assert found[3] == MethodItem("logitspec:auto", "logitspec", 0)
+    items = parse_methods(text, 32)
+    assert [one.name for one in items] == text.replace(" ", "").split(",")
+    assert [one.budget for one in items] == [None, 32, 64, 0, None, 8]
+    assert items[3] == MethodItem("logitspec:auto", "logitspec", 0)
     text, more = "pld,dyspec,dynaspec:8@999,frspec@7+context", {"vocab": "router", "shortlist": 50}
     assert parse_methods(text, drafter="x", **more) == [
         MethodItem("pld", "pld"),
@@ -130,8 +123,7 @@ def test_methods_take_turns_at_going_first_and_are_asked_alike():
     CALLS.clear()
     runners = {name: FakeRunner(name) for name in ("b", "ar", "c")}
     questions = [Question(i, "x", (f"q{i}", "and?")) for i in range(4)]
-    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5)
-    results = measured(runners, questions, params)
+    results = measured(runners, questions, SamplingParams(max_tokens=4, temperature=1.0, seed=5))
     order = [name for name, _ in CALLS]
     assert order == ["b", "ar", "c", "ar", "c", "b", "c", "b", "ar", "b", "ar", "c"]
     assert [text for _, text in CALLS] == [f"q{i}" for i in range(4) for _ in range(3)]
@@ -142,11 +134,8 @@ def test_methods_take_turns_at_going_first_and_are_asked_alike():
     assert summaries(results)["c"]["identical"] == 4
 
 
-SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
-
-
 def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared():
-    for params, identical, said in (
+    for params, identical, note in (
         (SamplingParams(max_tokens=8), [1, 0, 0], ""),
         (SAMPLED, [1, 0, None], "hf: not compared"),
         (replace(SAMPLED, coupling="residual"), [None] * 3, "no outputs are compared"),
@@ -159,13 +148,13 @@ def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared():
         assert [one["identical"] for one in summaries(results).values()] == identical
         assert len(results.differences) == identical.count(0)
         lines = [line for line in report.footer(results) if "compared" in line]
-        assert len(lines) == bool(said) and all(said in line for line in lines)
+        assert len(lines) == bool(note) and all(note in line for line in lines)
 
 
 def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(toy_folder):
     items = parse_methods("ar,pld,logitspec:8,dyspec:8,specinfer:8", drafter=toy_folder)
     given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
-    runners, *_ = load_runners(items, given)
+    runners, *_ = methods.load_runners(items, given)
     (llm,) = {runner.llm for runner in runners.values()}  # they share one load
     assert llm.drafting.drafter is not None  # loaded before anything is timed
     texts = ("abc abc", "one two one two", "q")
@@ -271,14 +260,11 @@ def test_unreadable_question_files_are_refused(tmp_path):
         refuses(r"q\.jsonl:3: .*must be a JSON object with question_id", load_questions, file)
 
 
-def shown(results):
-    return "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
-
-
 def test_tables_show_figures_and_the_reference():
     runners = two_methods()
     runners["hf"] = FakeRunner("hf", seconds=8.0, split=(0.0, 0.0))
-    lines = shown(measured(runners, questions_of("maths", "[/odd|]")))
+    results = measured(runners, questions_of("maths", "[/odd|]"))
+    lines = "\n".join([*report.tables(results), *report.footer(results)]).splitlines()
     row = next(line for line in lines if "maths" in line)
     assert row.split()[1:10:2] == ["maths", "ar", "1.00", "2.00", "2.50"] and "1 of 1" in row
     overall = next(line for line in lines if "overall" in line and "fast" in line)
@@ -295,11 +281,7 @@ def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch)
     path = tmp_path / "out.json"
     common.save("--json", path, {"a": float("nan")})
     refuses("JSON", common.save, "--json", path, {"a": object()}, error=TypeError)
-
-    def full(self, path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.replace", full)
+    monkeypatch.setattr("pathlib.Path.replace", raising(FULL))
     refuses(r"--json .*No space left", common.save, "--json", path, {"a": 2}, error=QuickbeamError)
     assert json.loads(path.read_text()) == {"a": None}
 
@@ -369,10 +351,10 @@ def test_bad_input_is_refused_before_loading(invoke):
 
 @pytest.fixture(scope="module")
 def toy(toy_folder):
-    found = peers.load(toy_folder, "float32", "cpu")
+    loaded = peers.load(toy_folder, "float32", "cpu")
     # a checkpoint's own taste, which must not change the probs compared
-    found[0].generation_config.repetition_penalty = 1.7
-    return found
+    loaded[0].generation_config.repetition_penalty = 1.7
+    return loaded
 
 
 def greedy(model, ids, count, stops):
@@ -383,23 +365,19 @@ def greedy(model, ids, count, stops):
     return tokens
 
 
-MESSAGES = [{"role": "user", "content": "one two three one two three one two"}]
-
-
 def test_hf_is_plain_greedy_decoding_and_counts_its_passes(toy):
     peer = Peer(toy)
     ids = peer.encode(MESSAGES)
     assert peer.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
     answer = peer.answer(ids, SamplingParams(max_tokens=24))
     assert answer.token_ids == greedy(peer.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
-    told = answer.statistics
-    assert told.new_tokens - 1 == told.steps == len(answer.token_ids) - 1
-    assert told.seconds > 0 and told.prefill_seconds > 0 and told.verify_seconds == 0
+    counts = answer.statistics
+    assert counts.new_tokens - 1 == counts.steps == len(answer.token_ids) - 1
+    assert counts.seconds > 0 and counts.prefill_seconds > 0 and counts.verify_seconds == 0
     assert answer.text == peer.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
     kept = peer.model.generation_config.repetition_penalty
     assert kept == 1.7, "the shared model is left as it was"
-    best = peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()
-    assert int(best) == answer.token_ids[5]
+    assert int(peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()) == answer.token_ids[5]
 
 
 def test_hf_pld_gives_the_same_tokens_in_fewer_passes(toy):
@@ -420,7 +398,7 @@ def test_bench_raw_gives_text_as_it_is(toy_folder, tmp_path):
     messages = [{"role": "user", "content": "abc abc"}]
     for raw in (False, True):
         given = {"model": toy_folder, "dtype": "float32", "device": "cpu"}
-        runners, *_ = load_runners(items, given, raw=raw)
+        runners, *_ = methods.load_runners(items, given, raw=raw)
         plain = runners["hf"].tokenizer("abc abc")["input_ids"]
         for runner in runners.values():
             assert (runner.encode(messages) == list(plain)) == raw

@@ -45,7 +45,6 @@ def drafter(toy_folder, tmp_path_factory):
 
 
 def run(name, words, out, monkeypatch, capsys):
-    """Run a script. Returns what it prints, and its summary."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--json", str(out)])
     script(name).main()
     return capsys.readouterr().out, json.loads(out.read_text())
@@ -103,15 +102,14 @@ def test_servers_are_asked(name, words, key, toy_folder, tmp_path, monkeypatch, 
 
 def test_a_server_that_does_not_come_up_is_an_error():
     servers = script("servers")
-    with pytest.raises(InvalidInput, match="can't start"), servers.Serving("x", "no-such-program"):
+    with pytest.raises(InvalidInput, match="can't start"), servers.ServerProcess("x", "nowhere"):
         pass
     command = f"{sys.executable} -c 'raise SystemExit(\"no model here\")'"
-    with pytest.raises(Exception, match="no model here"), servers.Serving("x", command):
+    with pytest.raises(Exception, match="no model here"), servers.ServerProcess("x", command):
         pass
 
 
 def peers_of(case, **more):
-    """The commands of the servers that are asked about a case."""
     given = {"llama": None, "llama_options": "", "vllm": None, "transformers": True}
     given |= {"methods": "auto,ar", "speculations": "all", "work": Path("work")} | more
     commands = script("peer_cases").Case(case, Namespace(**given)).servers(4)

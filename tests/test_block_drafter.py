@@ -15,18 +15,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3Model
 from answers import answer
 from cases import refuses, spread
 from drafters import DRAFTED
-from features import (
-    Pair,
-    attended,
-    causal,
-    grown,
-    held,
-    normed,
-    rotated,
-    rounds,
-    small_pages,
-    words,
-)
+from features import Pair, attended, causal, grown, held, normed, page_size, rotated, rounds, words
 from kernels import best_set, every_set, load
 from models import VOCAB, spread_out, tiny
 from quickbeam import LLM
@@ -51,6 +40,7 @@ KINDS = {
     "causal": replace(DSPARK, causal=True, markov_rank=0),
     "confident": replace(DSPARK, confidence=True, block_size=3),
 }
+pages = page_size(16)
 
 
 class Toy(Pair):
@@ -67,7 +57,6 @@ class Toy(Pair):
 
     @torch.no_grad()
     def expected(self, ids, tree, nodes, temperature=1.0):
-        """The equations as they are written down, over the taps of transformers' own pass."""
         c, weight = self.config, {k: v.float() for k, v in self.network.state_dict().items()}
 
         def norm(name, x):
@@ -112,9 +101,6 @@ def among(probs, kept):
     return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-pages = small_pages(16)
-
-
 @pytest.fixture(scope="module")
 def toys():
     return {kind: Toy(config) for kind, config in KINDS.items()}
@@ -130,16 +116,15 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys):
     sizes = dict(hidden_size=D, intermediate_size=c.intermediate_size, head_dim=c.head_dim)
     heads = dict(num_attention_heads=c.heads, num_key_value_heads=c.kv_heads)
     sizes |= dict(num_hidden_layers=c.depth, rms_norm_eps=c.eps, rope_theta=10000.0)
-    config = Qwen3Config(vocab_size=VOCAB, **sizes, **heads)
-    theirs = Qwen3Model(config).eval()
+    theirs = Qwen3Model(Qwen3Config(vocab_size=VOCAB, **sizes, **heads)).eval()
     own = ("fc.", "hidden_norm.", "markov_head.")
     state = {k: v for k, v in network.state_dict().items() if not k.startswith(own)}
     embedding = toys["causal"].model.get_input_embeddings().weight
     theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
     with torch.no_grad():
         expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
-        found = network([11], [0], lambda i, *rows: causal(*rows))[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        hidden = network([11], [0], lambda i, *rows: causal(*rows))[0]
+    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "name"), spread(list(KINDS), list(DRAFTED)))
@@ -174,7 +159,7 @@ def test_what_another_sequence_read_is_taken_over(toys):
     toy, rng = toys["dspark"], random.Random(1)
     ids = words(rng, 41)
     text = toy.begin(ids[:-1], ids[-1])
-    hidden, tree = torch.cat(text.heard), grown(rng, ids[-1], 8)
+    hidden, tree = torch.cat(text.hidden), grown(rng, ids[-1], 8)
     first, second = toy.drafter.begin(ids), toy.drafter.begin(ids)
     first.append_hidden(hidden[:30])
     toy.drafter.read([first])
@@ -206,8 +191,7 @@ def test_scores_of_few_candidates_are_the_equations_among_them():
         torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
         assert [0 < sure < 1 for sure in probs.confidence] == [True] * len(nodes)
     assert 0 < few < VOCAB
-    # the likeliest are among them
-    near = Toy(KINDS["dflash"], within=1.0)
+    near = Toy(KINDS["dflash"], within=1.0)  # the likeliest are among them
     probs = near.begin(ids[:-1], ids[-1]).distributions(tree, [0])[0]
     expected = near.expected(ids, tree, [0])[0]
     assert bool((probs[expected > expected.max() / math.e + 1e-6] > 0).all())
@@ -293,8 +277,7 @@ def test_answers_are_the_same_with_both_and_calls_together_with_calls_alone(isa,
         tree = grown(rng, ids[-1], 9)
         for of in (calls, alone):
             of.append(toy.begin(ids[:-1], ids[-1]).request(tree, range(9)))
-    together = toy.drafter.answer(calls)
-    for one, probs in zip(alone, together, strict=True):
+    for one, probs in zip(alone, toy.drafter.answer(calls), strict=True):
         assert torch.equal(toy.drafter.answer([one])[0].dense(), probs.dense())
 
 

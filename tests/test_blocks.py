@@ -123,8 +123,7 @@ def test_products_are_near_and_the_same_at_every_width_and_set(isa, name):
         assert torch.equal(run(isa, packed, 217, x[:n]), wide[:n]), n
     if name.startswith("fp8"):  # whose sums are of fused operations, where there are any
         return
-    plain = Packed(load("plain"), [rows], name=name)
-    assert torch.equal(run("plain", plain, 217, x[:3]), wide[:3])
+    assert torch.equal(run("plain", Packed(load("plain"), [rows], name=name), 217, x[:3]), wide[:3])
 
 
 @every_set
@@ -158,8 +157,7 @@ def test_weights_of_several_formats_are_one_product(isa):
     parts = [blocks("q5_0", 40, 512), blocks("q6_k", 24, 512), blocks("q8_0", 24, 512)]
     bias = torch.randn(88, generator=torch.Generator().manual_seed(2))
     pack = Packer(kernels, BFLOAT16)
-    room = torch.zeros(pack.size(parts), dtype=torch.uint8)
-    packed = pack.pack(parts, bias, place=room)
+    packed = pack.pack(parts, bias, place=torch.zeros(pack.size(parts), dtype=torch.uint8))
     alone = [run(isa, pack.pack([part]), len(part), x) for part in parts]
     assert torch.equal(run(isa, packed, 88, x), torch.cat(alone, 1) + bias)
     dense = numbers(88, 512).mul(0.05)

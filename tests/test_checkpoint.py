@@ -15,13 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, LlamaConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from typer.testing import CliRunner
 
 from answers import conversation, drafts_change_nothing
 from cases import refuses
 from checkpoints import LLAMA3, configure, rewrite
 from quickbeam import LLM
-from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.angles import Angles, frequencies, hold
 from quickbeam.models.checkpoint import Checkpoint, read_config
@@ -32,6 +30,7 @@ from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
 from quickbeam.params import SamplingParams
+from scripts import cli
 from target import logits_of
 from test_families import CONFIGS, IDS, made, policies
 
@@ -40,14 +39,14 @@ from test_families import CONFIGS, IDS, made, policies
 def test_a_folder_says_what_the_model_in_it_is(name, tmp_path):
     model = made(name)
     model.save_pretrained(tmp_path)
-    found = Checkpoint(tmp_path, torch.float32)
-    assert found.stack == describe(model)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    assert checkpoint.stack == describe(model)
     for one, parameter in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(found(one), parameter), one
+        assert torch.equal(checkpoint(one), parameter), one
         last = len(parameter)
-        assert torch.equal(found.rows(one, last - 1, last), parameter[-1:])
-    assert found.config.num_hidden_layers == model.config.num_hidden_layers
-    assert found.config.hidden_size == model.config.hidden_size
+        assert torch.equal(checkpoint.rows(one, last - 1, last), parameter[-1:])
+    assert checkpoint.config.num_hidden_layers == model.config.num_hidden_layers
+    assert checkpoint.config.hidden_size == model.config.hidden_size
 
 
 def test_vectors_of_another_size_are_refused(tmp_path):
@@ -65,10 +64,10 @@ def test_a_model_without_its_head_and_with_tensors_of_another_type(tmp_path):
     model = made("llama", torch.float16)
     model.model.save_pretrained(tmp_path)
     configure(tmp_path, tie_word_embeddings=True)
-    found = Checkpoint(tmp_path, torch.bfloat16)
+    checkpoint = Checkpoint(tmp_path, torch.bfloat16)
     rows = model.model.embed_tokens.weight.bfloat16()
-    assert torch.equal(found("model.embed_tokens.weight"), rows)
-    assert torch.equal(found("lm_head.weight"), rows)
+    assert torch.equal(checkpoint("model.embed_tokens.weight"), rows)
+    assert torch.equal(checkpoint("lm_head.weight"), rows)
 
 
 def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypatch):
@@ -89,9 +88,9 @@ def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypa
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):
     made("llama").save_pretrained(tmp_path)
-    found = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
     os.truncate(tmp_path / "model.safetensors", 5000)
-    refuses(r"model\.safetensors: .* ends too early", found, "lm_head.weight", error=QuickbeamError)
+    refuses(r"model\.safetensors: .* ends too early", checkpoint, HEAD, error=QuickbeamError)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     refuses(r"model\.safetensors can't be read", Checkpoint, tmp_path, torch.float32)
 
@@ -115,29 +114,27 @@ def test_blocks_of_mxfp4_are_read_as_transformers_reads_them(tmp_path):
     save_file(stored, tmp_path / "model.safetensors")
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     configure(tmp_path, quantization_config=quantised)
-    found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     kernels = library.kernels()
     for name, tensor in right.items():
-        assert torch.equal(found(name).bfloat16().nan_to_num(7.0), tensor.nan_to_num(7.0)), name
-        part, whole = found.rows(name, 3, 4), found(name)[3:4]
+        assert torch.equal(exact(name).bfloat16().nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+        part, whole = exact.rows(name, 3, 4), exact(name)[3:4]
         assert torch.equal(part.nan_to_num(7.0), whole.nan_to_num(7.0))
-        assert found.shape(name) == list(tensor.shape)
+        assert exact.shape(name) == list(tensor.shape)
         assert kernels is None or blocks.like(name).shape == blocks(name).shape
     for name in right:  # finite ones, as weights are
         stored[f"{name}_scales"].clamp_(118, 126)
     save_file(stored, tmp_path / "model.safetensors")
     if kernels is None:
         return
-    found, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, torch.bfloat16))
     for name in right:
-        assert torch.equal(dense_rows(kernels, blocks(name)), found(name).transpose(1, 2)), name
-    right, near = (logits_of(NativeModel(one, one.stack), IDS.tolist()) for one in (found, blocks))
+        assert torch.equal(dense_rows(kernels, blocks(name)), exact(name).transpose(1, 2)), name
+    right, near = (logits_of(NativeModel(one, one.stack), IDS.tolist()) for one in (exact, blocks))
     # rows have 8 bits before they meet the blocks, and some choose other experts by that
     assert (near - right).abs().median() < 0.1 * right.abs().median()
-    model, params = (
-        NativeModel(blocks, blocks.stack),
-        SamplingParams(max_tokens=9, temperature=0.8, seed=5),
-    )
+    model = NativeModel(blocks, blocks.stack)
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=5)
     plain = conversation(model, params, IDS.tolist(), [[]])
     drafts_change_nothing(model, policies(torch.bfloat16), params, plain)
 
@@ -152,8 +149,7 @@ def test_configurations_as_published_are_described(name, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
     hold(config)
-    stack = stack_of(config, torch.bfloat16)
-    assert len(stack.layers) == config.num_hidden_layers
+    assert len(stack_of(config, torch.bfloat16).layers) == config.num_hidden_layers
     config.__dict__["odd_scaling"] = 2.0
     refuses("odd_scaling", stack_of, config, torch.bfloat16, error=NotDescribed)
 
@@ -173,8 +169,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 
 
 def test_what_is_stored_otherwise_is_left_to_transformers(tmp_path):
-    model = made("llama")
-    model.save_pretrained(tmp_path)
+    made("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     for change, reason in [
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),
@@ -229,8 +224,9 @@ TEXTS = [
     Path(__file__).read_text(encoding="utf-8"),
 ]
 HI, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
-SAID = {"role": "assistant", "content": "Yes ", "reasoning": "hm"}
-TURNS = [[HI], [SYSTEM, {**HI, "name": None}, SAID]]
+REPLIED = {"role": "assistant", "content": "Yes ", "reasoning": "hm"}
+HEAD = "lm_head.weight"
+TURNS = [[HI], [SYSTEM, {**HI, "name": None}, REPLIED]]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 REPLY: dict[str, Any] = {"add_generation_prompt": True}
 WAYS = [REPLY, {}, {"continue_final_message": True}, {"tools": [TOOL], **REPLY}]
@@ -288,8 +284,8 @@ def test_templates_are_rendered_as_transformers_renders_them(toy):
             text = theirs.apply_chat_template(turns, tokenize=False, **way)
             assert ours.apply_chat_template(turns, tokenize=False, **way) == text
     given = TURNS[1], {"tokenize": False, "continue_final_message": True}
-    found, right = (one.apply_chat_template(given[0], **given[1]) for one in (ours, theirs))
-    assert found == right
+    shown, right = (one.apply_chat_template(given[0], **given[1]) for one in (ours, theirs))
+    assert shown == right
 
 
 def test_templates_stay_in_their_sandbox(toy):
@@ -300,16 +296,14 @@ def test_templates_stay_in_their_sandbox(toy):
         "{{ raise_exception('no') }}",
     ):
         (toy / "chat_template.jinja").write_text(template)
-        found = []
-        for tokenizer in (
-            load_tokenizer(toy, read_config(toy)),
-            AutoTokenizer.from_pretrained(toy),
-        ):
+        outcomes = []
+        both = load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)
+        for tokenizer in both:
             try:
-                found.append(tokenizer.apply_chat_template(TURNS[0], tokenize=False))
+                outcomes.append(tokenizer.apply_chat_template(TURNS[0], tokenize=False))
             except Exception as error:
-                found.append(type(error).__name__)
-        assert found[0] == found[1]
+                outcomes.append(type(error).__name__)
+        assert outcomes[0] == outcomes[1]
 
 
 def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2, toy):
@@ -320,10 +314,10 @@ def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2,
     for change in ({name: value} for name, value in changes.items()):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         try:
-            found = load_tokenizer(toy, read_config(toy))
+            tokenizer = load_tokenizer(toy, read_config(toy))
         except (ValueError, OSError, TypeError):
             continue
-        assert not isinstance(found, Tokenizer)
+        assert not isinstance(tokenizer, Tokenizer)
     added = {"300": {"content": "<new>", "special": False}}
     added |= {"301": {"content": "<other>", "lstrip": True}}
     for change in ({"added_tokens_decoder": added}, {"extra_special_tokens": ["<more>"]}):
@@ -351,7 +345,7 @@ def test_an_answer_needs_no_transformers(toy, toy_folder):
 
 @pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 def test_fields_that_do_not_fit_are_named(tmp_path):
-    for name, changes, told in (
+    for name, changes, words in (
         ("gemma3", {"num_hidden_layers": "3"}, "can't be read"),
         ("gemma3", {"num_key_value_heads": 3}, "4 heads of queries, 3 of keys"),
         ("gemma3", {"layer_types": ["full_attention"]}, "can't be read"),
@@ -364,6 +358,6 @@ def test_fields_that_do_not_fit_are_named(tmp_path):
     ):
         made(name).save_pretrained(tmp_path)
         configure(tmp_path, **changes)
-        refuses(told, LLM, str(tmp_path))
-        shown = CliRunner().invoke(app, ["generate", "hi", "--model", str(tmp_path)])
-        assert shown.exit_code == 2 and re.search(told, " ".join(shown.output.split()))
+        refuses(words, LLM, str(tmp_path))
+        shown = cli("generate", "hi", "--model", str(tmp_path))
+        assert shown.exit_code == 2 and re.search(words, " ".join(shown.output.split()))

@@ -8,37 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama import modeling_llama as modeling
 
+import checkpoints
 from cases import refuses
-from checkpoints import (
-    DRAFT,
-    LAYER_FIELDS,
-    LAYERS,
-    LLAMA,
-    LLAMA3,
-    SPECULATORS,
-    VOCAB,
-    D,
-    N,
-    eagle1,
-    eagle3,
-    noise,
-    read,
-    save,
-    shared,
-    write,
-)
+from checkpoints import DRAFT, LLAMA, LLAMA3, VOCAB, D, eagle1, eagle3, read, write
 from features import causal
 from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 
 EAGLE3 = LLAMA | {"draft_vocab_size": DRAFT}
+SPECULATORS = {"speculators_model_type": "eagle3", "draft_vocab_size": DRAFT}
+LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+LAYER_FIELDS += ("rms_norm_eps", "rope_theta", "rope_scaling", "head_dim")
+N = 7
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +30,7 @@ def _seed():
 
 
 class Reference:
-    """The published equations, built of transformers' own parts from tensors by their published
-    names."""
+    """The published equations, of transformers' parts and tensors by their published names."""
 
     def __init__(self, config, state, prefix, embed, head):
         self.config, self.state, self.prefix = config, state, prefix
@@ -57,9 +39,9 @@ class Reference:
         known = {k: v for k, v in fields.items() if k in LAYER_FIELDS}
         llama = LlamaConfig(**known, attn_implementation="eager")
         self.wide = f"{prefix}.hidden_norm.weight" in state
-        self.attention = LlamaAttention(llama, 0).eval()
-        self.mlp = LlamaMLP(llama)
-        self.rotary = LlamaRotaryEmbedding(llama)
+        self.attention = modeling.LlamaAttention(llama, 0).eval()
+        self.mlp = modeling.LlamaMLP(llama)
+        self.rotary = modeling.LlamaRotaryEmbedding(llama)
         for part, module in (*self.attention.named_children(), *self.mlp.named_children()):
             name = f"{prefix}.{'self_attn' if part[0] in 'qkvo' else 'mlp'}.{part}"
             if isinstance(module, nn.Linear):
@@ -70,7 +52,7 @@ class Reference:
 
     def norm(self, name, x):
         weight = self.state[f"{name}.weight"]
-        module = LlamaRMSNorm(len(weight), self.eps)
+        module = modeling.LlamaRMSNorm(len(weight), self.eps)
         module.weight = nn.Parameter(weight)
         return module(x)
 
@@ -90,8 +72,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, hidden, tokens):
-        """`[n, d]` fused hidden states and `[n]` tokens to what the next row reads, `[n, d]`, and
-        the logits."""
+        """`[n, d]` fused states and `[n]` tokens to what the next row reads, and the logits."""
         hidden, embedded = hidden[None], F.embedding(tokens, self.embed)[None]
         n = len(tokens)
         if self.wide:
@@ -110,8 +91,6 @@ class Reference:
 
 
 class Keys:
-    """Attention over all rows so far."""
-
     def __init__(self):
         self.key, self.value = torch.empty(0, 2, 8), torch.empty(0, 2, 8)
 
@@ -122,8 +101,7 @@ class Keys:
 
 @torch.no_grad()
 def check(network, reference):
-    """Same hidden states and logits over a short text, and one row further, which reads the
-    network's own output."""
+    """Same hidden states and logits over a text, and a row further on the network's own output."""
     assert all(p.device.type == "cpu" for p in network.parameters())
     hidden = torch.randn(N, len(network.config.layers) * network.config.target_size)
     tokens = torch.randint(VOCAB, (N + 1,))
@@ -133,16 +111,14 @@ def check(network, reference):
     further = network(out[-1:], network.embedding(tokens[N:]), torch.tensor([N]), keys)
     expected, logits = reference(fused, tokens[:N])
     after, next_logits = reference(torch.cat([fused, expected[-1:]]), tokens)
-    for found, rows, scores in ((out, expected, logits), (further, after[-1:], next_logits[-1:])):
-        torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
-        head = network.head(network.feature(found))
-        torch.testing.assert_close(head, scores, rtol=1e-5, atol=1e-5)
+    for got, rows, scores in ((out, expected, logits), (further, after[-1:], next_logits[-1:])):
+        torch.testing.assert_close(got, rows, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(network.head(network.feature(got)), scores, rtol=1e-5, atol=1e-5)
 
 
 def held(folder, config, state, prefix, how="safetensors"):
-    """The network of a folder, after a check against the equations. Embedding and head that the
-    folder lacks are the target's."""
-    embedding, head = shared()
+    """The network of a folder, after a check against the equations."""
+    embedding, head = checkpoints.shared()
     write(folder, config, state, how)
     assert is_eagle(folder)
     network = read(folder, embedding, head)
@@ -159,7 +135,7 @@ def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(tmp_pa
     qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True}
     config = LLAMA | {"bias": bias} | (qwen if bias else {})
     network = held(tmp_path / "drafter", config, eagle1(bias, fc_bias=bias), "layers.0", how)
-    assert network.config.layers == (LAYERS + 1,)
+    assert network.config.layers == (checkpoints.LAYERS + 1,)
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3])
@@ -188,12 +164,12 @@ def test_speculators_eagle3(tmp_path, before, norms):
     config = SPECULATORS | {"norm_before_residual": before, "transformer_layer_config": LLAMA}
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}
     state = eagle3("layers.0") | {"embed_tokens.weight": torch.randn(VOCAB, D)}
-    state |= {"verifier_norm.weight": noise(D)}
+    state |= {"verifier_norm.weight": checkpoints.noise(D)}
     if norms == "fused":
-        state |= {"input_norm.weight": noise(3 * D)}
+        state |= {"input_norm.weight": checkpoints.noise(3 * D)}
         config |= {"norm_before_fc": True, "norm_output": True}
     if norms == "each":
-        state |= {f"fc_norm.{i}.weight": noise(D) for i in range(3)}
+        state |= {f"fc_norm.{i}.weight": checkpoints.noise(D) for i in range(3)}
         config |= {"fc_norm": True, "norm_output": True}
     assert held(tmp_path / "drafter", config, state, "layers.0").config.layers == (1, 5, 10)
 
@@ -209,10 +185,10 @@ def test_speculators_eagle(tmp_path, names):
 
 
 def test_our_own(tmp_path):
-    embedding, head = shared()
+    embedding, head = checkpoints.shared()
     config = EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT)
     network = EagleHead(config, embedding, head)
-    save(network, tmp_path / "drafter", torch.float32)
+    checkpoints.save(network, tmp_path / "drafter", torch.float32)
     assert is_eagle(tmp_path / "drafter")
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
@@ -231,7 +207,7 @@ def test_names_of_others_are_read_and_the_dtype_is_kept(tmp_path):
 
 
 def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
-    embedding, head = shared()
+    embedding, head = checkpoints.shared()
     copy = embedding.weight.detach()
     for stored in (copy, copy.bfloat16(), copy.half(), copy * 1.1):
         state = {**eagle1(), "embed_tokens.weight": stored.clone()}
@@ -241,8 +217,7 @@ def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
 
 @pytest.mark.parametrize("how", ["safetensors", "bin"])
 def test_a_causal_language_model_is_no_drafter(tmp_path, how):
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    state = {k: v.clone() for k, v in model.state_dict().items()}
+    state = {k: v.clone() for k, v in LlamaForCausalLM(LlamaConfig(**LLAMA)).state_dict().items()}
     folder = write(tmp_path / "llama", LLAMA, state, how)
     assert not is_eagle(folder)
     refuses(r"no known feature drafter.*known: EAGLE and EAGLE-2", read, folder)

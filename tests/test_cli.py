@@ -240,14 +240,14 @@ def test_a_real_ctrl_c_and_a_reader_that_leaves(sent):
         begun = process.stdout.read(20)
         if sent is None:
             process.stdout.close()
-            said = process.stderr.read()
-            assert (process.wait(timeout=120), said) == (1, "")
+            errors = process.stderr.read()
+            assert (process.wait(timeout=120), errors) == (1, "")
             return
         process.send_signal(sent)
-        rest, said = process.communicate(timeout=120)
+        rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert begun == "one two more more mo" and rest.endswith("\n")
-    assert said.startswith("[auto]") and "(interrupted)" in said
+    assert errors.startswith("[auto]") and "(interrupted)" in errors
 
 
 EARLY = {
@@ -280,8 +280,7 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=offline, **how)
     assert done.returncode == 0 and "--concurrency" in done.stdout, done.stderr
-    said = done.stderr.split("\n\n")
-    for words, line in zip(EARLY.values(), said[: len(EARLY)], strict=True):
+    for words, line in zip(EARLY.values(), done.stderr.split("\n\n")[: len(EARLY)], strict=True):
         assert words in line and "\n" not in line.strip()
 
 

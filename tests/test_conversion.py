@@ -30,8 +30,7 @@ def test_a_plain_folder_is_made_whose_tokens_are_the_files(file, tmp_path, capfd
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
     assert model.generation_config.eos_token_id == [2, 0]
-    messages = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "a"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
     ids = tokenizer("a\n\n12\n\nb")["input_ids"]
     # digits are split off first
     assert tokenizer.convert_ids_to_tokens(ids) == ["a", "ĊĊ", "1", "2", "Ċ", "Ċ", "b"]
@@ -47,19 +46,19 @@ def test_a_plain_folder_is_made_whose_tokens_are_the_files(file, tmp_path, capfd
 
 
 def test_it_is_converted_once_or_refused(file, tmp_path):
-    told = list[tuple[str, float | None]]()
+    stages = list[tuple[str, float | None]]()
 
-    def hear(stage, fraction):
-        told.append((stage, fraction))
+    def progress(stage, fraction):
+        stages.append((stage, fraction))
 
-    folder = hub.converted(file, hear)
+    folder = hub.converted(file, progress)
     assert hub.resolve(str(file)) == str(file) and is_complete(folder)
-    assert {stage for stage, _ in told} == {"converting tiny.gguf, once"}
-    told.clear()
-    assert hub.converted(file, hear) == folder and not told
+    assert {stage for stage, _ in stages} == {"converting tiny.gguf, once"}
+    stages.clear()
+    assert hub.converted(file, progress) == folder and not stages
     os.utime(file, ns=(1, 1))
-    other = hub.converted(file, hear)
-    assert other != folder and told
+    other = hub.converted(file, progress)
+    assert other != folder and stages
     assert not list(folder.parent.glob(".*.tmp"))
     refuses(r"no such file: .*none\.gguf", hub.converted, tmp_path / "none.gguf")
     for data in (b"GGUF without what follows it" * 2, file.read_bytes()[:-2000]):

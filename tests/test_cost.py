@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples, refuses
+from cases import before, examples, refuses
 from models import tiny
 from quickbeam.engine import cost as cost_module
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
@@ -36,7 +36,7 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     cost.observe_call("d", 1, 1.5)
     assert cost.call("d", 1) == 1.5
     model = make_model(tiny("qwen3", torch.float32, seed=5))
-    pool, limits, forward = model.pool, set[int | None](), model.forward
+    pool, limits = model.pool, set[int | None]()
     pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
     held = pool.new()
     held.reserve(2 * pool.page)
@@ -45,9 +45,8 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
         limits.add(pool.limit)
         if len(limits) > 1 or broken:
             raise RuntimeError
-        return forward(batch)
 
-    monkeypatch.setattr(model, "forward", watched)
+    before(monkeypatch, model, "forward", watched)
     for broken in (False, True):
         with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
             CostModel.measure(model, 8)
@@ -142,8 +141,7 @@ def compared(comparison, steps, many, modes):
     ],
 )
 def test_the_fastest_mode_goes_on(many, modes, fastest):
-    comparison = Comparison({mode: MODES[mode] for mode in modes})
-    chosen = compared(comparison, 3000, many, modes)
+    chosen = compared(Comparison({mode: MODES[mode] for mode in modes}), 3000, many, modes)
     assert chosen[1500:].count(fastest) > 0.9 * 1500
     assert chosen[300:600].count(fastest) > 0.7 * 300  # decided early
 

@@ -46,15 +46,14 @@ def sampler_of(params):
 
 
 def answer(model, params, noise, length, draft):
-    """An answer to [0], by trees and the noise of places."""
     sampler, context = sampler_of(params), [0]
     while len(context) <= length:
         tree = draft(context)
 
         def emitted(node):
-            said = path_tokens(tree, node)  # noqa: B023 (called in this round only)
-            logits = model.target([*context, *said]).log()  # noqa: B023
-            return sampler.emitted(logits, noise, len(context) + len(said), said)  # noqa: B023
+            below = path_tokens(tree, node)  # noqa: B023 (called in this round only)
+            logits = model.target([*context, *below]).log()  # noqa: B023
+            return sampler.emitted(logits, noise, len(context) + len(below), below)  # noqa: B023
 
         path, token = verify_equal(tree, emitted)
         new = [*path_tokens(tree, path[-1]), token]
@@ -156,7 +155,6 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name, temp
 
 
 def perturbed(distributions, noise, positions, temperature, count, least=None, filters=None):
-    """Children at positions of one text."""
     context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
     return proposals(context, distributions, [position - 1 for position in positions], count, least)
 
@@ -167,12 +165,10 @@ def test_children_are_those_of_the_whole_perturbed_distribution():
     noise, positions = Noise(4, 0, 1000), [3, 4, 4, 9, 70]
     for temperature in (0.3, 0.6, 1.0):
         rows = perturbed(DraftProbs(distributions), noise, positions, temperature, 8)
-        for probs, position, (tokens, chances) in zip(distributions, positions, rows, strict=True):
-            whole = perturbed_plain(probs, noise, position, temperature)
-            best = whole.topk(len(tokens))
+        for probs, position, (tokens, values) in zip(distributions, positions, rows, strict=True):
+            best = perturbed_plain(probs, noise, position, temperature).topk(len(tokens))
             assert tokens == best.indices.tolist()
-            # what is not looked at counts about
-            assert np.allclose(chances, best.values, rtol=0.25)
+            assert np.allclose(values, best.values, rtol=0.25)  # what is not looked at counts about
         least = [0.0, 1.0, 0.0, 2.0, 0.0]
         rows = perturbed(DraftProbs(distributions), noise, positions, temperature, 8, least)
         assert [len(tokens) for tokens, _ in rows][1::2] == [0, 0]
@@ -184,20 +180,20 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens():
     part = probs[:, tokens] / probs[:, tokens].sum()
     dense = torch.zeros(1, 1000).index_copy_(1, tokens, part)
     noise = Noise(4, 0, 1000)
-    ((found, chances),) = perturbed(DraftProbs(part, tokens, 1000), noise, [5], 0.8, 10)
+    ((drafted, values),) = perturbed(DraftProbs(part, tokens, 1000), noise, [5], 0.8, 10)
     ((expected, others),) = perturbed(DraftProbs(dense), noise, [5], 0.8, 10)
-    assert found == expected and np.allclose(chances, others, rtol=1e-5)
+    assert drafted == expected and np.allclose(values, others, rtol=1e-5)
 
 
-def test_chances_of_children_come_true():
+def test_values_of_children_come_true():
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)
     for seed in range(count):
         drafted = torch.from_numpy(1.5 * rng.standard_normal(50)).float()
         target, noise = drafted + torch.from_numpy(rng.gumbel(size=50)).float(), Noise(seed, 0, 50)
         probs = DraftProbs(drafted.softmax(-1)[None])
-        (((token, *_), (chance, *_)),) = perturbed(probs, noise, [2], 0.7, 3)
-        right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + chance
+        (((token, *_), (value, *_)),) = perturbed(probs, noise, [2], 0.7, 3)
+        right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + value
     assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
 
 
@@ -222,5 +218,4 @@ def test_tokens_that_filters_rule_out_are_not_drafted():
             ((tokens, _),) = perturbed(DraftProbs(probs), noise, [1], 1.0, 64, None, params)
             # and one more, as the target may see it otherwise
             assert set(tokens) <= set(range(kept + 1))
-    cold = SamplingParams(temperature=0.5, top_p=0.8)
-    assert ruled_out_below(probs[0].numpy(), cold) == 0.25
+    assert ruled_out_below(probs[0].numpy(), SamplingParams(temperature=0.5, top_p=0.8)) == 0.25

@@ -3,19 +3,17 @@
 import re
 from xml.etree import ElementTree
 
-from typer.testing import CliRunner
-
 from quickbeam import LLM, SamplingParams
 from quickbeam.cli import demo
-from quickbeam.cli.app import app
 from quickbeam.engine.result import Completion, Statistics
+from scripts import cli
 
 
 def drawn(svg):
     """The picture's text without its white space, line by line."""
-    found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     lines = {}
-    for one in found:
+    for one in elements:
         if "x" in one.attrib and "clip-path" in one.attrib:
             line = lines.setdefault(float(one.attrib["y"]), [])
             line.append((float(one.attrib["x"]), one.text or ""))
@@ -29,7 +27,7 @@ def squeezed(text):
 def test_the_picture_shows_both_answers_and_the_ratio(toy_folder, tmp_path):
     out = tmp_path / "demo.svg"
     given = ["--model", toy_folder, "--method", "pld", "--max-tokens", "40", "--svg", str(out)]
-    result = CliRunner().invoke(app, ["demo", *given])
+    result = cli("demo", *given)
     assert result.exit_code == 0, result.stderr
     svg = out.read_text(encoding="utf-8")
     shown = drawn(svg)
@@ -49,7 +47,7 @@ def test_accepted_tokens_are_coloured_and_nothing_commands_the_terminal():
             return "".join(["a ", "b ", "\x1bc ", "d"][i] for i in ids)
 
     completion = Completion("a b \x1bc d", [0, 1, 2, 3], "stop", Statistics(4, 2, seconds=1.0))
-    answer = demo.Answer(completion, [None, "ngram", "drafter", None])
+    answer = demo.SourcedAnswer(completion, [None, "ngram", "drafter", None])
     text = demo.panel(answer, Words()).renderable
     assert text.plain == "a b \\x1bc d"
     coloured = [(text.plain[span.start : span.end], span.style) for span in text.spans]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from typer.testing import CliRunner
 
 from docs import PAGES, ROOT, blocks, commands, hooks, of_program, read, save_drafter
 from quickbeam import LLM, hub
@@ -22,7 +21,7 @@ from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from running import serving
-from scripts import captured
+from scripts import captured, cli
 
 SMALL = {
     "generate": ["--max-tokens", "8"],
@@ -39,6 +38,8 @@ REAL = pytest.mark.long
 RUN = [command for command in commands() if of_program(command.words) and not command.block.skipped]
 PYTHON = [block for block in blocks() if block.kind == "python" and not block.skipped]
 ASKED = [one for one in commands() if one.words[:1] == ["curl"] and not one.block.skipped]
+SERVING = read("docs/serving.md")
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,6 @@ def little(toy_folder, tmp_path_factory):
 
 @pytest.fixture(params=["tiny", pytest.param("default", marks=REAL)])
 def model(request, monkeypatch):
-    """The model behind the default name: a tiny one, or the real one."""
     if request.param == "default":
         return str(request.getfixturevalue("smollm2"))
     folder, drafters = request.getfixturevalue("toy_folder"), request.getfixturevalue("little")
@@ -61,7 +61,6 @@ def model(request, monkeypatch):
 
 
 def smaller(arguments, model):
-    """The same command, of as little work as it can be."""
     arguments = [*arguments]
     if "toy" in model and "--shortlist" in arguments:
         arguments[arguments.index("--shortlist") + 1] = "90"
@@ -90,12 +89,12 @@ def test_json_is_json(block):
 @pytest.mark.parametrize("command", [one for one in commands() if of_program(one.words)], ids=str)
 def test_commands_and_options_exist(command):
     for arguments in of_program(command.words):
-        found: Any = typer.main.get_command(app)
+        inner: Any = typer.main.get_command(app)
         for word in arguments:
-            if word not in getattr(found, "commands", {}):
+            if word not in getattr(inner, "commands", {}):
                 break
-            found = found.commands[word]
-        known = {name for one in found.params for name in (*one.opts, *one.secondary_opts)}
+            inner = inner.commands[word]
+        known = {name for one in inner.params for name in (*one.opts, *one.secondary_opts)}
         assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
 
 
@@ -124,9 +123,9 @@ def test_command_runs(command, model, tmp_path, monkeypatch):
     earlier = [one.words[1:] for one in block if "--trace" in one.words]  # make what is inspected
     for arguments in of_program(command.words):
         for before in earlier if arguments[0] == "inspect" else ():
-            assert CliRunner().invoke(app, smaller(before, model)).exit_code == 0
-        small, how = smaller(arguments, model), {"catch_exceptions": False}
-        result = CliRunner().invoke(app, small, input="Hello\n/exit\n", **how)
+            assert cli(*smaller(before, model)).exit_code == 0
+        given = {"input": "Hello\n/exit\n", "catch_exceptions": False}
+        result = cli(*smaller(arguments, model), **given)
         assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
 
@@ -137,9 +136,6 @@ def test_python_runs(block, model, capsys):
     code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", model)
     exec(compile(code, str(block), "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.strip()
-
-
-# --- the server -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("default", marks=REAL)])
@@ -178,9 +174,6 @@ def test_python_asks_the_server(block, address, capsys):
     assert capsys.readouterr().out.strip()
 
 
-# --- tables that repeat the code ------------------------------------------------------------------
-
-
 def test_what_repeats_the_code():
     assert len(read("README.md").splitlines()) <= 120
     text = read("docs/guides/methods.md").split("## All methods\n")[1].split("\n## ")[0]
@@ -188,11 +181,8 @@ def test_what_repeats_the_code():
     command: Any = typer.main.get_command(app).commands["serve"]
     defaults = {option: one.default for one in command.params for option in one.opts}
     assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
-    told = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
-    assert told and {option: str(defaults[option]) for option in told} == told
-
-
-SERVING = read("docs/serving.md")
+    documented = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
+    assert documented and {option: str(defaults[option]) for option in documented} == documented
 
 
 def test_paths_and_metrics_are_those_of_the_server(toy_folder):
@@ -210,15 +200,11 @@ def test_troubleshooting_quotes_errors_that_the_code_raises():
     source = "\n".join(map(read, (ROOT / "src").rglob("*.py")))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one
     source = re.sub(r"\{[^{}]*\}", "…", source)
-    headings = "\n".join(re.findall(r"^### .+$", page, re.MULTILINE))
-    quoted = re.findall(r"`([^`]+)`", headings)
+    quoted = re.findall(r"`([^`]+)`", "\n".join(re.findall(r"^### .+$", page, re.MULTILINE)))
     assert len(quoted) > 20
     for message in quoted:
         for part in message.split("…"):
             assert part.strip() in source, message
-
-
-# --- links; `mkdocs build --strict` (`make docs`) checks the built site ---
 
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -227,20 +213,16 @@ LATER = {"docs/images/demo.svg"}  # `quickbeam demo --svg` draws it
 
 
 def text_of(page):
-    """A page without its blocks of code."""
     return BLOCK.sub("", read(page))
 
 
 def anchors(page):
     """The names of a page's headings, as GitHub and mkdocs make them."""
-    found = set()
+    names = set()
     for heading in re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
-    return found
-
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+        names.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return names
 
 
 @every_page
@@ -262,9 +244,6 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_are_there(page):
     for name in re.findall(r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", read(page)):
         assert (ROOT / name).exists(), name
-
-
-# --- the command line's reference -----------------------------------------------------------------
 
 
 def test_the_reference_has_every_command_and_option():
@@ -289,8 +268,7 @@ def test_links_to_code_lead_to_lines():
     text = "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) "
     made = hooks().rewritten(text + "[z](https://a.org/a.py)", "methods/dyspec.md")
     line = re.findall(r"\]\(\.\./source/src/quickbeam/tree\.py\.md#__codelineno-0-(\d+)\)", made)
-    source = read("src/quickbeam/tree.py").splitlines()
-    assert "def add(" in source[int(line[0]) - 1]
+    assert "def add(" in read("src/quickbeam/tree.py").splitlines()[int(line[0]) - 1]
     assert "](../serving.md)" in made and "](https://a.org/a.py)" in made
     with pytest.raises(ValueError, match="no nothing"):
         hooks().line_of(ROOT / "src/quickbeam/tree.py", "nothing")

@@ -5,40 +5,35 @@ import json
 import os
 import shutil
 import sys
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from quickbeam import __version__, hub
 from quickbeam.cache import cache_folder
 from quickbeam.cli import doctor
-from quickbeam.cli.app import app
 from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
 from quickbeam.models.native import build
-from scripts import captured
+from scripts import captured, cli
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
-Usage = namedtuple("Usage", "total used free")
 
 
 def findings(text):
-    """The findings of a JSON record by their check, looked at for what a program may rely on."""
     record = json.loads(text)
     assert set(record) == {"quickbeam", "can_run", "findings"}
     assert record["quickbeam"] == __version__
-    found = {finding.pop("check"): finding for finding in record["findings"]}
-    assert list(found) == [check.__name__ for check in CHECKS]
-    for finding in found.values():
+    by_check = {finding.pop("check"): finding for finding in record["findings"]}
+    assert list(by_check) == [check.__name__ for check in CHECKS]
+    for finding in by_check.values():
         assert set(finding) == {"status", "text", "todo"} and finding["text"]
         assert finding["status"] in (OK, NOTE, PROBLEM)
         assert "\n" not in finding["text"] + finding["todo"]
-    assert record["can_run"] is all(one["status"] != PROBLEM for one in found.values())
-    return found
+    assert record["can_run"] is all(one["status"] != PROBLEM for one in by_check.values())
+    return by_check
 
 
 def linux(monkeypatch, *sets, compiler=True):
-    """A machine that runs these sets."""
     monkeypatch.setattr(build, "has_kernels", lambda: bool(sets))
     monkeypatch.setattr(build, "runs", lambda name: name in sets)
     monkeypatch.setattr(build, "compiler", lambda: ["g++"] if compiler else None)
@@ -85,7 +80,7 @@ def test_without_a_compiler_and_forced_and_elsewhere(monkeypatch):
 
 def test_the_default_model_and_the_cache(monkeypatch):
     def with_free(free, status, *words):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         says(doctor.model(), status, *words)
 
     with_free(10**8, PROBLEM, "needs 400 MB", "QUICKBEAM_CACHE")
@@ -102,20 +97,20 @@ def test_the_default_model_and_the_cache(monkeypatch):
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
     def cpu():
-        return found
+        return finding
 
     monkeypatch.setattr(doctor, "CHECKS", [cpu])
-    found = Finding(NOTE, "a processor", "take another")
-    shown = CliRunner().invoke(app, ["doctor"])
+    finding = Finding(NOTE, "a processor", "take another")
+    shown = cli("doctor")
     lines = ["note    cpu       a processor", "                  → take another"]
     assert (shown.exit_code, shown.stdout.splitlines()) == (0, lines)
-    found = Finding(PROBLEM, "full", "free some space")
+    finding = Finding(PROBLEM, "full", "free some space")
     for options in ((), ("--json",)):
-        assert CliRunner().invoke(app, ["doctor", *options]).exit_code == 1
+        assert cli("doctor", *options).exit_code == 1
 
 
 def test_this_machine_as_json():
-    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    result = cli("doctor", "--json", catch_exceptions=False)
     every = findings(result.stdout)
     assert all(one["status"] != PROBLEM for one in every.values()) is (result.exit_code == 0)
     unknown = {name for name, one in every.items() if "can't be checked" in one["text"]}
@@ -123,7 +118,6 @@ def test_this_machine_as_json():
 
 
 def without(gone, *arguments):
-    """The command in a process where these packages are missing."""
     code = f"""
 import importlib.metadata as metadata, sys
 sys.modules.update(dict.fromkeys({gone.split()!r}))

@@ -9,10 +9,10 @@ import torch
 
 from answers import answer, request, run
 from drafters import DRAFTED
-from features import Pair, Text, context_of, grown, rounds, words
+from features import Pair, context_of, grown, rounds, words
 from kernels import SETS
 from models import VOCAB, tiny
-from quickbeam.drafters.base import Context, DraftRequest
+from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
@@ -27,8 +27,7 @@ WAYS = [*SETS[:1], "eager"]
 
 @pytest.fixture
 def take(monkeypatch, native):
-    """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to
-    test them in."""
+    """Choose the kernels or PyTorch's operators; gives the number format to test them in."""
 
     def choose(way):
         if way == "eager":
@@ -49,8 +48,7 @@ def same(way, a, b):
 
 
 def shortlists(pair, window=40):
-    """Two that share nothing: one with a router and the context, unless its `window` is None, and
-    one of frequent tokens."""
+    """Two that share nothing: with a router and the context (`window`), and of frequent tokens."""
     torch.manual_seed(0)
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
@@ -59,20 +57,19 @@ def shortlists(pair, window=40):
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 
-def run_staggered(drafter, wishes, together):
-    """The distributions of each sequence's tree, round by round; the i-th begins i calls after the
-    first."""
+def run_staggered(drafter, pairs, together):
+    """Each tree's distributions, round by round; every second sequence begins a call later."""
     # every second one begins later
-    calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]
-    found: list[list[torch.Tensor]] = [[] for _ in wishes]
+    calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(pairs)]
+    answers: list[list[torch.Tensor]] = [[] for _ in pairs]
     for turn in range(max(map(len, calls))):
         asked = [i for i, mine in enumerate(calls) if turn < len(mine) and mine[turn]]
-        requests = [DraftRequest(*wishes[i], calls[i][turn]) for i in asked]
+        requests = [DraftRequest(*pairs[i], calls[i][turn]) for i in asked]
         rounds_of = [requests] if together else [[one] for one in requests]
         distributions = [probs for some in rounds_of for probs in drafter.answer(some)]
         for i, probs in zip(asked, distributions, strict=True):
-            found[i].append(probs.dense())
-    return found
+            answers[i].append(probs.dense())
+    return answers
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -84,24 +81,22 @@ def test_sequences_get_the_distributions_that_they_get_alone(kind, way, take, mo
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
     kinds = [(3, 1.0, None), (70, 0.5, None), (20, 1.0, routed), (9, 0.0, routed)]
     kinds += [(30, 1.0, frequent), (130, 2.0, routed), (1, 0.0, None)]
-    said = []
+    runs = []
     for together in (True, False):
-        rng, texts = random.Random(4), list[Text]()
-        for length, *options in kinds:
-            texts.append(pair.begin(words(rng, length), rng.randrange(VOCAB), *options))
-        said.append([])
+        rng = random.Random(4)
+        texts = [pair.begin(words(rng, n), rng.randrange(VOCAB), *more) for n, *more in kinds]
+        runs.append([])
         for _ in range(2):
             trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
-            contexts = [text.context for text in texts]
-            wishes = list(zip(contexts, trees, strict=True))
-            said[-1] += run_staggered(pair.drafter, wishes, together)
+            pairs = list(zip([text.context for text in texts], trees, strict=True))
+            runs[-1] += run_staggered(pair.drafter, pairs, together)
             for text, tree in zip(texts, trees, strict=True):
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         used = [text.state.used for text in texts]
-        said[-1].append([torch.tensor([[one.calls, one.tokens]]) for one in used if one])
+        runs[-1].append([torch.tensor([[one.calls, one.tokens]]) for one in used if one])
         for text in texts:
             text.release()
-    for ours, alone in zip(*said, strict=True):
+    for ours, alone in zip(*runs, strict=True):
         assert len(ours) == len(alone) > 0
         for a, b in zip(ours, alone, strict=True):
             same(way, a, b)
@@ -115,7 +110,7 @@ def test_more_than_two_sequences_leave_their_contexts_out(way, take):
     pair = Pair("attention", take(way))
     beside, frequent = with_context_and_without(pair)
     for count, temperature in ((2, 0.0), (5, 0.0), (5, 0.7)):
-        apart, said = count == 2 or temperature > 0, []
+        apart, runs = count == 2 or temperature > 0, []
         for together, shortlist in ((True, beside), (False, beside if apart else frequent)):
             rng = random.Random(count)
             texts = [
@@ -124,12 +119,12 @@ def test_more_than_two_sequences_leave_their_contexts_out(way, take):
             ]
             asked = [text.request(TokenTree(text.context.ids[-1]), [0]) for text in texts]
             calls = [asked] if together else [[one] for one in asked]
-            said.append([probs for call in calls for probs in pair.drafter.answer(call)])
-            said[-1] += [(text.state.used.calls, text.state.used.tokens) for text in texts]
+            runs.append([probs for call in calls for probs in pair.drafter.answer(call)])
+            runs[-1] += [(text.state.used.calls, text.state.used.tokens) for text in texts]
             for text in texts:
                 text.release()
-        assert said[0][count:] == said[1][count:]
-        for ours, alone in zip(said[0][:count], said[1][:count], strict=True):
+        assert runs[0][count:] == runs[1][count:]
+        for ours, alone in zip(runs[0][:count], runs[1][:count], strict=True):
             assert (len(ours.tokens) > 32) == apart
             same(way, ours.dense(), alone.dense())
 
@@ -161,15 +156,14 @@ def test_a_seed_repeats_answers_of_drawn_children_beside_others(name, take):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
 def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(name, way, take):
-    drafter, said = LMDrafter(make_model(tiny(name, take(way))), VOCAB), []
+    drafter, runs = LMDrafter(make_model(tiny(name, take(way))), VOCAB), []
     for together in (True, False):
-        rng, contexts = random.Random(4), list[Context]()
-        for length, temperature in [(3, 1.0), (90, 0.5), (1, 0.0), (30, 2.0), (200, 1.0)]:
-            contexts.append(context_of(words(rng, length), temperature).begin([drafter]))
-        said.append([])
+        rng, kinds = random.Random(4), [(3, 1.0), (90, 0.5), (1, 0.0), (30, 2.0), (200, 1.0)]
+        contexts = [context_of(words(rng, n), heat).begin([drafter]) for n, heat in kinds]
+        runs.append([])
         for _ in range(3):
             trees = [grown(rng, context.ids[-1], rng.randint(1, 9)) for context in contexts]
-            said[-1] += run_staggered(drafter, list(zip(contexts, trees, strict=True)), together)
+            runs[-1] += run_staggered(drafter, list(zip(contexts, trees, strict=True)), together)
             for context, tree in zip(contexts, trees, strict=True):
                 path = tree.path(rng.randrange(len(tree)))
                 context.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
@@ -177,7 +171,7 @@ def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
         for context in contexts:
             context.states[drafter.name].release()
         assert drafter.model.pool.used == 0
-    for ours, alone in zip(*said, strict=True):
+    for ours, alone in zip(*runs, strict=True):
         for a, b in zip(ours, alone, strict=True):
             same(way, a, b)
 
@@ -187,7 +181,7 @@ def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
     pair = Pair("attention", take(way))
     first, second, tree = pair.begin([5, 6, 7], 8), pair.begin([9, 10], 11), TokenTree(8)
     tree.add(0, 3, "x")
-    second.context.extend([12])  # nobody heard its hidden state
+    second.context.extend([12])  # nobody read its hidden state
     with pytest.raises(ValueError, match="not read yet"):
         pair.drafter.answer([first.request(tree, [0]), second.request(TokenTree(12), [0])])
     alone, run = pair.begin([5, 6, 7], 8), pair.drafter.passes.run
@@ -206,7 +200,7 @@ def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "ours"])
 def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, take):
-    pair, said = Pair(kind, take(way)), []
+    pair, runs = Pair(kind, take(way)), []
     # a context would hold what the target's logits offered at each step that asked
     routed, _ = shortlists(pair, None)
     for asked, reading in ((True, False), (False, False), (False, True)):
@@ -222,9 +216,9 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind, way, 
         least, most = (1, 17) if reading else (1, 1) if asked else (110, 110)
         assert least <= text.state.waiting <= most
         tree = grown(rng, text.context.ids[-1], 9)
-        said.append([text.distributions(tree, nodes) for nodes in rounds(tree)])
+        runs.append([text.distributions(tree, nodes) for nodes in rounds(tree)])
         text.release()
-    for asked_each_step, left_out, read_meanwhile in zip(*said, strict=True):
+    for asked_each_step, left_out, read_meanwhile in zip(*runs, strict=True):
         same(way, left_out, asked_each_step)
         same(way, read_meanwhile, asked_each_step)
 

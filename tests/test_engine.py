@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from answers import answer, request
-from answers import run as run_engine
-from cases import examples, few
+from answers import answer, request, run
+from cases import before, examples, few, raising
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.engine.commit import accept
@@ -37,7 +36,7 @@ def model():
     return make_model(tiny("qwen3", seed=5))
 
 
-def run(model, method, params, prompt, budget=16, eos=()):
+def answered(model, method, params, prompt, budget=16, eos=()):
     budget = 1 if method == "ar" else budget
     policy = make_method(method, drafter() if method in DRAFTING else None)
     return answer(model, policy, params, prompt, budget=budget, eos=eos)
@@ -71,9 +70,9 @@ def test_every_answer_is_plain_decodings(model, method, data):
         seed=data.draw(st.integers(0, 9)),
     )
     prompt, eos = prompt_of(data.draw(st.integers(0, 9)), data.draw(st.integers(1, 30))), (3, 60)
-    plain = run(model, "ar", params, prompt, eos=eos)
+    plain = answered(model, "ar", params, prompt, eos=eos)
     budget = data.draw(st.sampled_from([1, 2, 5, 24, 64]))
-    drafted = run(model, method, params, prompt, budget=budget, eos=eos)
+    drafted = answered(model, method, params, prompt, budget=budget, eos=eos)
     for name in ("token_ids", "text", "finish_reason"):
         assert getattr(drafted.output, name) == getattr(plain.output, name)
     counts = [one.statistics.new_tokens for one in (drafted, plain)]
@@ -89,7 +88,7 @@ def test_every_answer_is_plain_decodings(model, method, data):
 def test_drafts_are_accepted_where_text_repeats(model):
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     for method in DRAFTED:
-        stats = run(model, method, params, prompt_of(0)).statistics
+        stats = answered(model, method, params, prompt_of(0)).statistics
         accepted = sum(source.accepted for source in stats.sources.values())
         assert accepted + stats.steps + 1 == stats.new_tokens == 120
         assert all(source.accepted <= source.drafted for source in stats.sources.values())
@@ -99,7 +98,7 @@ def test_drafts_are_accepted_where_text_repeats(model):
 def test_an_answer_may_fill_the_context_to_its_last_token():
     model = make_model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    sequence = run(model, "logitspec", params, prompt_of(0, 512 - 40), budget=64)
+    sequence = answered(model, "logitspec", params, prompt_of(0, 512 - 40), budget=64)
     assert sequence.statistics.new_tokens == 40
 
 
@@ -108,11 +107,11 @@ def test_an_answer_of_any_length_is_a_beginning_for_the_next(model):
     for length in range(56, 66):  # around the end of a page
         prompt = prompt_of(length, length)
         prompt += [*answer(model, NoDraft(), params, prompt, engine=engine).output.token_ids, 7, 8]
-        found = [
+        logprobs = [
             answer(model, NoDraft(), params, prompt, engine=one).logprobs
             for one in (engine, Engine(model, share=False))
         ]
-        assert found[0] == found[1]
+        assert logprobs[0] == logprobs[1]
     engine.close()
 
 
@@ -121,8 +120,8 @@ def test_drawn_nodes_are_judged_behind_their_path():
     params = SamplingParams(temperature=0.01, presence_penalty=2.0, coupling="residual")
     tree, passed = TokenTree(0), Passed(torch.tensor([[0.0, 1.0, 0.5]] * 3), None)
     tree.add(tree.add(0, 1, "x"), 1, "x")
-    chance = None, torch.Generator()
-    assert accept(Sampler(params, [0], 3), tree, passed, *chance, 1) == Verdict([0, 1], 2)
+    randomness = None, torch.Generator()
+    assert accept(Sampler(params, [0], 3), tree, passed, *randomness, 1) == Verdict([0, 1], 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -130,7 +129,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
     """Of that sequence alone: the others go on."""
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
     engine = Engine(model)
-    expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
+    expected = [answered(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     bad, good = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3))
     calls, forward = list[int](), model.forward
 
@@ -144,7 +143,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
         return passed
 
     monkeypatch.setattr(model, "forward", failing)
-    run_engine(engine)
+    run(engine)
     assert isinstance(bad.error, QuickbeamError) and "NaN" in str(bad.error)
     assert bad.output.token_ids == expected[0][:3] and bad.output.finish_reason == "error"
     assert good.error is None and good.output.finish_reason == "length"
@@ -153,7 +152,7 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model, temperature
 
 def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
-    expected = run(model, "logitspec", params, prompt_of(3)).output.token_ids
+    expected = answered(model, "logitspec", params, prompt_of(3)).output.token_ids
 
     class Raising(NoDraft):
         def grow(self, context, budget, max_depth):
@@ -161,22 +160,18 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
                 raise ZeroDivisionError("in the policy")
             return super().grow(context, budget, max_depth)
 
-    def observe(record):
-        raise OSError("in the observer")
-
     policy = engine.add(request(model, Raising(), params, prompt_of(2)))
+    observe = raising(OSError("in the observer"))
     observer = engine.add(request(model, NoDraft(), params, prompt_of(2), observer=observe))
     rows = engine.add(request(model, NoDraft(), params, prompt_of(2)))
     good = engine.add(request(model, make_method("logitspec"), params, prompt_of(3)))
-    forward = model.forward
 
     def failing(batch):
         if any(part.cache is rows.cache and part.cache.length > 14 for part in batch.parts):
             raise RuntimeError("in the pass")
-        return forward(batch)
 
-    monkeypatch.setattr(model, "forward", failing)
-    run_engine(engine)
+    before(monkeypatch, model, "forward", failing)
+    run(engine)
     for one, where, tokens in ((policy, "policy", 5), (observer, "observer", 2), (rows, "pass", 4)):
         assert (str(one.error), len(one.output.token_ids)) == (f"in the {where}", tokens)
     assert (good.error, good.output.token_ids) == (None, expected)
@@ -184,21 +179,17 @@ def test_what_fails_in_one_sequence_touches_no_other(model, monkeypatch):
 
 def test_a_step_that_fails_ends_what_runs_and_keeps_what_waits(model, monkeypatch):
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=1)
-    expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
+    expected = [answered(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     asked = (request(model, NoDraft(), params, prompt_of(seed)) for seed in (2, 3))
     runs, waits = map(engine.add, asked)
     for _ in range(5):
         engine.step()
-
-    def broken(ready):
-        raise RuntimeError("no room")
-
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no room"):
-        patch.setattr(engine.scheduler, "with_room", broken)
+        patch.setattr(engine.scheduler, "with_room", raising(RuntimeError("no room")))
         engine.step()
     assert (str(runs.error), runs.output.finish_reason) == ("no room", "interrupted")
     given = runs.output.token_ids
     assert given and given == expected[0][: len(given)]
-    run_engine(engine)
+    run(engine)
     assert waits.output.token_ids == expected[1]
     engine.close()

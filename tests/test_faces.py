@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from cases import few, refuses
+from cases import before, few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
 from quickbeam.options import parse_bytes
@@ -25,7 +25,6 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
 
 def slow(llm, monkeypatch):
-    """Let its answers take long enough to be left midway."""
     engine = llm.engine if isinstance(llm, LLM) else llm.llm.engine
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.01), step()))
@@ -33,14 +32,13 @@ def slow(llm, monkeypatch):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """What each prompt is answered by itself, plainly."""
     return {prompt: llm.generate(prompt, PARAMS, method="ar").token_ids for prompt in PROMPTS}
 
 
 def test_lists_are_answered_side_by_side(llm, alone):
     llm.reset()
-    found = llm.generate(PROMPTS, PARAMS, budget=4)
-    assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
+    answers = llm.generate(PROMPTS, PARAMS, budget=4)
+    assert [one.token_ids for one in answers] == [alone[prompt] for prompt in PROMPTS]
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     several = [one.token_ids for one in llm.chat(chats, PARAMS)]
     assert several == [llm.chat(chat, PARAMS).token_ids for chat in chats]
@@ -48,8 +46,8 @@ def test_lists_are_answered_side_by_side(llm, alone):
     assert not llm.engine.busy
     lengths = range(3, 3 + len(PROMPTS))
     params = [SamplingParams(max_tokens=length) for length in lengths]
-    found = [one.token_ids for one in llm.generate(PROMPTS, params)]
-    assert found == [alone[text][:length] for text, length in zip(PROMPTS, lengths, strict=True)]
+    answers = [one.token_ids for one in llm.generate(PROMPTS, params)]
+    assert answers == [alone[text][:length] for text, length in zip(PROMPTS, lengths, strict=True)]
     refuses("2 parameters for 5 prompts", llm.generate, PROMPTS, params[:2])
 
 
@@ -110,24 +108,23 @@ def test_sizes_of_memory():
 def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
     page = LLM(toy_folder, "ar").model.pool.page_bytes
     with LLM(toy_folder, method, kv_memory=4 * page) as llm:
-        found = llm.generate(PROMPTS, PARAMS)
-        assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
+        answers = llm.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in answers] == [alone[prompt] for prompt in PROMPTS]
         assert llm.model.pool.used <= 4
         refuses("kv-memory", llm.generate, "hello " * 60, PARAMS)
     refuses("kv_memory", LLM, toy_folder, "ar", kv_memory=page // 2)
 
 
 def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
-    forward, begin, seen = llm.model.forward, llm.stream, list[Stream]()
+    begin, seen = llm.stream, list[Stream]()
 
     def broken(batch):
         if any(part.cache is bad.sequence.cache for part in batch.parts for bad in seen[2:3]):
             raise RuntimeError("no such pass")
-        return forward(batch)
 
     noted = lambda *given, **more: seen.append(begin(*given, **more)) or seen[-1]  # noqa: E731
     monkeypatch.setattr(llm, "stream", noted)
-    monkeypatch.setattr(llm.model, "forward", broken)
+    before(monkeypatch, llm.model, "forward", broken)
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
     assert not llm.engine.busy and all(one.sequence.over for one in seen)
@@ -221,9 +218,9 @@ def test_a_fork_is_told_that_it_has_no_engine(llm):
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = pipe.read()
+        message = pipe.read()
     os.waitpid(child, 0)
-    assert "was forked" in said and "spawn" in said
+    assert "was forked" in message and "spawn" in message
 
 
 def test_an_observer_that_asks_the_same_model_is_told(llm, alone):

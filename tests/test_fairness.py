@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from answers import answer, request, run
-from cases import refuses
+from cases import before, refuses
 from models import tiny
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import FairQueue
@@ -80,36 +80,27 @@ def test_a_long_request_does_not_take_the_kept_place(model):
         add(engine, "many", [3 + i, 4, 5], 30)
     engine.step()
     long = add(engine, "long", [7] * 3, 2000)
-    short = add(engine, "short", [8] * 3, 5)
-    assert steps_until_started(engine, short) <= 3
+    assert steps_until_started(engine, add(engine, "short", [8] * 3, 5)) <= 3
     assert not long.started
     assert steps_until_started(engine, long) < 60  # it is next when a place is free
     engine.close()
 
 
-def test_a_short_request_is_read_beside_a_long_prompt(model):
+def test_a_short_request_is_read_beside_a_long_prompt(model, monkeypatch):
     if not model.exact:
         pytest.skip("no native kernels on this machine")
-    engine, rows, forward = Engine(model, share=False), list[int](), model.forward
-
-    def counted(batch):
-        rows.append(sum(part.rows for part in batch.parts))
-        return forward(batch)
-
-    model.forward = counted
-    try:
-        long = add(engine, "long", [3 + i * 7 % 90 for i in range(1500)], 2)
-        for _ in range(3):
-            engine.step()
-        rows.clear()
-        one = add(engine, "short", [9, 8, 7] * 5, 4)
-        assert steps_until_started(engine, one) <= 2 and not long.started
-        assert sum(rows) <= 3 * model.beside < model.chunk
-        while not long.over:
-            engine.step()
-    finally:
-        del model.forward
-        engine.close()
+    engine, rows = Engine(model, share=False), list[int]()
+    count = lambda batch: rows.append(sum(part.rows for part in batch.parts))  # noqa: E731
+    before(monkeypatch, model, "forward", count)
+    long = add(engine, "long", [3 + i * 7 % 90 for i in range(1500)], 2)
+    for _ in range(3):
+        engine.step()
+    rows.clear()
+    one = add(engine, "short", [9, 8, 7] * 5, 4)
+    assert steps_until_started(engine, one) <= 2 and not long.started
+    assert sum(rows) <= 3 * model.mixed_chunk < model.chunk
+    run(engine, long)
+    engine.close()
 
 
 def test_a_tenant_leaves_a_part_of_the_places_and_of_the_queue(model):

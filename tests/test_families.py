@@ -37,10 +37,11 @@ pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native ker
 
 CONFIGS = table("families")
 IDS = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(1))
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
 
 
 def made(name, dtype=torch.float32):
-    """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -61,8 +62,7 @@ def off(got, right):
 def by_interpreter(model, stack):
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
-
-    turned = {one.rotary: one.turned for one in stack.attentions}
+    turned = {one.rotary: one.rotary_dim for one in stack.attentions}
 
     def of(rotary, positions):
         return angles_of(model.config, rotary, turned[rotary]).at(positions)
@@ -71,8 +71,7 @@ def by_interpreter(model, stack):
 
 
 def by_kernels(model, stack):
-    kernels = library.kernels()
-    pool = PagePool(kv_shapes(stack), kernels, None, torch.float32, state_shape(stack))
+    pool = PagePool(kv_shapes(stack), library.kernels(), None, torch.float32, state_shape(stack))
     compiled = CompiledStack(ModelParameters(model), stack, pool)
     store, rows = pool.new(), RowList()
     store.add_chain(rows, IDS.tolist(), range(len(IDS)))
@@ -121,11 +120,9 @@ def of_layers(change):
     return lambda stack: replace(stack, layers=tuple(map(change, stack.layers)))
 
 
-def with_angles(layer, first):
-    """A layer whose heads turn as the first's do."""
-    of = first.attention
-    turned = replace(layer.attention, rotary=of.rotary, turned=of.turned)
-    return replace(layer, attention=turned)
+def angles_everywhere(stack):
+    of = stack.layers[0].attention
+    return each("attention", rotary=of.rotary, rotary_dim=of.rotary_dim)(stack)
 
 
 def in_turn(layer):
@@ -133,11 +130,17 @@ def in_turn(layer):
 
 
 def as_dense(layer):
-    return replace(layer, beside=replace(layer.beside, before=layer.feed_forward_before))
+    beside = replace(layer.parallel_experts, before=layer.feed_forward_before)
+    return replace(layer, parallel_experts=beside)
 
 
-def with_values_of(layer, source):
-    return replace(layer, attention=replace(layer.attention, source=source))
+def values_of_the_first(stack):
+    fifth = replace(stack.layers[4], attention=replace(stack.layers[4].attention, source=0))
+    return replace(stack, layers=(*stack.layers[:4], fifth, stack.layers[5]))
+
+
+def unscaled(stack):
+    return replace(stack, per_layer=replace(stack.per_layer, scale=0.0))
 
 
 def swapped(layer):
@@ -166,15 +169,12 @@ def turning(interleaved):
     return change
 
 
-ROUTING = "feed_forward.routing"
+ROUTING, PARALLEL = "feed_forward.routing", "parallel_experts.experts.routing"
 WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "a window one too wide": ("mistral", wider(1)),
     "a window one too narrow": ("gemma3", wider(-1)),
     "no angles": ("llama", each("attention", rotary=None)),
-    "angles in every layer": (
-        "smollm3",
-        lambda s: of_layers(lambda layer: with_angles(layer, s.layers[0]))(s),
-    ),
+    "angles in every layer": ("smollm3", angles_everywhere),
     "halves turn, not neighbours": ("cohere", turning(False)),
     "norms without the 1": ("gemma", each("attention_before", plus_one=False)),
     "no gate of attention": ("qwen3_5", each("attention", gated=False)),
@@ -198,16 +198,10 @@ WRONG: dict[str, tuple[str, Callable[[Stack], Stack]]] = {
     "no norm after": ("glm4", each(attention_after=None)),
     "another activation": ("nemotron", each("feed_forward", activation="relu")),
     "values without their norm": ("gemma4-experts", each("attention", value_norm=False)),
-    "values of another layer": (
-        "gemma4-per_layer",
-        lambda s: replace(s, layers=(*s.layers[:4], with_values_of(s.layers[4], 0), s.layers[5])),
-    ),
+    "values of another layer": ("gemma4-per_layer", values_of_the_first),
     "no scalar of a layer": ("gemma4-per_layer", each(scalar=None)),
-    "per-layer inputs of the token alone": (
-        "gemma4-per_layer",
-        lambda s: replace(s, per_layer=replace(s.per_layer, scale=0.0)),
-    ),
-    "experts without their scales": ("gemma4-experts", each("beside.experts.routing", scale=None)),
+    "per-layer inputs of the token alone": ("gemma4-per_layer", unscaled),
+    "experts without their scales": ("gemma4-experts", each(PARALLEL, scale=None)),
     "experts that read what the dense one reads": ("gemma4-experts", of_layers(as_dense)),
     "no positions": ("gpt2", lambda s: replace(s, positions=None)),
     "weights of experts as they are": ("mixtral", each(ROUTING, renormalised=False)),
@@ -255,10 +249,6 @@ def test_what_a_family_does_not_know_is_named_and_run_by_pytorch(caplog):
     refuses("qk_layernorm", describe, plain, error=NotDescribed)
 
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")
-SAMPLING = ({}, {"temperature": 0.8, "seed": 5})
-
-
 @functools.cache
 def policies(dtype):
     return drafting(LMDrafter(make_model(made("llama", dtype)), VOCAB))
@@ -266,11 +256,7 @@ def policies(dtype):
 
 OTHERS = [kind for kind in FORMATS if kind != "bfloat16"]
 
-
-HYBRIDS = (
-    *("bamba", "falcon_h1", "granite_hybrid", "lfm2", "lfm3", "nemotron_h", "qwen3_5"),
-    "qwen3_next",
-)
+HYBRIDS = "bamba falcon_h1 granite_hybrid lfm2 lfm3 nemotron_h qwen3_5 qwen3_next"
 
 
 # `make test` runs each family in bfloat16 and in one of the other formats, in turns, and hybrids,
@@ -284,7 +270,7 @@ HYBRIDS = (
             for i, name in enumerate(CONFIGS)
             for kind in (
                 (FORMATS[i % len(FORMATS)],)
-                if name.startswith(HYBRIDS)
+                if name.startswith(tuple(HYBRIDS.split()))
                 else ("bfloat16", OTHERS[i % len(OTHERS)])
             )
         ],

@@ -6,17 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples, refuses
-from features import KINDS, RANDOM, WIDE, Pair, growing, head_of, small_pages, words
+from cases import before, examples, refuses
+from features import KINDS, RANDOM, WIDE, Pair, growing, head_of, page_size, words
 from models import VOCAB, tiny
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.models.opening import make_model
 from quickbeam.train.places import unroll
-from quickbeam.train.shards import Conversation, collate
+from quickbeam.train.shards import ConversationTokens, collate
 from quickbeam.tree import TokenTree
 
-pages = small_pages(2)
+pages = page_size(2)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,8 @@ def test_distributions_are_those_of_the_equations(pairs, kind, rng, temperature)
 def counted(monkeypatch, chunk):
     """A pair that reads so many rows a pass, and the rows of each sequence in its passes."""
     pair, passes = Pair("attention"), list[list[int]]()
-    run = pair.drafter.passes.run
-
-    def counting(batch, hidden, router):
-        passes.append([part.rows for part in batch.parts])
-        return run(batch, hidden, router)
-
-    monkeypatch.setattr(pair.drafter.passes, "run", counting)
+    count = lambda batch, *_: passes.append([part.rows for part in batch.parts])  # noqa: E731
+    before(monkeypatch, pair.drafter.passes, "run", count)
     monkeypatch.setattr(feature, "CHUNK", chunk)
     return pair, passes
 
@@ -70,11 +65,9 @@ def test_nothing_is_read_twice(monkeypatch):
     text.go_on(tree, [0, b], 7)
     # the draft's row is not the target's
     assert text.state.share(0, 12) is not None and text.state.share(0, 14) is None
-    longer = text.follow([*prompt, 50, 2, 7, 7, 8], 1, 12)
-    longer.check(TokenTree(8), [0])
+    text.follow([*prompt, 50, 2, 7, 7, 8], 1, 12).check(TokenTree(8), [0])
     assert passes[4:] == [[5]]  # row 11 anew, then those of 50, 2, 7, 7
-    parted = text.follow([*prompt[:6], 3, 3, 4], 1, 6)
-    parted.check(TokenTree(4), [0])
+    text.follow([*prompt[:6], 3, 3, 4], 1, 6).check(TokenTree(4), [0])
     assert passes[5:] == [[3]]  # row 5 holds the embedding of the next token, which is another one
     text.check(TokenTree(7), [0])
     assert passes[6:] == [[2]]
@@ -102,9 +95,9 @@ def test_training_unrolls_what_drafting_computes(kind):
     """Pass k of training-time test at row i is the drafter's row k below the root i + 1."""
     pair, depths = Pair(kind), 4
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
-    heard = torch.cat(pair.begin(ids, 0).heard)
-    told = Conversation(torch.tensor(ids).int(), torch.ones(12, dtype=torch.bool), 1.0)
-    batch = collate([told])._replace(hidden=heard[None])
+    hidden = torch.cat(pair.begin(ids, 0).hidden)
+    tokens, answer = torch.tensor(ids).int(), torch.ones(12, dtype=torch.bool)
+    batch = collate([ConversationTokens(tokens, answer, 1.0)])._replace(hidden=hidden[None])
     trained = [
         pair.network.head(pair.network.feature(out)).softmax(-1)
         for _, _, out in unroll(pair.network, batch, depths)
@@ -154,5 +147,5 @@ def test_bfloat16_does_not_round_the_rotary_angles():
     model = tiny("llama", torch.bfloat16)
     drafter = eagle_drafter(head_of(WIDE, model), make_model(model))
     angle = 3000 / 10000.0 ** (torch.arange(4) / 4)
-    found = drafter.passes.network.angles.at(torch.tensor(3000))
-    torch.testing.assert_close(found, (angle.cos(), angle.sin()))
+    angles = drafter.passes.network.angles.at(torch.tensor(3000))
+    torch.testing.assert_close(angles, (angle.cos(), angle.sin()))

@@ -9,7 +9,7 @@ from answers import answer
 from cases import THOROUGH
 from docs import save_drafter
 from drafters import DRAFTED
-from features import Pair, held, interrupt, small_pages
+from features import Pair, held, interrupt, page_size
 from quickbeam import LLM, hub
 from quickbeam.drafters import feature
 from quickbeam.drafters.eagle import EagleDrafter, EagleState
@@ -18,7 +18,7 @@ from quickbeam.methods import make_method
 from quickbeam.methods.base import NoDraft
 from quickbeam.params import SamplingParams
 
-pages = small_pages(6)
+pages = page_size(6)
 
 
 def drafted(pair, params, prompt, engine):
@@ -64,8 +64,7 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
     monkeypatch.setattr(Engine, "_reads_along", lambda self, sequence: False)
 
     def second(engine):
-        """An answer after another one to the same prompt, of which the drafter reads nothing, or
-        all when it is first asked."""
+        """An answer after another to the prompt, of which the drafter read nothing, or all."""
         drafted(pair, short, prompt, engine)
         chunks = engine.prefixes.find(prompt, drafter)
         assert all(
@@ -73,9 +72,9 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead, monkey
         )
         return drafted(pair, params, prompt, engine)
 
-    found = second(engine := Engine(target))
-    assert found.statistics.cached_tokens == 36
-    assert outcome(found) == outcome(fresh) and engine.prefixes is not None
+    again = second(engine := Engine(target))
+    assert again.statistics.cached_tokens == 36
+    assert outcome(again) == outcome(fresh) and engine.prefixes is not None
     chunks = engine.prefixes.find(prompt, drafter)
     assert all(chunk.draft is not None and chunk.hidden is None for chunk in chunks)
     engine.forget()

@@ -19,7 +19,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf import checkpoint as gguf_checkpoint
 from quickbeam.models.gguf import names
-from quickbeam.models.gguf.architecture import ARCHITECTURES, TURNED
+from quickbeam.models.gguf.architecture import ARCHITECTURES, INTERLEAVED
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.tokenizer import load_tokenizer
@@ -32,15 +32,15 @@ KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
 Q8, Q5 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
 
-
 IDS = [5, 17, 280, 3, 3, 99, 120, 7, 44, 200, 31, 8]
+MIXED = {"attn_v": Q8, "ffn_gate": Q8, "ffn_up": Q5, "attn": Q5, "ffn_down": Q8, "token_embd": Q8}
+EXPERTS = {"ffn_down_exps": Q8, "exps": Q5, "attn": Q8}
+BLOCKS = {"llama": MIXED, "qwen3moe": EXPERTS, "qwen35moe": {"inp": None, "exps": Q8, "shexp": Q5}}
 
 
 def logits(parameters) -> torch.Tensor:
-    target, rows = Target(NativeModel(parameters, parameters.stack)), []
-    for end in range(1, len(IDS) + 1):
-        rows.append(target.prefill(IDS[:end], keep=end - 1))
-    return torch.stack(rows)
+    target, ends = Target(NativeModel(parameters, parameters.stack)), range(1, len(IDS) + 1)
+    return torch.stack([target.prefill(IDS[:end], keep=end - 1) for end in ends])
 
 
 def test_every_architecture_is_here():
@@ -51,8 +51,7 @@ def test_every_architecture_is_here():
 def test_an_architecture_is_that_of_transformers(architecture, tmp_path):
     """Metadata and names by llama.cpp's package, logits by transformers."""
     model = model_of(architecture)
-    file = write(tmp_path / "tiny.gguf", architecture, model)
-    assert distance(file, model) < 2e-4
+    assert distance(write(tmp_path / "tiny.gguf", architecture, model), model) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_wrong_order_of_rows_is_seen(architecture, changes, tmp_path, monkeypa
     of = ARCHITECTURES[name]
     monkeypatch.setitem(ARCHITECTURES, name, lambda metadata: of(metadata) | changes)
     if not changes:
-        monkeypatch.setattr(gguf_checkpoint, "TURNED", TURNED ^ {name})
+        monkeypatch.setattr(gguf_checkpoint, "INTERLEAVED", INTERLEAVED ^ {name})
     assert distance(file, model) > 2e-3
 
 
@@ -100,17 +99,16 @@ def test_norms_without_what_the_converter_adds_are_seen(architecture, tmp_path, 
 
 def distance(file, model) -> float:
     """How far a file's logits are from the model's, relative to the largest."""
-    found = logits(GgufCheckpoint(file, torch.float32, KERNELS))
+    got = logits(GgufCheckpoint(file, torch.float32, KERNELS))
     with torch.no_grad():
         wanted = model(torch.tensor([IDS])).logits[0]
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 def rounded(file) -> float:
     """How far logits are from those of the same weights in float32, relative to their norm."""
     exact = logits(GgufCheckpoint(file, torch.float32, KERNELS))
-    found = logits(GgufCheckpoint(file, None, KERNELS))
-    return float((found - exact).norm() / exact.norm())
+    return float((logits(GgufCheckpoint(file, None, KERNELS)) - exact).norm() / exact.norm())
 
 
 def test_what_quantised_files_have_otherwise(tmp_path):
@@ -147,9 +145,6 @@ def test_gates_of_gemma_4s_experts_may_lie_apart(tmp_path):
     assert distance(file, model) < 2e-4
 
 
-MIXED = {"attn_v": Q8, "ffn_gate": Q8, "ffn_up": Q5, "attn": Q5, "ffn_down": Q8, "token_embd": Q8}
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """A file whose queries, keys and values, and gates and rest, are of several formats."""
@@ -163,7 +158,6 @@ def test_weights_of_several_formats_come_near_their_numbers(mixed):
 
 
 def resident(path) -> int:
-    """How many kB of a mapped file this process holds in memory."""
     held, here = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if "-" in line.split(" ", 1)[0]:
@@ -184,9 +178,6 @@ def test_what_was_read_of_a_weight_does_not_stay_in_memory(mixed, tmp_path):
     part = checkpoint.rows(name, 16)
     assert resident(path) == 0
     assert torch.equal(part.data, copied[16:]) and torch.equal(whole.data, copied)
-
-
-EXPERTS = {"ffn_down_exps": Q8, "exps": Q5, "attn": Q8}
 
 
 @pytest.mark.parametrize(
@@ -216,11 +207,8 @@ def test_drafts_change_no_answer_of_experts_and_convolutions(architecture, kinds
             params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
             plain = [one.token_ids for one in llm.generate(prompts, params, method="ar")]
             for method in ("auto", "logitspec"):
-                found = llm.generate(prompts, params, method=method)
-                assert [one.token_ids for one in found] == plain, method
-
-
-BLOCKS = {"llama": MIXED, "qwen3moe": EXPERTS, "qwen35moe": {"inp": None, "exps": Q8, "shexp": Q5}}
+                answers = llm.generate(prompts, params, method=method)
+                assert [one.token_ids for one in answers] == plain, method
 
 
 @pytest.mark.parametrize(("architecture", "kinds"), BLOCKS.items())
@@ -235,19 +223,20 @@ def test_blocks_read_from_disk_have_the_bits_of_memory(architecture, kinds, tmp_
     disk.model.close()
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     with LLM(str(file)) as llm, LLM(str(file), memory=every[0]) as less:
-        found = less.generate("ab ab ab ab", params, method="auto").token_ids
-        assert found == llm.generate("ab ab ab ab", params, method="ar").token_ids
+        tokens = less.generate("ab ab ab ab", params, method="auto").token_ids
+        assert tokens == llm.generate("ab ab ab ab", params, method="ar").token_ids
     assert not (tmp_path / "gguf").exists()
 
 
 def test_text_becomes_the_files_tokens(mixed):
-    found = load_tokenizer(GgufFile(mixed))
-    ids = found.encode("a b<|im_end|>")
-    assert [found.convert_ids_to_tokens(i) for i in ids] == ["a", "Ġ", "b", "<|im_end|>"]
-    assert found.decode(ids, skip_special_tokens=True) == "a b"
-    assert found.eos_token_id == 2 and found.special_tokens_map["bos_token"] == "<|endoftext|>"
+    tokenizer = load_tokenizer(GgufFile(mixed))
+    ids = tokenizer.encode("a b<|im_end|>")
+    assert [tokenizer.convert_ids_to_tokens(i) for i in ids] == ["a", "Ġ", "b", "<|im_end|>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a b"
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.special_tokens_map["bos_token"] == "<|endoftext|>"
     messages = [{"role": "user", "content": "hi"}]
-    assert found.apply_chat_template(messages, tokenize=False) == "hi"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi"
 
 
 def sentence_piece(path, **changes):
@@ -262,9 +251,9 @@ def sentence_piece(path, **changes):
 
 
 def test_sentence_piece_joins_the_best_first(tmp_path):
-    found = load_tokenizer(GgufFile(sentence_piece(tmp_path / "a.gguf")))
-    assert found.encode("ab abab\n") == [1, 8, 8, 7, 3]
-    assert found.decode([1, 8, 8, 7, 3], skip_special_tokens=True) == "ab abab\n"
+    tokenizer = load_tokenizer(GgufFile(sentence_piece(tmp_path / "a.gguf")))
+    assert tokenizer.encode("ab abab\n") == [1, 8, 8, 7, 3]
+    assert tokenizer.decode([1, 8, 8, 7, 3], skip_special_tokens=True) == "ab abab\n"
     changes = {"add_bos_token": False, "add_space_prefix": False}
     plain = load_tokenizer(GgufFile(sentence_piece(tmp_path / "b.gguf", **changes)))
     assert plain.encode("abab") == [9]
@@ -282,13 +271,13 @@ def test_gemma_4_joins_what_its_file_lists(tmp_path):
     say(writer, add_bos_token=True, add_space_prefix=False)
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
     finish(writer)
-    found = load_tokenizer(GgufFile(tmp_path / "x.gguf"))
+    tokenizer = load_tokenizer(GgufFile(tmp_path / "x.gguf"))
     pairs = [tuple(one.split()) for one in merges]
     wanted = GemmaTokenizer({one: i for i, one in enumerate(tokens)}, pairs)
     for text in ("abc ab  a", " a\n\nbc", "x y", ""):
-        ids = found.encode(text)
+        ids = tokenizer.encode(text)
         assert ids == [2, *wanted.encode(text)]
-        assert found.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_what_is_not_known_is_named(tmp_path):
@@ -323,20 +312,18 @@ def test_cut_and_changed_files_are_refused_and_nothing_else_happens(mixed, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "told"),
+    ("at", "value", "words"),
     [(4, 7, "version 7"), (8, 1 << 60, ""), (16, 1 << 62, ""), (24, 1 << 40, "")],
 )
-def test_counts_are_held_against_the_size(mixed, tmp_path, at, value, told):
+def test_counts_are_held_against_the_size(mixed, tmp_path, at, value, words):
     data = bytearray(mixed.read_bytes())
     data[at : at + (4 if at == 4 else 8)] = value.to_bytes(4 if at == 4 else 8, "little")
     (tmp_path / "x.gguf").write_bytes(data)
-    refuses(f"no whole .gguf file.*{told}", GgufFile, tmp_path / "x.gguf")
+    refuses(f"no whole .gguf file.*{words}", GgufFile, tmp_path / "x.gguf")
 
 
 @pytest.fixture
 def read(monkeypatch):
-    """Has `change` done to what is read of files."""
-
     def set_up(change):
         whole = GgufFile.__init__
 

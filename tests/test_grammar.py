@@ -14,15 +14,13 @@ from cases import few, refuses, spread
 from quickbeam import LLM, Grammar, InvalidInput, SamplingParams
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
-from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.methods import METHODS as EVERY
 from running import braked
 from test_llm import save_small
 
-METHODS = [
-    name for name, preset in EVERY.items() if name != "ar" and preset.vocab in ("full", "routed")
-]
+METHODS = [key for key, one in EVERY.items() if key != "ar" and one.vocab in ("full", "routed")]
 FIELDS = {
     "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
     "age_in_years": {"type": "integer", "minimum": 0, "maximum": 150},
@@ -66,11 +64,11 @@ def test_drafts_change_no_answer(llm, method, temperature, name):
     for seed, budget in ((0, None), (1, 4), (2, 0)):
         params = asked(name, temperature=temperature, seed=seed, max_tokens=60)
         expected = llm.generate("abc abc", params, method="ar")
-        found = llm.generate("abc abc", params, method=method, budget=budget)
-        assert found.token_ids == expected.token_ids
-        assert found.finish_reason == expected.finish_reason
-        if found.finish_reason == "stop":
-            assert fits(name, found.text)
+        answer = llm.generate("abc abc", params, method=method, budget=budget)
+        assert answer.token_ids == expected.token_ids
+        assert answer.finish_reason == expected.finish_reason
+        if answer.finish_reason == "stop":
+            assert fits(name, answer.text)
 
 
 @pytest.mark.parametrize("method", few(METHODS, ["dyspec", "specinfer"]))
@@ -115,11 +113,11 @@ def test_an_answer_outlasts_a_preemption(llm, method):
         pool.limit = -(-256 // pool.page)
         with braked(llm.engine):  # until all are asked, however fast one is answered
             streams = [llm.stream("abc", one, method=method, budget=4) for one in params]
-        found = [one.result() for one in streams]
+        answers = [one.result() for one in streams]
     finally:
         pool.limit = limit
-    assert [one.token_ids for one in found] == expected
-    assert sum(one.statistics.preemptions for one in found) > 0
+    assert [one.token_ids for one in answers] == expected
+    assert sum(one.statistics.preemptions for one in answers) > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -146,18 +144,17 @@ def test_every_id_that_ends_an_answer_may_end_it(llm, method, monkeypatch):
     (end,) = llm.eos_ids
     a, x = llm.tokenizer.encode("ax")
 
-    def said(pattern, **fields):
+    def answer(pattern, **fields):
         params = SamplingParams(grammar=Grammar.regex(pattern), **fields)
         return llm.generate("abc", params, method=method)
 
     with pytest.raises(DeadEnd, match=r"allows 1 tokens after 2 tokens .* logit_bias"):
-        said("aa", logit_bias={end: -math.inf})
-    early = said("a{9}", stop_token_ids=[a])
+        answer("aa", logit_bias={end: -math.inf})
+    early = answer("a{9}", stop_token_ids=[a])
     # a letter that the grammar allows anyway
     assert (early.token_ids, early.finish_reason) == ([a], "stop")
-    assert said("a{9}", stop_token_ids=[x]).token_ids == [a] * 9 + [end]
-    named = said("a{9}", ignore_eos=True, stop_token_ids=[end])
-    assert named.token_ids == [a] * 9 + [end]
+    assert answer("a{9}", stop_token_ids=[x]).token_ids == [a] * 9 + [end]
+    assert answer("a{9}", ignore_eos=True, stop_token_ids=[end]).token_ids == [a] * 9 + [end]
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec", "specinfer"])
@@ -201,12 +198,12 @@ def test_what_is_missing_or_no_grammar_is_told(llm, monkeypatch):
     with pytest.raises(InvalidInput, match="grammar with ignore_eos: nothing could end the answer"):
         llm.generate("abc", SamplingParams(grammar=Grammar.regex("a"), ignore_eos=True))
     with pytest.raises(InvalidInput, match="no end-of-sequence token"):
-        Compiler(llm.tokenizer, size, []).compile(Grammar.regex("a"))
+        GrammarCompiler(llm.tokenizer, size, []).compile(Grammar.regex("a"))
     with pytest.raises(InvalidInput, match="can't take this model's tokenizer"):
-        Compiler(list(range(257)), size, ends).compile(Grammar.regex("a"))
+        GrammarCompiler(list(range(257)), size, ends).compile(Grammar.regex("a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidInput, match=r"pip install 'quickbeam\[grammar\]'"):
-        Compiler(llm.tokenizer, size, ends).compile(Grammar.regex("a"))
+        GrammarCompiler(llm.tokenizer, size, ends).compile(Grammar.regex("a"))
     for given in ({"type": {1, 2}}, "{", "nope"):
         refuses("json_schema: not JSON", Grammar.json_schema, given)
     refuses("must be a mapping", Grammar.json_schema, 3)
@@ -231,11 +228,11 @@ def test_the_default_model_gives_one_answer(method, temperature, default):
     messages = [{"role": "user", "content": "Describe a pet as JSON."}]
     params = asked("schema", max_tokens=60, temperature=temperature, seed=4)
     expected = default.chat(messages, params, method="ar")
-    found = default.chat(messages, params, method=method)
-    assert found.token_ids == expected.token_ids
-    assert found.finish_reason == "stop" and fits("schema", found.text)
-    assert found.statistics.sources["grammar"].accepted > 5
-    assert found.statistics.steps < expected.statistics.steps / 1.5
+    answer = default.chat(messages, params, method=method)
+    assert answer.token_ids == expected.token_ids
+    assert answer.finish_reason == "stop" and fits("schema", answer.text)
+    assert answer.statistics.sources["grammar"].accepted > 5
+    assert answer.statistics.steps < expected.statistics.steps / 1.5
 
 
 @pytest.fixture(scope="module")

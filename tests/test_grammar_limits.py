@@ -16,7 +16,7 @@ CHILD = """
 import json, sys, threading
 from pathlib import Path
 from quickbeam import Grammar, InvalidInput
-from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.models.checkpoint import read_config
 from quickbeam.models.tokenizer import load_tokenizer
 
@@ -30,7 +30,7 @@ def work():
 
 folder = Path(sys.argv[1])
 tokenizer = load_tokenizer(folder, read_config(folder))
-compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -40,9 +40,9 @@ thread.join()
 def outcomes(toy_folder, *grammars):
     ended = captured([sys.executable, "-c", CHILD, toy_folder], input=json.dumps(grammars))
     assert ended.returncode == 0, f"the process ended with {ended.returncode}: {ended.stderr}"
-    found = ended.stdout.splitlines()
-    assert len(found) == len(grammars)
-    return found
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(grammars)
+    return lines
 
 
 def nested(wrap, value, depth):
@@ -147,7 +147,6 @@ def test_groups_and_expressions_however_they_nest_end_no_process(toy_folder):
 
 HUGE = ("json_schema", '{"type": "integer", "multipleOf": 99999999}')  # all memory, for minutes
 
-
 PATTERNS = {"patternProperties": {f"^a{i}.*b{i}$": {"type": "null"} for i in range(3000)}}
 SLOW = [HUGE, ("json_schema", json.dumps(PATTERNS)), ("regex", "a?" * 60_000)]
 
@@ -155,8 +154,8 @@ SLOW = [HUGE, ("json_schema", json.dumps(PATTERNS)), ("regex", "a?" * 60_000)]
 @pytest.mark.parametrize(("kind", "text"), few(SLOW, [HUGE]))
 def test_what_takes_minutes_or_all_memory_is_refused(toy_folder, kind, text):
     """The limits are of processor time and memory, so a busy machine refuses no more."""
-    (found,) = outcomes(toy_folder, (kind, text))
-    assert found.startswith("refused") and "make it smaller" in found
+    (outcome,) = outcomes(toy_folder, (kind, text))
+    assert outcome.startswith("refused") and "make it smaller" in outcome
 
 
 def test_a_deep_schema_that_fits_compiles(toy_folder):

@@ -17,7 +17,7 @@ from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.commit import accept
-from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods.auto import Auto
@@ -28,7 +28,7 @@ from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
-from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
+from toy import ToyModel, chi_square, exact_probs, path_tokens, samples
 
 LETTERS = "abcdefghijkl"
 V = 6  # five letters and the end
@@ -39,8 +39,7 @@ WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
 
 def letters(count):
     """Token i is the i-th letter; `<end>` comes after them."""
-    vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
-    backend = Tokenizer(models.BPE(vocab, []))
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(LETTERS[:count])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
@@ -49,27 +48,25 @@ def letters(count):
 @cache
 def compiler(count, vocab):
     """For logits of width `vocab`; token `count` is the end."""
-    return Compiler(letters(count), vocab, [count])
+    return GrammarCompiler(letters(count), vocab, [count])
 
 
 def masks(pattern, count, text=(), vocab=None):
-    """Of an answer that has said `text`."""
-    found = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
-    found.extend(text)
-    return found
+    mask = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
+    mask.extend(text)
+    return mask
 
 
 @cache
 def allowed(pattern, text, count):
-    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the
-    end."""
+    """Tokens that may follow `text`, by another library; `count` stands for the end."""
     language = regex.compile(pattern)
-    found = {
+    tokens = {
         i
         for i, letter in enumerate(LETTERS[:count])
         if language.fullmatch(text + letter, partial=True)
     }
-    return frozenset(found | ({count} if language.fullmatch(text) else set()))
+    return frozenset(tokens | ({count} if language.fullmatch(text) else set()))
 
 
 def ids(text):
@@ -84,56 +81,56 @@ def spelt(tokens):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern, seed):
     """Random walks through a growing answer and paths below it."""
-    chance, found, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
+    rng, mask, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
     for _ in range(120):
         path = list[int]()
-        for _ in range(chance.randrange(6)):
-            place = found.place(path)
+        for _ in range(rng.randrange(6)):
+            place = mask.allowed(path)
             free = [token for token in range(V - 1) if not place.banned[token]]
-            path.append(chance.choice(free or [V - 1]))
+            path.append(rng.choice(free or [V - 1]))
             if path[-1] == V - 1:
                 break
         if path[-1:] == [V - 1]:
-            assert found.place(path) is None
-            assert found.forced(path) is None
-            assert found.follows(path, [0]) == 0
+            assert mask.allowed(path) is None
+            assert mask.forced(path) is None
+            assert mask.follows(path, [0]) == 0
             continue
         expected = allowed(pattern, spelt([*text, *path]), V - 1)
-        if (question := chance.randrange(3)) == 0:
-            found.forced(path)
+        if (question := rng.randrange(3)) == 0:
+            mask.forced(path)
         elif question == 1:
-            found.follows(path, [chance.randrange(V) for _ in range(3)])
-        place = found.place(path)
+            mask.follows(path, [rng.randrange(V) for _ in range(3)])
+        place = mask.allowed(path)
         # 6 to 8 are padding
         assert {token for token in range(9) if not place.banned[token]} == expected
         assert (place.left, place.first) == (len(expected), min(expected))
         only = min(expected) if len(expected) == 1 else None
-        assert found.forced(path) == (None if only == V - 1 else only)
-        if chance.random() < 0.15 and path and len(text) < 12:
-            found.extend(path)
+        assert mask.forced(path) == (None if only == V - 1 else only)
+        if rng.random() < 0.15 and path and len(text) < 12:
+            mask.extend(path)
             text += path
 
 
 def test_paths_that_are_banned_or_behind_the_end_spoil_nothing():
-    found = masks("ab(cd)*", V - 1)
-    refuses("no token can come after 2 tokens", found.place, ids("ac"), error=DeadEnd)
-    assert found.find(ids("ac")) is None and found.forced(ids("ac")) is None
-    assert found.forced(ids("a")) == 1
-    found.extend(ids("ab"))
-    place = found.place()
+    mask = masks("ab(cd)*", V - 1)
+    refuses("no token can come after 2 tokens", mask.allowed, ids("ac"), error=DeadEnd)
+    assert mask.find(ids("ac")) is None and mask.forced(ids("ac")) is None
+    assert mask.forced(ids("a")) == 1
+    mask.extend(ids("ab"))
+    place = mask.allowed()
     assert place is not None and place.left == 2
-    found = masks("a+", V - 1)
-    found.extend([0, V - 1])
-    assert found.place() is None and found.place([3]) is None
-    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
+    mask = masks("a+", V - 1)
+    mask.extend([0, V - 1])
+    assert mask.allowed() is None and mask.allowed([3]) is None
+    assert torch.equal(mask.ban(torch.zeros(V)), torch.zeros(V))
 
 
 def test_a_grammar_that_cannot_be_read_backwards_is_read_anew():
     """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
     grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
-    found = compiler(V - 1, V).begin(grammar, [V - 1])
+    mask = compiler(V - 1, V).begin(grammar, [V - 1])
     for text in ("a", "ab", "b", "", "ba"):
-        banned = found.place(ids(text)).banned
+        banned = mask.allowed(ids(text)).banned
         expected = {4} if len(text) == 2 else {0, 1, 4}
         assert {token for token in range(V) if not banned[token]} == expected
 
@@ -148,8 +145,7 @@ SAMPLING: dict[str, dict[str, object]] = {
 
 
 def probs_of(model, params):
-    """The exact distribution, with what is allowed found by brute force before anything else is
-    done to the logits."""
+    """The exact distribution; what is allowed is found by brute force."""
     free = replace(params, grammar=None)
 
     @cache
@@ -176,12 +172,12 @@ def coupled_answers(model, params, seeds, length=4):
     """First tokens of answers by the noise of places, in random trees."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
-        noise, chance = Noise(seed, 0, V), random.Random(seed)
+        noise, rng = Noise(seed, 0, V), random.Random(seed)
         sampler, context = sampler_of(params, [0]), [0]
         while len(context) <= length:
             tree = TokenTree(context[-1])
             for _ in range(6):
-                node, token = chance.randrange(len(tree)), chance.randrange(V)
+                node, token = rng.randrange(len(tree)), rng.randrange(V)
                 if tree.child(node, token) is None:
                     tree.add(node, token, "random")
             paths = (path_tokens(tree, node) for node in range(len(tree)))
@@ -208,7 +204,7 @@ def test_a_mask_after_the_filters_is_found_out(name, monkeypatch):
     """As is done elsewhere: what is banned then has its part in the filters."""
 
     def late(self, logits, path=()):
-        place = self.grammar.place(path)
+        place = self.grammar.allowed(path)
         probs = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
         kept = probs if place is None else probs.masked_fill(place.banned, 0.0)
         return kept / kept.sum() if kept.any() else right(self, logits, path)
@@ -223,8 +219,7 @@ def test_a_mask_after_the_filters_is_found_out(name, monkeypatch):
 
 
 def residual_p(name, wrong=False, count=1500, length=3):
-    """Of the test that answers of drawn trees have the exact distribution. `wrong`: the
-    distribution that a child is said to be drawn from is the drafter's before the mask."""
+    """The p-value of drawn trees. `wrong`: a child's distribution is that before the mask."""
     model = ToyModel(V, seed=5, noise=3.0, zeros=0.0)
     params = SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS))
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
@@ -233,8 +228,7 @@ def residual_p(name, wrong=False, count=1500, length=3):
     def grow(context, rng):
         sampler = sampler_of(params, context)
         where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
-        growth = constrained(policy.grow(where, 6, 4), where, 6, 4)
-        tree = grown(growth, drafter.answer).tree
+        tree = grown(constrained(policy.grow(where, 6, 4), where, 6, 4), drafter.answer).tree
         for node in range(1, len(tree)):
             if wrong and tree.probs[node] is not None:
                 tree.probs[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
@@ -245,7 +239,7 @@ def residual_p(name, wrong=False, count=1500, length=3):
 
     known = cache(lambda *context: probs(context))
     given = dict(count=count, length=length, probs=lambda context: known(*context))
-    counts = sample_sequences(model, grow, **given)
+    counts = samples(model, grow, **given)
     return chi_square(counts, exact_probs(probs_of(model, params), V, length))
 
 
@@ -259,9 +253,8 @@ def test_a_drafters_distribution_before_the_mask_is_found_out():
 
 
 def draft(policy, pattern, text, budget, temperature=0.0, depth=9):
-    """What is grown after a prompt of one token and a text."""
-    found = masks(pattern, V - 1, ids(text))
-    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found)
+    mask = masks(pattern, V - 1, ids(text))
+    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=mask)
     growth = policy.grow(context.begin(policy.sources), budget, depth)
     return grown(constrained(growth, context, budget, depth), policy.sources[0].answer)
 
@@ -283,14 +276,14 @@ def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pattern", [FORKS, WORDS, "ab(c|d)eab+"])
 def test_every_tree_keeps_to_the_grammar(name, temperature, pattern):
-    chance = random.Random(0)
+    rng = random.Random(0)
     policy = Auto(known(), Ngram(), LastLogits()) if name == "auto" else DRAFTED[name](known())
     for _ in range(5):
         text = list[int]()
-        for _ in range(chance.randrange(8)):
-            place = masks(pattern, V - 1, text).place()
+        for _ in range(rng.randrange(8)):
+            place = masks(pattern, V - 1, text).allowed()
             options = [token for token in range(V - 1) if not place.banned[token]]
-            text += [chance.choice(options)] if options else []
+            text += [rng.choice(options)] if options else []
         tree = draft(policy, pattern, spelt(text), 10, temperature, 6).tree
         assert len(tree) <= 10 and max(tree.depth) <= 6
         for node in range(1, len(tree)):

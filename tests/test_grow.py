@@ -34,8 +34,7 @@ def contexts(draw):
 
 
 def started(policy, context):
-    """The context, the policy's sources fed as the engine does: the prompt, then what was
-    emitted."""
+    """The policy's sources are fed as the engine does: the prompt, then what was emitted."""
     for source in policy.sources:
         state = context.states[source.name] = source.begin(context.ids[:-1])
         state.extend(context.ids[-1:])
@@ -48,8 +47,7 @@ def grown(context, budget, max_depth=32, method="logitspec"):
 
 
 def longest_match(text, suffix):
-    """Where the continuation of the newest, longest (3 to 1 tokens) earlier occurrence begins, and
-    the occurrence's length."""
+    """Where the newest, longest (3 to 1 tokens) earlier occurrence goes on, and its length."""
     for n in range(min(3, len(suffix)), 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == suffix[-n:]:
@@ -58,8 +56,7 @@ def longest_match(text, suffix):
 
 
 def read_on(text, guessed, length):
-    """The continuation of text and guess by their longest match, read on into itself; empty without
-    a match."""
+    """What follows text and guess by their longest match, read on into itself."""
     match = longest_match(text, text + guessed)
     if match is None:
         return []
@@ -74,17 +71,12 @@ def ranking(logits):
 
 
 def drafts(context, max_depth):
-    """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then
-    the branches by rank."""
+    """The paths of LogitSpec's rule without a budget: the chain, then the branches by rank."""
     yield read_on(context.ids, [], 20)[:max_depth]
     for rank, token in enumerate(ranking(context.logits)[:64]):
         if token != context.ids[-1]:
             length = 4 if rank <= 8 else 3 if rank <= 32 else 1
             yield [token, *read_on(context.ids, [token], length - 1)][:max_depth]
-
-
-def prefixes(drafted):
-    return {tuple(path[:end]) for path in drafted for end in range(1, len(path) + 1)}
 
 
 def nodes(tree):
@@ -129,7 +121,8 @@ def test_chain_is_the_longest_match_read_on(context, budget, max_depth):
 @given(contexts(), budgets, depths)
 def test_the_tree_is_the_trie_of_drafts_the_chain_first(context, budget, max_depth):
     """Of all drafts where there is room, within a budget of so many as fit."""
-    wanted, chain = prefixes(drafts(context, max_depth)), read_on(context.ids, [], 20)[:max_depth]
+    every, chain = drafts(context, max_depth), read_on(context.ids, [], 20)[:max_depth]
+    wanted = {tuple(path[:end]) for path in every for end in range(1, len(path) + 1)}
     assert set(paths(grown(context, 1000, max_depth))) == wanted
     tree = grown(context, budget, max_depth)
     assert set(paths(tree)) <= wanted and len(tree) == min(budget, 1 + len(wanted))

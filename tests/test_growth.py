@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples, spread
-from drafters import (
-    DRAFTED,
-    KnownDrafter,
-    context_of,
-    policies,
-    tempered,
-    toy_distributions,
-    tree_of,
-)
+from drafters import DRAFTED, KnownDrafter, context_of, policies, tempered, toy_probs, tree_of
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.methods import children
@@ -24,33 +16,31 @@ from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
 from quickbeam.methods.specinfer import SpecInfer
 from quickbeam.tree import TokenTree
-from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
+from toy import ToyModel, chi_square, exact_probs, path_tokens, samples
 
 
 def p_value(policy, model, temperature, count, budget=7, change=None):
-    """Of the test that two sampled tokens after [0] have the target's distribution; `change` does
-    something to each tree before verification."""
-    target, _ = toy_distributions(model, temperature)
+    """Of the test that two tokens have the target's distribution; `change` alters each tree."""
+    target, _ = toy_probs(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
     def grow(ids, rng):
         tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
-    counts = sample_sequences(model, grow, count=count, length=2, seed=1, probs=target)
+    counts = samples(model, grow, count=count, length=2, seed=1, probs=target)
     return chi_square(counts, exact_probs(target, model.vocab, 2))
 
 
 @pytest.mark.parametrize(("name", "temperature"), spread(list(DRAFTED), [0.6, 1.0]))
 def test_sampled_output_has_the_targets_distribution(name, temperature):
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
-    policy = policies(toy_distributions(model, temperature)[1])[name]
+    policy = policies(toy_probs(model, temperature)[1])[name]
     assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
 
 
 def keep_best(size):
-    """Prune to the nodes of greatest value, which counts a node's own token: what no policy may do
-    to draws."""
+    """Prune to the nodes of greatest value: what no policy may do to draws."""
 
     def prune(tree):
         kept, place = TokenTree(tree.token[0]), {0: 0}
@@ -65,7 +55,7 @@ def keep_best(size):
 @pytest.mark.parametrize("name", ["dyspec-printed", "dyspec-threshold", "specinfer", "sequoia"])
 def test_pruning_draws_by_value_is_found_out(name):
     model = ToyModel(vocab=4, seed=0, noise=1.2)
-    probs = toy_distributions(model)[1]
+    probs = toy_probs(model)[1]
     policy = policies(probs)[name]
     if name == "sequoia":
         policy = Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
@@ -73,15 +63,14 @@ def test_pruning_draws_by_value_is_found_out(name):
 
 
 class Opposed(ToyModel):
-    """What the drafter thinks likely is not: most draws are rejected, and it shows which were left
-    out."""
+    """What the drafter thinks likely is not: most draws are rejected."""
 
     def _both(self, context):
         probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
         return probs.flip(0), probs
 
 
-class Peeking(children.Drawn):
+class Peeking(children.DrawnChildren):
     """Tells the next token's own probability instead of its slot's."""
 
     _next: tuple[int, float] | None = None
@@ -101,32 +90,21 @@ def test_choosing_a_slot_by_its_own_token_is_found_out(monkeypatch):
     model = Opposed(vocab=4)
     policy = policies(model.draft)["dyspec-threshold"]
     assert p_value(policy, model, 1.0, count=600, budget=6) > 1e-3
-    monkeypatch.setattr(children, "Drawn", Peeking)
+    monkeypatch.setattr(children, "DrawnChildren", Peeking)
     assert p_value(policy, model, 1.0, count=600, budget=6) < 1e-6
 
 
 def test_reranked_candidates_are_no_draws():
     """EAGLE-2's tree may not claim to be drawn."""
     model = ToyModel(vocab=4, seed=0, noise=1.2)
-    _, probs = toy_distributions(model)
+    _, probs = toy_probs(model)
 
     def claim(tree):
         paths = (path_tokens(tree, parent) for parent in tree.parent[1:])
         tree.probs[1:] = [probs([0, *path]) for path in paths]
         return tree
 
-    policy = policies(probs)["eagle2"]
-    assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
-
-
-def makers(drafter):
-    return {name: make(drafter) for name, make in DRAFTED.items()} | {
-        "five branches": SpecInfer(drafter, 5),
-        "low threshold": Threshold(drafter, 0.01),
-        "narrow": Eagle2(drafter, 2, 3),
-        "auto": Auto(drafter, Ngram(), LastLogits()),
-        "measured": Sequoia(drafter, (0.2, 0.5, 0.1)),
-    }
+    assert p_value(policies(probs)["eagle2"], model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
 @examples(100, derandomize=True)
@@ -142,7 +120,11 @@ def makers(drafter):
 def test_every_tree_keeps_the_contract(seed, vocab, zeros, budget, max_depth, temperature, text):
     model, ids = ToyModel(vocab, seed, zeros=zeros), [token % vocab for token in text]
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
-    for name, policy in makers(drafter).items():
+    every = {name: make(drafter) for name, make in DRAFTED.items()}
+    every |= {"five branches": SpecInfer(drafter, 5), "low threshold": Threshold(drafter, 0.01)}
+    every |= {"narrow": Eagle2(drafter, 2, 3), "measured": Sequoia(drafter, (0.2, 0.5, 0.1))}
+    every["auto"] = Auto(drafter, Ngram(), LastLogits())
+    for name, policy in every.items():
         drafter.calls = []
         context = context_of(list(ids), temperature, logits=torch.arange(vocab).float())
         tree = tree_of(policy, context, budget, max_depth)

@@ -15,7 +15,7 @@ from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafte
 from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import children, search
 from quickbeam.methods.acceptance import as_printed
-from quickbeam.methods.children import Drawn, Ranked, proposals
+from quickbeam.methods.children import DrawnChildren, RankedChildren, proposals
 from quickbeam.methods.ddtree import DDTree
 from quickbeam.methods.dyspec import DySpec, Threshold
 from quickbeam.methods.eagle2 import Eagle2
@@ -36,7 +36,7 @@ def test_draws_are_without_replacement_and_ranked_children_deterministic():
     generator = torch.Generator().manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(4000):
-        first, second, nothing = (Drawn(distributions, i, generator) for i in range(3))
+        first, second, nothing = (DrawnChildren(distributions, i, generator) for i in range(3))
         order, left = [], 1.0
         for _ in range(4):
             assert first.left == pytest.approx(left, abs=1e-6)
@@ -56,15 +56,12 @@ def test_draws_are_without_replacement_and_ranked_children_deterministic():
             left -= weights[token]
     assert chi_square(counts, exact) > 1e-3
     rows = proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
-    ranked, seen = Ranked(*rows), []
+    ranked, seen = RankedChildren(*rows), []
     while ranked.left:
         seen.append((ranked.left, *ranked.draw()))
     assert [token for _, token, _ in seen] == [2, 3, 0] and ranked.draw() is None
     assert [left for left, *_ in seen] == [p for *_, p in seen] == pytest.approx([0.6, 0.3, 0.1])
     assert ranked.probs is None
-
-
-# --- DySpec, Alg. 1 -------------------------------------------------------------------------------
 
 
 def strike_out(residual, token):
@@ -74,13 +71,12 @@ def strike_out(residual, token):
 
 
 def algorithm_1(probs, size, max_depth, choose):
-    """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try
-    at a node with this R."""
+    """The paper's loop: each way it can go, with its probability. `choose`: the tokens to try."""
 
-    def go_on(chance, slots, nodes):
+    def go_on(prob, slots, nodes):
         slots = [slot for slot in slots if sum(slot[1]) > 0]
         if not slots or len(nodes) == size:
-            yield chance, nodes
+            yield prob, nodes
             return
         best = max(slots, key=lambda slot: slot[0])
         v, residual, node = best
@@ -90,7 +86,7 @@ def algorithm_1(probs, size, max_depth, choose):
             opened: Slots = [(v * (1 - residual[token]), strike_out(residual, token), node)]
             if len(child) < max_depth:
                 opened.append((v * residual[token], probs([0, *child]).double().tolist(), child))
-            yield from go_on(chance * residual[token], others + opened, (*nodes, child))
+            yield from go_on(prob * residual[token], others + opened, (*nodes, child))
 
     yield from go_on(1.0, [(1.0, probs([0]).double().tolist(), ())], ())
 
@@ -102,9 +98,8 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
     model = ToyModel(vocab=6, seed=seed)
 
     def draw_from(distributions, row, *_):
-        """Draws that depend on nothing but the distribution."""
         seed = hash(tuple(distributions.values[row].tolist())) % 2**62
-        return Drawn(distributions, row, torch.Generator().manual_seed(seed))
+        return DrawnChildren(distributions, row, torch.Generator().manual_seed(seed))
 
     orders: dict[Path, list[int]] = {}
 
@@ -117,17 +112,13 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed, size, max_dept
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     policy = DySpec(KnownDrafter(model.draft), as_printed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(children, "Drawn", draw_from)
+        patch.setattr(children, "DrawnChildren", draw_from)
         tree = tree_of(policy, context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 
 
-# --- temperature 0 --------------------------------------------------------------------------------
-
-
 def all_paths(probs, max_depth, least):
-    """Every path of at least this probability, the likeliest first."""
-    found, layer = [], [(1.0, ())]
+    every, layer = [], [(1.0, ())]
     for _ in range(max_depth):
         layer = [
             (v * p, (*path, t))
@@ -135,8 +126,8 @@ def all_paths(probs, max_depth, least):
             for t, p in enumerate(probs([0, *path]).tolist())
             if 0 < v * p >= least
         ]
-        found += layer
-    return sorted(found, key=lambda one: -one[0])
+        every += layer
+    return sorted(every, key=lambda one: -one[0])
 
 
 @examples(80, derandomize=True)
@@ -147,7 +138,7 @@ def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed, size, max_depth
     policy = DySpec(KnownDrafter(model.draft), as_printed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "FRACTION", fraction)
-        patch.setattr(search, "HOPE", 1.0)
+        patch.setattr(search, "CHILD_SHARE", 1.0)
         tree = tree_of(policy, context_of([0], 0.0), size + 1, max_depth)
     assert list(paths(tree)) == [path for _, path in all_paths(model.draft, max_depth, 0.0)[:size]]
 
@@ -174,30 +165,26 @@ def test_at_temperature_0_threshold_takes_all_likely_paths(seed, threshold, max_
         assert len(tree) == budget
 
 
-# --- DySpec, Alg. 2 -------------------------------------------------------------------------------
-
-
 def algorithm_2(probs, threshold, max_depth):
-    """The paper's layers without a cap: each tree with its probability, nodes as paths with their
-    place among siblings."""
+    """The paper's layers without a cap: each tree (paths and places) with its probability."""
 
-    def fill(chance, queue, nodes):
+    def fill(prob, queue, nodes):
         if not queue:
-            yield chance, nodes
+            yield prob, nodes
             return
         (v, node), *rest = queue
         residual = probs([0, *node]).double().tolist() if len(node) < max_depth else []
-        yield from draw(chance, v, node, residual, 0, rest, nodes)
+        yield from draw(prob, v, node, residual, 0, rest, nodes)
 
-    def draw(chance, v, node, residual, place, rest, nodes):
+    def draw(prob, v, node, residual, place, rest, nodes):
         if v < threshold or not sum(residual):
-            yield from fill(chance, rest, nodes)
+            yield from fill(prob, rest, nodes)
             return
         for token, d in enumerate(residual):
             if d > 0:
                 child, struck = (*node, token), strike_out(residual, token)
                 more = [*rest, (v * d, child)], nodes | {(child, place)}
-                yield from draw(chance * d, v * (1 - d), node, struck, place + 1, *more)
+                yield from draw(prob * d, v * (1 - d), node, struck, place + 1, *more)
 
     yield from fill(1.0, [(1.0, ())], frozenset())
 
@@ -208,8 +195,8 @@ def test_threshold_trees_have_the_probs_of_algorithm_2(seed):
     policy = Threshold(KnownDrafter(model.draft), 0.25)
     generator = torch.Generator().manual_seed(seed)
     exact: Counter = Counter()
-    for chance, nodes in algorithm_2(model.draft, 0.25, 3):
-        exact[nodes] += chance
+    for prob, nodes in algorithm_2(model.draft, 0.25, 3):
+        exact[nodes] += prob
     assert len(exact) > 10
 
     def grown():
@@ -235,9 +222,6 @@ def test_greedy_calls_the_drafter_about_once_a_layer(temperature):
     assert max(wasted) < 32
 
 
-# --- EAGLE-2 --------------------------------------------------------------------------------------
-
-
 def expand_and_rerank(probs, width, depth, size):
     candidates: list[tuple[float, Path]] = []
     layer: list[tuple[float, Path]] = [(1.0, ())]
@@ -260,9 +244,6 @@ def test_eagle2_expands_and_reranks(seed, width, depth, budget, max_depth, tempe
     depth = min(depth, max_depth)
     assert set(paths(tree)) == expand_and_rerank(model.draft, width, depth, budget - 1)
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
-
-
-# --- DDTree and PCTree ----------------------------------------------------------------------------
 
 
 @examples(40, derandomize=True)
@@ -295,13 +276,9 @@ def test_pctree_keeps_four_parents_of_each_depth(seed, budget, max_depth):
     assert set(paths(tree)) == expand_and_rerank(probs, 4, max_depth, budget - 1)
 
 
-# --- Sequoia --------------------------------------------------------------------------------------
-
-
 @lru_cache
 def all_shapes(nodes, depth):
-    """Every ordered tree of this many nodes and at most this depth, as nested tuples of
-    children."""
+    """Every ordered tree of this many nodes and at most this depth, as nested tuples."""
 
     def forests(left):
         if left == 0:
@@ -317,8 +294,7 @@ def tokens_of(tree, acceptance):
     if len(tree) > len(acceptance):
         return 0.0
     return 1 + sum(
-        chance * tokens_of(child, acceptance)
-        for child, chance in zip(tree, acceptance, strict=False)
+        rate * tokens_of(child, acceptance) for child, rate in zip(tree, acceptance, strict=False)
     )
 
 

@@ -11,19 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationMixin,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 from transformers.generation import logits_process as processing
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation import stopping_criteria as stopping
 from transformers.generation.streamers import BaseStreamer
 
 import quickbeam.hf
@@ -42,11 +32,13 @@ TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
 ROWS = torch.tensor([TEXT, [PAD] * 5 + [11, 12, 13, 11, 12, 13, 11], [PAD] * 9 + [40, 41, 42]])
 MASK = (ROWS != PAD).long()
 # not in older versions of transformers
-COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)
+COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(LlamaForCausalLM._get_logits_processor)
 # the name of the argument in older versions is past_key_values
 FORWARD = inspect.signature(LlamaForCausalLM.forward).parameters
 CACHE = "cache" if "cache" in FORWARD else "past_key_values"
 GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
+SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD)
+TOP_P = processing.TopPLogitsWarper(0.9)
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +48,14 @@ def llama():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Engines that were made."""
-    found = []
+    engines = []
 
     def make(*arguments):
-        found.append(Answering(*arguments))
-        return found[-1]
+        engines.append(Answering(*arguments))
+        return engines[-1]
 
     monkeypatch.setattr(quickbeam.hf, "Answering", make)
-    yield found
+    yield engines
 
 
 def pair(model, ids=ROWS, how=generate, **wanted):
@@ -81,8 +72,8 @@ def pair(model, ids=ROWS, how=generate, **wanted):
 ]))  # fmt: skip
 def test_greedy_rows_are_those_of_transformers(layout, method):
     model = tiny(layout)
-    expected, found = pair(model, how=generator(method=method), **GREEDY)
-    assert torch.equal(found, expected)
+    expected, ours = pair(model, how=generator(method=method), **GREEDY)
+    assert torch.equal(ours, expected)
     # the model is as it was
     assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)
 
@@ -95,9 +86,9 @@ def test_bfloat16_rows_are_those_of_plain_decoding():
     for row in ROWS.tolist():
         prompt = [token for token in row if token != PAD]
         rows.append(answer(ours, make_method("ar"), params, prompt).output.token_ids)
-    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)
+    generated = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)
     filled = [row + [PAD] * (max(map(len, rows)) - len(row)) for row in rows]
-    assert found[:, ROWS.shape[1] :].tolist() == filled
+    assert generated[:, ROWS.shape[1] :].tolist() == filled
 
 
 def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama):
@@ -105,9 +96,9 @@ def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama):
     plain = llama.generate(ROWS, attention_mask=MASK, **wanted)[:, ROWS.shape[1] :]
     # the last one is in no vocabulary, and never comes
     ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20]), 10**6]
-    expected, found = pair(llama, **{**GREEDY, "eos_token_id": ends, "pad_token_id": 96})
+    expected, ours = pair(llama, **{**GREEDY, "eos_token_id": ends, "pad_token_id": 96})
     assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
-    assert torch.equal(found, expected)
+    assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("asked", [
@@ -130,34 +121,34 @@ def test_settings_that_have_their_like(llama, asked):
     if "min_length" in asked or "min_new_tokens" in asked:
         plain = llama.generate(ROWS, attention_mask=MASK, **GREEDY)
         wanted["eos_token_id"] = plain[:, -40:].unique().tolist()[1:20]
-    expected, found = pair(llama, **wanted)
+    expected, ours = pair(llama, **wanted)
     if "return_dict_in_generate" in asked:
-        assert type(found) is type(expected)
-        expected, found = expected.sequences, found.sequences
-    assert torch.equal(found, expected)
+        assert type(ours) is type(expected)
+        expected, ours = expected.sequences, ours.sequences
+    assert torch.equal(ours, expected)
 
 
-class Heard(BaseStreamer):
+class Recorder(BaseStreamer):
     def __init__(self):
-        self.said: list[Any] = []
+        self.events: list[Any] = []
 
     def put(self, value):
-        self.said.append(value.tolist())
+        self.events.append(value.tolist())
 
     def end(self):
-        self.said.append("end")
+        self.events.append("end")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_hears_the_prompt_each_token_and_the_end(llama, rows):
-    told = []
+def test_a_streamer_gets_the_prompt_each_token_and_the_end(llama, rows):
+    both = []
     for how in ({}, {"custom_generate": generator(method="logitspec", budget=6)}):
-        told.append(Heard())
-        llama.generate(ROWS[:rows], attention_mask=MASK[:rows], **GREEDY, streamer=told[-1], **how)
-    assert told[0].said == told[1].said and len(told[0].said) > 10
+        both.append(Recorder())
+        llama.generate(ROWS[:rows], attention_mask=MASK[:rows], **GREEDY, streamer=both[-1], **how)
+    assert both[0].events == both[1].events and len(both[0].events) > 10
 
 
-class Until(StoppingCriteria):
+class Until(stopping.StoppingCriteria):
     """Ends a row once one of its last tokens is among `tokens`; remembers what it was shown."""
 
     def __init__(self, tokens):
@@ -173,18 +164,17 @@ class Until(StoppingCriteria):
 def test_stopping_criteria_are_asked_after_each_token(llama, end):
     wanted = {**GREEDY, "eos_token_id": end}
     plain = llama.generate(ROWS, attention_mask=MASK, **wanted)
-    ends, seen, found = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
+    ends, seen, rows = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
     for how in ({}, {"custom_generate": generate}):
         seen.append(Until(ends))
-        more = dict(stopping_criteria=StoppingCriteriaList([seen[-1]]), **how)
-        found.append(llama.generate(ROWS, attention_mask=MASK, **wanted, **more))
-    assert torch.equal(*found) and seen[0].shown == seen[1].shown
-    assert found[0].shape[1] < ROWS.shape[1] + 40
+        more = dict(stopping_criteria=stopping.StoppingCriteriaList([seen[-1]]), **how)
+        rows.append(llama.generate(ROWS, attention_mask=MASK, **wanted, **more))
+    assert torch.equal(*rows) and seen[0].shown == seen[1].shown
+    assert rows[0].shape[1] < ROWS.shape[1] + 40
 
 
 @pytest.fixture
 def toy(toy_folder):
-    """A model, its tokenizer, and a prompt."""
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
     return AutoModelForCausalLM.from_pretrained(toy_folder), tokenizer, ids
@@ -194,9 +184,10 @@ def test_stop_strings_and_time(toy):
     model, tokenizer, ids = toy
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD, repetition_penalty=1.7)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
-    stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
-    expected, found = pair(model, ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]))
-    assert torch.equal(found, expected) and expected.shape[1] < ids.shape[1] + 24
+    stop = stopping.StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
+    ends = stopping.StoppingCriteriaList([stop])
+    expected, ours = pair(model, ids, **wanted, stopping_criteria=ends)
+    assert torch.equal(ours, expected) and expected.shape[1] < ids.shape[1] + 24
     short = model.generate(ids, **wanted, max_time=0.0, custom_generate=generate)
     assert short.shape[1] == ids.shape[1] + 1
 
@@ -211,9 +202,6 @@ def test_a_smaller_model_drafts(toy, toy_folder):
     model.config._name_or_path = model.name_or_path = "/nowhere"
     more = dict(custom_generate=generate, drafter=toy_folder)
     refuses("tokenizer", model.generate, ids, **wanted, **more)
-
-
-SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("asked", [
@@ -232,8 +220,8 @@ def test_the_probs_of_a_token_is_that_of_the_processors(llama, asked):
     for _ in range(20):
         logits = torch.randn(VOCAB, generator=generator) * 3
         expected = processors(ROWS[:1], logits[None].clone())[0].softmax(0)
-        found = Sampler(params, TEXT, VOCAB).probs(logits)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        probs = Sampler(params, TEXT, VOCAB).probs(logits)
+        torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
@@ -251,6 +239,10 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def with_list(processor, **more):
+    return dict(logits_processor=processing.LogitsProcessorList([processor]), **more)
+
+
 @pytest.mark.parametrize(("asked", "named"), [
     (dict(num_beams=2), "beam_search"), (dict(prompt_lookup_num_tokens=3), "assisted"),
     (dict(no_repeat_ngram_size=2), "NoRepeatNGram"),
@@ -266,16 +258,11 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama):
     ({CACHE: DynamicCache()}, CACHE),
     (dict(attention_mask=torch.tensor([[1] * 11 + [0]])), "attention_mask"),
     (dict(attention_mask=torch.tensor([[1, 0] + [1] * 10])), "left"),
-    (dict(logits_processor=LogitsProcessorList([processing.RepetitionPenaltyLogitsProcessor(1.2,
-        3)])), "prompt_ignore_length"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])),
-        "min_tokens_to_keep"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=5),
-        "TopKLogitsWarper.*put it first"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=0,
-        top_p=0.5), "TopP.*twice"),
-    (dict(logits_processor=LogitsProcessorList([processing.MinLengthLogitsProcessor(20, 7)])),
-        "eos_token_id"),
+    (with_list(processing.RepetitionPenaltyLogitsProcessor(1.2, 3)), "prompt_ignore_length"),
+    (with_list(processing.TopPLogitsWarper(0.9, min_tokens_to_keep=3)), "min_tokens_to_keep"),
+    (with_list(TOP_P, do_sample=True, top_k=5), "TopKLogitsWarper.*put it first"),
+    (with_list(TOP_P, do_sample=True, top_k=0, top_p=0.5), "TopP.*twice"),
+    (with_list(processing.MinLengthLogitsProcessor(20, 7)), "eos_token_id"),
     (dict(max_new_tokens=5000), "context"),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
 def test_what_has_no_like_is_refused_by_name(llama, asked, named):
@@ -315,15 +302,15 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made):
 
 
 def test_a_failure_leaves_nothing_open(made):
-    class Broken(StoppingCriteria):
+    class Broken(stopping.StoppingCriteria):
         def __call__(self, input_ids, scores, **_):
             if input_ids.shape[1] > 20:
                 raise RuntimeError("broken")
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     model = tiny("llama")
-    broken = dict(stopping_criteria=StoppingCriteriaList([Broken()]), custom_generate=generate)
-    with pytest.raises(RuntimeError, match="broken"):
-        model.generate(ROWS, attention_mask=MASK, **GREEDY, **broken)
+    more = dict(stopping_criteria=stopping.StoppingCriteriaList([Broken()]), **GREEDY)
+    given = dict(attention_mask=MASK, custom_generate=generate, **more)
+    refuses("broken", model.generate, ROWS, **given, error=RuntimeError)
     assert not made[0].engine.busy
     assert torch.equal(*pair(model, ROWS[:1], **GREEDY))

@@ -23,10 +23,7 @@ from test_families import CONFIGS
 from test_recurrent import IDS, KINDS, PAGE, wrong_rows
 
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["lfm2", "qwen3_5"]))
-FAMILIES = [
-    *("bamba", "falcon_h1", "granite_hybrid", "granite_hybrid-moe", "lfm2_moe", "qwen3_5-moe"),
-    "qwen3_next",
-]
+NAMES = "bamba falcon_h1 granite_hybrid granite_hybrid-moe lfm2_moe qwen3_5-moe qwen3_next"
 
 
 def made(kind, **options):
@@ -41,7 +38,6 @@ def test_nodes_follow_their_paths(kind):
 
 
 BEHIND, COMMIT = TorchStates.behind, TorchStates.commit
-
 
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "state of the committed tokens": ("behind", lambda s, of, node: BEHIND(s, of, min(node, 0))),
@@ -70,8 +66,8 @@ def test_answers_are_those_of_transformers(kind):
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     for policy in (NoDraft(), Auto(drafter, Ngram(), LastLogits())):
         engine = Engine(model)
-        for prompt, said in zip(prompts, right, strict=True):
-            assert answer(model, policy, params, prompt, engine=engine).output.token_ids == said
+        for prompt, reply in zip(prompts, right, strict=True):
+            assert answer(model, policy, params, prompt, engine=engine).output.token_ids == reply
         # the state behind the first whole page was kept
         again = answer(model, policy, params, prompts[0], engine=engine)
         assert again.statistics.cached_tokens == PAGE and again.output.token_ids == right[0]
@@ -79,7 +75,7 @@ def test_answers_are_those_of_transformers(kind):
         assert model.pool.used == 0
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, ["granite_hybrid-moe", "qwen3_next"]))
+@pytest.mark.parametrize("family", few(NAMES.split(), ["granite_hybrid-moe", "qwen3_next"]))
 def test_families_give_the_logits_of_transformers(family):
     """`TorchModel` compares them, in chunks and trees, and refuses others."""
     model = make_model(tiny("", torch.float32, config=CONFIGS[family]), native=False)

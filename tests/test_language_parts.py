@@ -40,12 +40,10 @@ OTHER: dict[str, Any] = {
     **{"encoder_ffn_dim": 16, "out_hidden_size": 32, "output_dim": 16},
 }
 
-
 TEXT = table("texts", dict)
 
 
 def made(kind):
-    """A random model whose norms and biases matter."""
     torch.manual_seed(0)
     own: Any = CONFIG_MAPPING[kind]()
     parts: dict[str, Any] = {}
@@ -120,8 +118,8 @@ def test_a_head_that_is_missing_is_the_embedding_where_the_whole_says_so(tmp_pat
     rewrite(tmp_path, {"lm_head.weight": None})
     refuses(r"lm_head\.weight", Checkpoint, tmp_path, torch.float32)
     configure(tmp_path, tie_word_embeddings=True)
-    found = Checkpoint(tmp_path, torch.float32)
-    assert torch.equal(found("lm_head.weight"), found("model.embed_tokens.weight"))
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    assert torch.equal(checkpoint("lm_head.weight"), checkpoint("model.embed_tokens.weight"))
 
 
 def test_flat_and_old_configurations(tmp_path, monkeypatch):
@@ -142,8 +140,7 @@ def test_flat_and_old_configurations(tmp_path, monkeypatch):
 
 def test_gemma_4_as_published(tmp_path):
     """Sizes of full layers by other names, and tensors that layers with others' keys don't need."""
-    model = made("gemma4")
-    model.save_pretrained(tmp_path)
+    made("gemma4").save_pretrained(tmp_path)
     right = logits_of(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     own = fields["text_config"].pop("per_layer_config")
@@ -154,10 +151,11 @@ def test_gemma_4_as_published(tmp_path):
     more = {"model.language_model.layers.5.self_attn.k_proj.weight": torch.ones(32, 32)}
     save_file(tensors | more, tmp_path / "model.safetensors")
     assert torch.equal(logits_of(tmp_path), right)
-    found = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
     table = "model.embed_tokens_per_layer.weight"
-    assert torch.equal(found.mapped(table), found(table))
-    assert torch.equal(Checkpoint(tmp_path, torch.bfloat16).mapped(table), found(table).bfloat16())
+    right, half = checkpoint(table), Checkpoint(tmp_path, torch.bfloat16)
+    assert torch.equal(checkpoint.mapped(table), right)
+    assert torch.equal(half.mapped(table), right.bfloat16())
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
@@ -199,10 +197,10 @@ def test_a_chat_of_text_is_answered_and_an_image_refused(folder):
     llm = LLM(str(folder), "ar", dtype="float32")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert llm.model.exact
-    said = llm.chat([{"role": "user", "content": "abc"}], params)
+    answer = llm.chat([{"role": "user", "content": "abc"}], params)
     ids = load_tokenizer(folder, llm.model.config).encode("[user] abc[reply]", False)
-    assert said.token_ids == llm.generate(ids, params).token_ids
+    assert answer.token_ids == llm.generate(ids, params).token_ids
     parts = [{"role": "user", "content": [TEXT_PART]}]
-    assert llm.chat(parts, params).token_ids == said.token_ids
+    assert llm.chat(parts, params).token_ids == answer.token_ids
     with pytest.raises(InvalidInput, match=r"message 0 .*'image_url'.* transformers, vLLM"):
         llm.chat([{"role": "user", "content": [TEXT_PART, IMAGE]}], params)

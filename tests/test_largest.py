@@ -19,13 +19,13 @@ def plain(row, count, floor=-math.inf):
 def rows():
     """All, some and few tokens near the peak; equal logits; ends of chunks; bad numbers."""
     generator = np.random.default_rng(0)
-    found = [spread * generator.standard_normal(5000) for spread in (0.01, 1.0, 5.0)]
-    found += [generator.integers(0, 4, size).astype(float) for size in (1, 63, 64, 65, 700)]
-    found += [np.arange(300.0), -np.arange(300.0)]
+    made = [spread * generator.standard_normal(5000) for spread in (0.01, 1.0, 5.0)]
+    made += [generator.integers(0, 4, size).astype(float) for size in (1, 63, 64, 65, 700)]
+    made += [np.arange(300.0), -np.arange(300.0)]
     bad = generator.standard_normal(200)
     bad[[0, 64, 130]], bad[[3, 70, 199]], bad[[5, 7]] = math.nan, -math.inf, math.inf
-    found += [bad, np.full(100, math.nan), np.full(100, -math.inf)]
-    return [row.astype(np.float32) for row in found]
+    made += [bad, np.full(100, math.nan), np.full(100, -math.inf)]
+    return [row.astype(np.float32) for row in made]
 
 
 @every_set
@@ -43,11 +43,9 @@ def test_floors_and_names_belong_to_rows_and_columns(isa, monkeypatch):
     floors = [0.0, 0.002, 0.01, 0.5, 0.004]
     names = 3 * torch.arange(700) + 1
     monkeypatch.setattr(module, "cached_kernels", lambda: load(isa))
-    for ways in (
-        largest(distributions, 40, floors, names),
-        largest_plain(distributions, 40, floors, names),
-    ):
-        for row, floor, (tokens, values) in zip(distributions, floors, ways, strict=True):
+    for way in (largest, largest_plain):
+        rows = way(distributions, 40, floors, names)
+        for row, floor, (tokens, values) in zip(distributions, floors, rows, strict=True):
             columns = plain(row.tolist(), 40, floor)
             assert tokens == names[columns].tolist() and values == row[columns].tolist()
 

@@ -19,6 +19,8 @@ from quickbeam.models.gathered import RowPool
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=450, ignore_eos=True)  # not over before it is looked at
+REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
+REFUSED["can't take a draft back"] = MambaConfig(hidden_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,7 @@ def user(*turns):
 
 def test_text_ids_and_several_prompts(llm):
     one = llm.generate("abc abc", SHORT)
-    ids = llm.tokenizer("abc abc")["input_ids"]
-    assert llm.generate(ids, SHORT).token_ids == one.token_ids
+    assert llm.generate(llm.tokenizer("abc abc")["input_ids"], SHORT).token_ids == one.token_ids
     both = [answer.token_ids for answer in llm.generate(["abc abc", "xyz"], SHORT)]
     assert both == [one.token_ids, llm.generate("xyz", SHORT).token_ids]
     assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
@@ -69,12 +70,12 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder, monkeypatch):
     other = user("tell me something else")  # another conversation, whose beginning is the same
     ids = llm.encode_chat(other)
     beginning = next(i for i, (a, b) in enumerate(zip(ids, after, strict=False)) if a != b)
-    found = [llm.chat(other, SHORT), llm.chat(other, SHORT)]
-    cached = [one.statistics.cached_tokens for one in found]
+    answers = [llm.chat(other, SHORT), llm.chat(other, SHORT)]
+    cached = [one.statistics.cached_tokens for one in answers]
     assert cached == [beginning // 8 * 8, (len(ids) - 1) // 8 * 8]
     llm.reset()
     # no answer depends on what was asked before
-    assert [one.token_ids for one in found] == [llm.chat(other, SHORT).token_ids] * 2
+    assert [one.token_ids for one in answers] == [llm.chat(other, SHORT).token_ids] * 2
     unshared = LLM(toy_folder, dtype="float32", share_prefixes=False)
     assert [unshared.chat(other, SHORT).statistics.cached_tokens for _ in range(2)] == [0, 0]
 
@@ -112,10 +113,6 @@ def test_bad_requests_are_named(llm, prompt, params, options, words):
 def test_a_model_without_a_chat_template_says_so(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     refuses("no chat template", llm.chat, user("hi"))
-
-
-REFUSED = {"encoder-decoder": T5Config(d_model=16, num_layers=1)}
-REFUSED["can't take a draft back"] = MambaConfig(hidden_size=16)
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -169,8 +166,7 @@ def test_a_drafter_is_loaded_by_the_first_method_that_needs_it_or_named(toy_fold
     assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm.drafting.drafter
     with pytest.raises(InvalidInput, match="no such model folder"):
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
-    with pytest.raises(InvalidInput, match="--drafter"):
-        LLM("no/such/folder", "dyspec")  # before the model is looked for
+    refuses("--drafter", LLM, "no/such/folder", "dyspec")  # before the model is looked for
     llm = LLM(toy_folder, dtype="float32")
     refuses("--drafter", llm.generate, "a", SHORT, method="dyspec")
 
@@ -197,8 +193,7 @@ def test_an_interrupt_ends_what_this_client_asked(llm):
     completion = stream.completion
     assert completion.finish_reason == "interrupted" and len(completion.token_ids) >= 3
     assert completion.text.startswith("".join(pieces)) and "".join(other) == expected
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
+    threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         while True:
             llm.generate(["abc abc", "q"], LONG, method="ar")

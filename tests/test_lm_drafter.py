@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer
-from cases import examples
+from cases import before, examples, raising
 from features import RANDOM, context_of, growing, interrupt
 from models import VOCAB, path_logits, tiny
 from quickbeam.drafters.base import DraftRequest
@@ -51,7 +51,6 @@ def distributions_of(drafter, context, tree=None, nodes=(0,)):
 
 
 def check(probs, model, context, tree=None, nodes=(0,)):
-    """Hold the distributions after `nodes` to those of transformers."""
     tree = TokenTree(context.ids[-1]) if tree is None else tree
     logits = path_logits(model, context.ids[:-1], tree, nodes)[:, : probs.shape[1]]
     right = (logits / (context.temperature or 1.0)).softmax(-1)
@@ -62,13 +61,9 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch):
     drafter, _ = pairs["llama"]
     context, alone, tree = begin(drafter, [5, 6, 7]), begin(drafter, [5, 6, 7]), TokenTree(7)
     tree.add(0, 3, "x")
-
-    def failing(batch):
-        raise RuntimeError("broken")
-
     for nodes in ([0], [1]):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
-            patch.setattr(drafter.model, "forward", failing)
+            patch.setattr(drafter.model, "forward", raising(RuntimeError("broken")))
             distributions_of(drafter, context, tree, nodes)
         again = distributions_of(drafter, context, tree, nodes)
         assert torch.equal(again, distributions_of(drafter, alone, tree, nodes))
@@ -101,17 +96,14 @@ def test_distributions_are_those_of_a_plain_run_of_every_path(pairs, name, rng, 
 
 
 def passes_of(drafter, monkeypatch):
-    """What the drafter's model is made to run from here on: (read, tokens computed) and (draft,
-    nodes computed)."""
+    """What the model runs from here on: (read, tokens computed) and (draft, nodes computed)."""
     passes: list[tuple[str, int]] = []
-    forward = drafter.model.forward
 
-    def counted(batch):
+    def count(batch):
         for part in batch.parts:
             passes.append(("draft" if isinstance(part, Draft) else "read", part.rows))
-        return forward(batch)
 
-    monkeypatch.setattr(drafter.model, "forward", counted)
+    before(monkeypatch, drafter.model, "forward", count)
     return passes
 
 
@@ -159,7 +151,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch):
 @pytest.mark.parametrize("asked", [90, VOCAB, 120])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(asked):
     drafter = LMDrafter(make_model(tiny("llama")), asked)
-    # where the target is wider, a token that the drafter has never heard of
+    # where the target is wider, a token that the drafter does not have
     context = begin(drafter, [1, 2, asked - 1])
     probs = distributions_of(drafter, context)
     assert probs.shape == (1, asked) and probs.dtype == torch.float32
@@ -219,8 +211,7 @@ def equal_drafter():
 def test_a_drafter_equal_to_the_target_is_nearly_always_right(target, temperature, coupling):
     given = dict(temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
     method = make_method("chain", equal_drafter())
-    params = SamplingParams(max_tokens=61, **given)
-    sequence = answer(target, method, params, [4, 5, 6], budget=6)
+    sequence = answer(target, method, SamplingParams(max_tokens=61, **given), [4, 5, 6], budget=6)
     # of 6: five drafted tokens and the target's own
     assert sequence.statistics.mean_accepted_tokens > 5.5
     assert sequence.statistics.steps <= 11
@@ -258,7 +249,7 @@ def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
         context = begin(drafter, ids)
         state = state_of(context)
         if adopts:
-            state.adopt([chunk], 64)
+            state.adopt([chunk], 64, ())
         if reads:
             drafter.read([state], end=reads)
         state.skip(40)
@@ -272,5 +263,5 @@ def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name):
         assert torch.equal(distributions_of(drafter, context), longer)
         state.release()
     again = begin(drafter, ids)
-    state_of(again).adopt([chunk], 64)
+    state_of(again).adopt([chunk], 64, ())
     assert torch.equal(distributions_of(drafter, again), expected)

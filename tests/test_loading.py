@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlavaConfig,
-    MixtralConfig,
-    Qwen2VLConfig,
-    T5Config,
-    ViTConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cases import refuses
 from checkpoints import configure, rewrite
@@ -39,6 +32,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
 LONGROPE["original_max_position_embeddings"] = CONTEXT
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LINEARS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"]
 
 
 def load(folder, dtype=torch.float32, **options):
@@ -52,8 +46,7 @@ def folder(toy_folder, tmp_path):
 
 
 def write(folder, **fields):
-    """Change the configuration, and give the folder random weights for it, by which attention
-    decides."""
+    """Change the configuration, and give the folder random weights for it."""
     configure(folder, **fields)
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(folder)
@@ -78,9 +71,6 @@ def test_angles_that_follow_the_length_are_those_of_transformers(folder, rope, l
         assert llm.generate(prompt, params).token_ids == expected
     with pytest.raises(InvalidInput, match=f"context of {CONTEXT}"):
         llm.generate(prompt, SamplingParams(max_tokens=CONTEXT - len(prompt) + 1))
-
-
-LINEARS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"]
 
 
 @pytest.mark.parametrize("part", ["class", "embed_tokens", *(f"layers.1.{one}" for one in LINEARS)])
@@ -108,17 +98,16 @@ def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(folder, tmp_path
     caplog.clear()
     with caplog.at_level("INFO", "quickbeam"), LLM(str(write(plain))) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
-        said = "promise" in caplog.text
-        assert answer.statistics.exact == llm.model.exact == (not said)
+        logged = "promise" in caplog.text
+        assert answer.statistics.exact == llm.model.exact == (not logged)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_are_read_from_stacked_and_from_single_tensors(folder, stacked):
     config = AutoConfig.from_pretrained(folder).to_dict() | {"num_local_experts": 3}
-    plain = tiny("", config=MixtralConfig(**{**config, "model_type": "mixtral"}))
+    plain = tiny("", config=transformers.MixtralConfig(**{**config, "model_type": "mixtral"}))
     plain.save_pretrained(folder)
-    names = load_file(folder / "model.safetensors")
-    assert any("experts.2." in name for name in names)
+    assert any("experts.2." in name for name in load_file(folder / "model.safetensors"))
     if stacked:
         stored = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
         save_file(stored, folder / "model.safetensors", {"format": "pt"})
@@ -240,13 +229,13 @@ def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder,
 def test_what_is_no_causal_language_model_is_named(tmp_path):
     for config, reason in (
         (
-            LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
+            transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
             r"LlavaForConditionalGeneration reads more than text \(text_config, vision_config\): "
             r"its language part runs in the native kernels, .* alone \(llama\)",
         ),
-        (Qwen2VLConfig(), r"Qwen2VLConfig reads more than text .*\(qwen2_vl_text\)"),
-        (ViTConfig(), "ViTConfig doesn't continue a text from left to right"),
-        (T5Config(), "T5Config is an encoder-decoder"),
+        (transformers.Qwen2VLConfig(), r"Qwen2VLConfig reads more than text .*\(qwen2_vl_text\)"),
+        (transformers.ViTConfig(), "ViTConfig doesn't continue a text from left to right"),
+        (transformers.T5Config(), "T5Config is an encoder-decoder"),
     ):
         config.save_pretrained(tmp_path)
         refuses(f"can't load .*: {reason}", load, tmp_path)

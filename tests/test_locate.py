@@ -40,8 +40,6 @@ def test_names_that_may_be_loaded_pass_and_others_are_named(tmp_path, monkeypatc
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub that knows no model but `owner/known`."""
-
     def do_GET(self):
         known = self.path.startswith("/api/models/owner/known")
         self.send_response(200 if known else 404)
@@ -65,7 +63,6 @@ except Exception as error: sys.exit(f'{type(error).__name__}: {error}')
 
 
 def asked(name, port, cache, offline="0", patience="8"):
-    """Check a name in a process of its own. Returns its exit code and the error."""
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_CACHE": str(cache)}
     hub |= {"HF_HUB_OFFLINE": offline, "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CHECK, name, patience]
@@ -74,7 +71,6 @@ def asked(name, port, cache, offline="0", patience="8"):
 
 
 def keep(cache, name):
-    """Put a model into the hub's cache, as a download leaves it."""
     files = {"refs/main": "0123456789abcdef", "snapshots/0123456789abcdef/config.json": "{}"}
     for file, text in files.items():
         path = cache / f"models--{name.replace('/', '--')}" / file
@@ -86,15 +82,15 @@ def test_the_hub_is_asked_about_an_id_while_it_is_in_reach(tmp_path):
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert asked("owner/known", server.server_port, tmp_path) == (0, "")
-        code, said = asked("owner/typo", server.server_port, tmp_path)
-        assert code == 1 and "InvalidInput" in said and "no such model" in said
+        code, error = asked("owner/typo", server.server_port, tmp_path)
+        assert code == 1 and "InvalidInput" in error and "no such model" in error
         server.shutdown()
     with bound() as (silent, port):
-        code, said = asked("owner/model", port, tmp_path)
-        assert code == 1 and "out of reach" in said
+        code, error = asked("owner/model", port, tmp_path)
+        assert code == 1 and "out of reach" in error
         silent.listen()
-        code, said = asked("owner/model", port, tmp_path, patience="1")
-        assert code == 1 and "out of reach" in said
+        code, error = asked("owner/model", port, tmp_path, patience="1")
+        assert code == 1 and "out of reach" in error
     with bound() as (_, port):
         keep(tmp_path, "owner/model")
         assert asked("owner/model", port, tmp_path) == (0, "")
@@ -109,7 +105,7 @@ def bound():
 
 
 def test_offline_only_what_was_downloaded(tmp_path):
-    code, said = asked("owner/model", 1, tmp_path, offline="1")
-    assert code == 1 and "HF_HUB_OFFLINE is set" in said
+    code, error = asked("owner/model", 1, tmp_path, offline="1")
+    assert code == 1 and "HF_HUB_OFFLINE is set" in error
     keep(tmp_path, "owner/model")
     assert asked("owner/model", 1, tmp_path, offline="1") == (0, "")

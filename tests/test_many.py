@@ -1,8 +1,6 @@
 """Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or
 preempted around it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -14,7 +12,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from answers import answer, request, run
-from cases import examples, few
+from cases import before, examples, few
 from features import WIDE, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters.draft_model import LMDrafter
@@ -39,14 +37,12 @@ LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-w
 LAYOUTS += ("gpt2", "gpt-neox")
 FILTERED = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
 SAMPLING = ({}, {}, {"temperature": 0.7}, FILTERED)
-# bfloat16 by the kernels, float32 by PyTorch's operators
-WAYS = ("native", "float32")
+WAYS = ("native", "float32")  # bfloat16 by the kernels, float32 by PyTorch's operators
 COMBINATIONS = list(itertools.product(LAYOUTS, WAYS))
+OFTEN = [pair for pair in COMBINATIONS if "native" in pair or pair[0].startswith(("gemma", "gpt2"))]
 
 
 class World:
-    """A tiny model with drafters, its policies by name, and what it answers alone."""
-
     def __init__(self, layout, way):
         dtype = torch.float32 if way == "float32" else torch.bfloat16
         source = tiny(layout, dtype, seed=3)
@@ -61,7 +57,6 @@ class World:
         self.engines: list[Engine] = []
 
     def policies(self):
-        """New ones, by name."""
         return {
             "ar": NoDraft(),
             "pld": PromptLookup(Ngram()),
@@ -104,39 +99,37 @@ def world():
             here.engines.pop().close()
 
 
-def text(chance, beginnings):
+def text(rng, beginnings):
     """A prompt that may begin as others do, and repeats itself a little."""
-    ids = list(chance.choice(beginnings)) if chance.random() < 0.7 else []
-    phrase = [chance.randrange(3, VOCAB) for _ in range(chance.randint(2, 9))]
-    while len(ids) < 2 or chance.random() < 0.6:
-        other = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 40))]
-        ids += chance.choice((phrase, other))
+    ids = list(rng.choice(beginnings)) if rng.random() < 0.7 else []
+    phrase = [rng.randrange(3, VOCAB) for _ in range(rng.randint(2, 9))]
+    while len(ids) < 2 or rng.random() < 0.6:
+        ids += rng.choice((phrase, [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))]))
     return ids[:200]
 
 
 def play(world, seed, requests=10):
-    """Random requests arrive at random steps, some leave; every answer must be the one given alone,
-    and everything is given back."""
-    chance = random.Random(seed)
-    beginnings = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
-    sizes = dict(most=chance.choice((1, 2, 3, 8)), pages=chance.choice((None, 6, 9, 14)))
-    engine = world.engine(**sizes, share=chance.random() < 0.8)
+    """Random requests come and go: each answer is the one given alone, all is given back."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
+    sizes = dict(most=rng.choice((1, 2, 3, 8)), pages=rng.choice((None, 6, 9, 14)))
+    engine = world.engine(**sizes, share=rng.random() < 0.8)
     policies = world.policies()
     open_ones, every, left = [], [], set()
-    waiting = [text(chance, beginnings) for _ in range(requests)]
+    waiting = [text(rng, beginnings) for _ in range(requests)]
     while waiting or open_ones:
-        if waiting and (not open_ones or chance.random() < 0.4):
-            prompt, name = waiting.pop(), chance.choice(list(policies))
-            sampling = chance.choice(SAMPLING) | {"seed": chance.randrange(3)}
-            params = SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True, **sampling)
-            budget = None if chance.random() < 0.5 else chance.choice((1, 2, 7, 16))
+        if waiting and (not open_ones or rng.random() < 0.4):
+            prompt, name = waiting.pop(), rng.choice(list(policies))
+            sampling = rng.choice(SAMPLING) | {"seed": rng.randrange(3)}
+            params = SamplingParams(max_tokens=rng.randint(1, 40), ignore_eos=True, **sampling)
+            budget = None if rng.random() < 0.5 else rng.choice((1, 2, 7, 16))
             asked = world.model, policies[name], params, prompt
-            for _ in range(chance.choice((1, 1, 1, 2))):
+            for _ in range(rng.choice((1, 1, 1, 2))):
                 one = engine.add(request(*asked, budget=budget, setting=name))
                 open_ones.append((one, tuple(prompt), sampling))
                 every.append(open_ones[-1])
-        if open_ones and chance.random() < 0.06:
-            gone = chance.choice(open_ones)[0]
+        if open_ones and rng.random() < 0.06:
+            gone = rng.choice(open_ones)[0]
             engine.cancel(gone)
             left.add(gone)
         engine.step()
@@ -148,9 +141,6 @@ def play(world, seed, requests=10):
         assert len(one.output.token_ids) == len(expected) or one in left
     engine.forget()
     assert world.model.pool.used == world.drafter.pool.used == world.small.pool.used == 0
-
-
-OFTEN = [pair for pair in COMBINATIONS if "native" in pair or pair[0].startswith(("gemma", "gpt2"))]
 
 
 @pytest.mark.parametrize(("layout", "way"), few(COMBINATIONS, OFTEN))
@@ -172,14 +162,12 @@ def test_answers_are_those_given_alone_in_any_order(world, seed, layout):
 
 
 def plain(engine, prompt, tokens=30):
-    """A request of plain decoding, added to the engine."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return engine.add(request(engine.model, NoDraft(), params, prompt, budget=1))
 
 
 def test_a_long_prompt_does_not_hold_up_the_others(world):
-    here = world("llama", "native")
-    engine = here.engine(share=False)
+    engine = world("llama", "native").engine(share=False)
     first = plain(engine, [5, 6, 7], 60)
     while not first.started:
         engine.step()
@@ -201,14 +189,12 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
     policy = here.policies()["dyspec"]
     prompts = [5, 6, 7], [8, 9, 10]
     ones = [engine.add(request(here.model, policy, params, p, budget=8)) for p in prompts]
-    answered = here.drafter.answer
 
-    def broken(wishes):
-        if any(wish.context.ids[:3] == [8, 9, 10] for wish in wishes):
+    def broken(requests):
+        if any(asked.context.ids[:3] == [8, 9, 10] for asked in requests):
             raise RuntimeError("no drafts here")
-        return answered(wishes)
 
-    monkeypatch.setattr(here.drafter, "answer", broken)
+    before(monkeypatch, here.drafter, "answer", broken)
     run(engine, *ones)
     assert ones[0].error is None and ones[0].output.token_ids == here.alone((5, 6, 7), 12)
     assert isinstance(ones[1].error, RuntimeError)
@@ -264,7 +250,7 @@ def test_a_prompt_that_is_known_to_its_end_is_answered(world, way):
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
     here = world("llama", "native")
     engine = here.engine(most=3, share=pages is not None, pages=pages)
-    chance = random.Random(0)
+    rng = random.Random(0)
     before = here.model.pool.used
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]
     ones = [plain(engine, prompt, 100) for prompt in prompts]
@@ -272,8 +258,8 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
     engine.cancel(ones[5])  # before a step saw it
     while engine.busy:
         waiting = [i for i, one in enumerate(ones) if not one.over and one.cache is None]
-        if waiting and chance.random() < 0.05:
-            left.append(chance.choice(waiting))
+        if waiting and rng.random() < 0.05:
+            left.append(rng.choice(waiting))
             engine.cancel(ones[left[-1]])
         engine.step()
         order += [i for i, one in enumerate(ones) if one.started and i not in order]
@@ -286,20 +272,20 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
     assert not any(one.statistics.cached_tokens for one in ones)
     assert pages is None or sum(one.statistics.preemptions for one in ones) > 0
     for i, (one, prompt) in enumerate(zip(ones, prompts, strict=True)):
-        said = one.output.token_ids
-        assert one.error is None and said == here.alone(prompt, 100)[: len(said)]
-        assert (len(said) < 100) == (i in left)
+        tokens = one.output.token_ids
+        assert one.error is None and tokens == here.alone(prompt, 100)[: len(tokens)]
+        assert (len(tokens) < 100) == (i in left)
     engine.forget()
     assert here.model.pool.used == before
 
 
 @pytest.mark.long
 def test_memory_stays_flat(world):
-    here, process, chance = world("llama", "native"), psutil.Process(), random.Random(0)
+    here, process, rng = world("llama", "native"), psutil.Process(), random.Random(0)
     engine = Engine(here.model, pages=40, memory=AnswerMemory(1 << 20))
     policies, before, under_way = here.policies(), 0, list[SequenceState]()
     for number in range(10_000):
-        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 90))]
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         name = ("ar", "pld", "auto")[number % 3]
         asked = request(here.model, policies[name], params, prompt, budget=None, setting=name)

@@ -15,13 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
-from typer.testing import CliRunner
 
-from cases import refuses
+from cases import before, raising, refuses
+from features import interrupt
 from models import SIZES, tiny
-from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ from quickbeam.models.native import library
 from quickbeam.models.opening import make_model
 from quickbeam.models.weight_reader import File, Ring
 from quickbeam.params import SamplingParams
-from scripts import captured
+from scripts import captured, cli
 from streaming import TOKENIZER, alike, bush, ids, limits, on_disk, saved, stored
 from target import Target
 from test_families import made
@@ -39,14 +38,12 @@ pytestmark = [
     pytest.mark.usefixtures("cache"),
 ]
 
-
 TIGHT = 60_000  # bytes, of toys that take more
 PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, toy_folder):
-    """Folders of tiny models by layout."""
     return cache(lambda layout: saved(layout, tmp_path_factory.mktemp(layout), toy_folder))
 
 
@@ -121,15 +118,15 @@ def test_every_division_of_the_memory_gives_the_same_bits(folder, layout, kind):
 
 
 def test_several_sequences_and_long_prompts_share_a_pass(folder):
-    found = []
+    logits = []
     for model in (in_memory().model, from_disk(folder, limit=2).model):
         caches = [model.pool.new() for _ in range(3)]
         model.forward(Batch([Chain(one, ids(600 + i)) for i, one in enumerate(caches)]))
         for i, one in enumerate(caches):
             one.commit(range(600 + i))
         passed = model.forward(Batch([Draft(one, bush(9 + i)) for i, one in enumerate(caches)]))
-        found.append(torch.cat([one.logits for one in passed]))
-    assert torch.equal(*found)
+        logits.append(torch.cat([one.logits for one in passed]))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "gpt-oss-sinks"])
@@ -148,14 +145,13 @@ def test_hidden_states_are_the_same(folder, layout):
 
 def test_slow_reads_are_waited_for(folder, monkeypatch):
     disk = from_disk(folder)
-    read, turn = File.read, iter(range(10**9))
+    turn = iter(range(10**9))
 
     def slow(self, offset, room):
         room.numpy()[:] = 255  # numbers that are none: nobody may read them
         time.sleep((next(turn) * 7 % 5) / 2000)
-        read(self, offset, room)
 
-    monkeypatch.setattr(File, "read", slow)
+    before(monkeypatch, File, "read", slow)
     alike(in_memory(), disk, (1, 9))
     disk.model.close()
 
@@ -178,15 +174,8 @@ def test_a_buffer_that_is_given_back_too_early_shows(folder, monkeypatch):
 
 def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder, monkeypatch):
     memory, disk = in_memory(), from_disk(folder)
-    take, turns = Ring.take, iter(range(10**9))
-
-    def interrupted(self):
-        if next(turns) == 4:
-            raise KeyboardInterrupt
-        return take(self)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Ring, "take", interrupted)
+        interrupt(patch, Ring, "take", 5, late=False)
         disk.verify(bush(3))
     disk.reset()
     alike(memory, disk, (1, 9))
@@ -235,14 +224,11 @@ def test_answers_are_the_same_and_so_after_an_error(toy_folder, monkeypatch):
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
     plain, disk = LLM(toy_folder, "ar"), LLM(toy_folder, "ar", memory=TIGHT)
     assert "MB a pass from disk" in disk.describe() and disk.kernels == plain.kernels
-    expected = [found.token_ids for found in plain.generate(PROMPTS, params, progress=False)]
-    found = disk.generate(PROMPTS, params, method="logitspec", budget=0, progress=False)
-    assert [one.token_ids for one in found] == expected
+    expected = [answers.token_ids for answers in plain.generate(PROMPTS, params, progress=False)]
+    answers = disk.generate(PROMPTS, params, method="logitspec", budget=0, progress=False)
+    assert [one.token_ids for one in answers] == expected
     path = disk.model.streamed._file.path
-
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
+    fail = raising(OSError(5, "Input/output error"))
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(QuickbeamError, match=path.name):
             patch.setattr(os, "preadv", fail)
@@ -255,24 +241,23 @@ def test_a_model_drafts_for_one_on_disk(toy_folder):
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     expected = LLM(toy_folder, "ar").generate(PROMPTS[0], params).token_ids
     with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
-        found = llm.generate(PROMPTS[0], params, budget=16)
+        answer = llm.generate(PROMPTS[0], params, budget=16)
         drafter = llm.drafting.drafter
         assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"
         assert drafter.model.streamed is None
-    assert found.token_ids == expected and found.statistics.mean_accepted_tokens > 2
+    assert answer.token_ids == expected and answer.statistics.mean_accepted_tokens > 2
 
 
 def test_what_fits_is_loaded_as_ever(toy_folder, cache):
     with LLM(toy_folder, "ar", memory="1GB") as llm:
         assert llm.model.streamed is None and llm.describe() == llm.kernels
     assert not list(cache.glob("weights/*"))
-    run = CliRunner().invoke
-    told = f"generate abcabc --model {toy_folder} --method ar --max-tokens 5 --raw".split()
-    plain = run(app, told)
-    disk = run(app, [*told, "--verbose", "--memory", str(TIGHT)])
+    arguments = f"generate abcabc --model {toy_folder} --method ar --max-tokens 5 --raw".split()
+    plain = cli(*arguments)
+    disk = cli(*arguments, "--verbose", "--memory", TIGHT)
     assert disk.exit_code == 0 and disk.stdout == plain.stdout
     assert "MB a pass from disk" in disk.stderr and "peak memory" in disk.stderr
-    few = run(app, [*told, "--memory", "100"])
+    few = cli(*arguments, "--memory", "100")
     assert few.exit_code == 2 and "needs at least" in few.stderr
 
 
@@ -280,13 +265,12 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder, tmp_path, mo
     least = limits(stored(toy_folder))[0]
     refuses("at least 1MB", LLM, toy_folder, "ar", memory=least - 1)
     LLM(toy_folder, "ar", memory=least).close()
-    for told, words in (
+    for options, words in (
         ({"memory": "much"}, "not a size of memory"),
         ({"dtype": "float16"}, "goes with bfloat16 or float32"),
         ({"device_map": "cpu"}, "device_map"),
     ):
-        with pytest.raises(InvalidInput, match=words):
-            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})
+        refuses(words, LLM, toy_folder, "ar", **{"memory": TIGHT, **options})
     adapted = saved("llama", tmp_path / "adapted", toy_folder)
     (Path(adapted) / "adapter_config.json").write_text("{}")
     refuses(r"native kernels run in one call.*adapter", LLM, adapted, "ar", memory=TIGHT)
@@ -321,8 +305,8 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path, toy_folder):
     assert size > 3e8
 
     def peak(folder, memory):
-        told = [sys.executable, "-c", LOADING, folder, memory]
-        return int(captured(told, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout)
+        command = [sys.executable, "-c", LOADING, folder, memory]
+        return int(captured(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout)
 
     python, limit = peak(toy_folder, ""), 80_000_000
     for _ in range(2):  # the first packs the weights

@@ -47,8 +47,6 @@ every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5", "deepseek_v3
 
 
 class Head(Pair):
-    """A tiny model and its MTP head, which is of transformers' class."""
-
     def __init__(self, kind, dtype=torch.float32, config=None):
         self.kind = kind
         self.model = tiny("", seed=3, config=config or KINDS[kind]).to(dtype).float()
@@ -67,19 +65,19 @@ class Head(Pair):
 
     def stored(self):
         """The head's tensors by the names of published checkpoints, each expert's apart."""
-        parts, found = NAMES.get(self.kind, QWEN), dict[str, torch.Tensor]()
+        parts, tensors = NAMES.get(self.kind, QWEN), dict[str, torch.Tensor]()
         for name, tensor in self.layer.state_dict().items():
             module, _, rest = name.partition(".")
             name = f"{parts[module]}.{rest}"
             at, _, kind = name.rpartition(".experts.")
             if not at:
-                found[name] = tensor
+                tensors[name] = tensor
                 continue
             for i, one in enumerate(tensor):
                 halves = zip(("gate", "up"), one.chunk(2), strict=True)
                 apart = dict(halves) if kind == "gate_up_proj" else {"down": one}
-                found |= {f"{at}.experts.{i}.{part}_proj.weight": w for part, w in apart.items()}
-        return found
+                tensors |= {f"{at}.experts.{i}.{part}_proj.weight": w for part, w in apart.items()}
+        return tensors
 
     def open(self, folder, dtype=torch.float32, **options):
         """Have a target and its drafter read what is written to `folder`."""
@@ -93,8 +91,7 @@ class Head(Pair):
 
     def open_file(self, path, architecture, dtype=torch.float32, plus=1.0, kinds=None):
         """The same of a `.gguf` file. `plus`, `kinds`: as of `mtp_block` and `write`."""
-        layers = self.model.config.num_hidden_layers
-        behind = mtp_block(architecture, layers, self.layer, plus)
+        behind = mtp_block(architecture, self.model.config.num_hidden_layers, self.layer, plus)
         write(path, architecture, self.model, kinds, behind=behind)
         self.target = open_model(str(path), dtype, torch.device("cpu")).model
         self.normed, self.drafter = True, load_mtp(path, self.target)
@@ -136,7 +133,6 @@ class Head(Pair):
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """By kind, in bfloat16, each made once."""
     half = torch.bfloat16
     return cache(lambda kind: Head(kind, half).open(tmp_path_factory.mktemp(kind), half))
 

@@ -9,16 +9,7 @@ import torch
 import reference
 from cases import few, spread
 from features import grown
-from kernels import (
-    SETS,
-    best_set,
-    every_set,
-    linear,
-    load,
-    number,
-    read,
-    rows_that_depend_on_others,
-)
+from kernels import SETS, best_set, dependent_rows, every_set, linear, load, number, read
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.models.loading import load_model
 from quickbeam.models.native import library
@@ -29,6 +20,7 @@ from target import Target
 
 pytestmark = pytest.mark.usefixtures("threads")
 WIDEST = 128
+MANY = [pytest.param(wide, (1, 100, 200), 80, marks=pytest.mark.long) for wide in (False, True)]
 
 
 def product(kernels, inputs, outputs, epilogue):
@@ -49,7 +41,7 @@ def product(kernels, inputs, outputs, epilogue):
 )
 def test_rows_of_a_product_do_not_depend_on_others(isa, inputs, outputs, epilogue):
     run = product(load(isa), inputs, outputs, epilogue)
-    assert rows_that_depend_on_others(run, number(WIDEST, inputs)) == 0
+    assert dependent_rows(run, number(WIDEST, inputs)) == 0
 
 
 @best_set
@@ -60,7 +52,7 @@ def test_a_product_that_depends_on_other_rows_is_seen(isa):
         return right(x) + 2.0**-20 * x.float().sum(0).mean() * (len(x) > 16)
 
     for wrong in (touched, lambda x: right(x.roll(1, 0))):
-        assert rows_that_depend_on_others(wrong, every) > 1000
+        assert dependent_rows(wrong, every) > 1000
 
 
 def text(n, seed=0):
@@ -80,8 +72,7 @@ def one_at_a_time(target, prompt, tokens):
 
 
 def rows_that_differ(target, prompt, tokens, expected, seed):
-    """Verify `tokens` in trees where each has random siblings stored before and after it, nephews
-    included; count rows with other bits."""
+    """Verify `tokens` in trees with random siblings and nephews; count rows with other bits."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(high):
@@ -101,8 +92,7 @@ def rows_that_differ(target, prompt, tokens, expected, seed):
                     tree.add(tree.add(parent, other, "noise"), below(VOCAB), "noise")
             path.append(tree.add(parent, token, "text"))
         logits = target.verify(tree)
-        right = expected[done : done + len(path)]
-        wrong += int((logits[path] != right).any(1).sum())
+        wrong += int((logits[path] != expected[done : done + len(path)]).any(1).sum())
         target.commit(tree, path)
         done += len(path)
     return wrong
@@ -113,9 +103,6 @@ def wrong_rows(target, ids, begin, seeds=1):
     prompt, tokens = ids[:begin], ids[begin:]
     expected = one_at_a_time(target, prompt, tokens)
     return sum(rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(seeds))
-
-
-MANY = [pytest.param(wide, (1, 100, 200), 80, marks=pytest.mark.long) for wide in (False, True)]
 
 
 @every_set
@@ -161,7 +148,7 @@ def test_trees_whose_paths_are_mixed_up_are_seen(isa, name, native, monkeypatch)
 )
 def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, native):
     native(isa)
-    ids, found = text(150), []
+    ids, results = text(150), []
 
     def kept(store):
         return [tensor for layer in range(len(store.pool.shapes)) for tensor in read(store, layer)]
@@ -170,27 +157,27 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa, name, nativ
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)
         target.model.watch([1, 3])
         logits = target.prefill(ids)
-        found.append([logits, target.take_hidden(), *kept(target.store)])
+        results.append([logits, target.take_hidden(), *kept(target.store)])
         for keep in (64, 101, 149):
             target.prefill([*ids[:keep], *text(9, keep)], keep)
             assert torch.equal(target.prefill(ids, keep), logits)
-            assert all(map(torch.equal, found[-1][2:], kept(target.store)))
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
+            assert all(map(torch.equal, results[-1][2:], kept(target.store)))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
 
 
 @every_set
 def test_a_model_does_not_depend_on_threads(isa, native, threads):
     native(isa)
-    ids, found = text(100), []
+    ids, results = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
     tree = grown(random.Random(0), ids[90], 40)
     for count in (1, 2, 3):
         threads(count)
         target.reset()
-        found.append([target.prefill(ids[:90]), target.verify(tree), torch.tensor(target.best)])
-    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
-    assert torch.equal(found[0][2], reference.best(found[0][1]))
+        results.append([target.prefill(ids[:90]), target.verify(tree), torch.tensor(target.best)])
+    assert all(map(torch.equal, results[0] * 2, results[1] + results[2]))
+    assert torch.equal(results[0][2], reference.best(results[0][1]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])

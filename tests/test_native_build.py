@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C++ compiler is the
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No wishes in the environment, and nothing loaded before or after."""
+    """Nothing asked for in the environment, and nothing loaded before or after."""
     for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA"):
         monkeypatch.delenv(name, raising=False)
     forget()
@@ -46,14 +46,12 @@ def forget():
 
 @pytest.fixture
 def no_cache(monkeypatch, tmp_path):
-    """A folder where libraries are kept, with none in it."""
     folder = tmp_path / "kernels"
     monkeypatch.setattr(build, "cached", lambda name: folder / f"{name}.so")
     return folder
 
 
 def compiler_that(folder, does):
-    """A command that runs `does` in a shell."""
     path = folder / str(len(does)) / "compiler"
     path.parent.mkdir()
     path.write_text(f"#!/bin/sh\n{does}\n")
@@ -96,9 +94,9 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch, no_
     target.prefill([1, 2, 3])
     assert isinstance(target.store, RowStore) and bool(target.verify(TokenTree(4)).isfinite().all())
     words = r"native kernels can't be had: .*/nonexistent.*; leave QUICKBEAM_KERNELS and"
-    for name, wish in (("QUICKBEAM_KERNELS", "native"), ("QUICKBEAM_ISA", "plain")):
+    for name, value in (("QUICKBEAM_KERNELS", "native"), ("QUICKBEAM_ISA", "plain")):
         with monkeypatch.context() as patch, pytest.raises(InvalidInput, match=words):
-            patch.setenv(name, wish)
+            patch.setenv(name, value)
             Target(tiny("llama", torch.bfloat16))
 
 
@@ -117,14 +115,14 @@ def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch, no
 @needs_compiler
 def test_a_library_is_compiled_once(monkeypatch, no_cache):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
-    told, run, commands = list[str](), subprocess.run, []
+    stages, run, commands = list[str](), subprocess.run, []
     noted = lambda command, **rest: commands.append(command) or run(command, **rest)  # noqa: E731
     monkeypatch.setattr(build.subprocess, "run", noted)
-    path = build.build("plain", told.append)
-    assert path == no_cache / "plain.so" and told == ["compiling kernels for plain"] and commands
+    path = build.build("plain", stages.append)
+    assert path == no_cache / "plain.so" and stages == ["compiling kernels for plain"] and commands
     assert list(no_cache.iterdir()) == [path]
     first = list(commands)
-    assert build.build("plain", told.append) == path and commands == first and len(told) == 1
+    assert build.build("plain", stages.append) == path and commands == first and len(stages) == 1
     assert library.load("plain").name == "plain" and commands == first
 
 
@@ -132,8 +130,8 @@ def test_a_library_is_compiled_once(monkeypatch, no_cache):
 def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch, no_cache, tmp_path):
     def library_with(version, size):
         source, made = tmp_path / "other.cpp", tmp_path / f"{version}-{size}.so"
-        told = {"version": version, "size_of_op": size, "page": 64, "allowed": 0}
-        lines = [f'extern "C" long qb_{name}() {{ return {n}; }}' for name, n in told.items()]
+        numbers = {"version": version, "size_of_op": size, "page": 64, "allowed": 0}
+        lines = [f'extern "C" long qb_{name}() {{ return {n}; }}' for name, n in numbers.items()]
         source.write_text("\n".join(lines))
         subprocess.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
         return made
@@ -199,8 +197,8 @@ def test_kernels_touch_nothing_beyond_their_buffers(isa, tmp_path):
     seen = run(BEYOND)
     assert seen.returncode and "heap-buffer-overflow" in seen.stderr, seen.stderr[-3000:]
     done = run(TESTS)
-    said = done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.returncode == 0 and " passed" in done.stdout, said
+    output = done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0 and " passed" in done.stdout, output
 
 
 @pytest.mark.long

@@ -19,17 +19,8 @@ from models import VOCAB, tiny
 from quickbeam.drafters.eagle import eagle_drafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
+from quickbeam.drafters.shortlist import native as parts
 from quickbeam.drafters.shortlist.layout import Layout, Scores
-from quickbeam.drafters.shortlist.native import (
-    EPS,
-    NativeBlocks,
-    NativeRouter,
-    NativeRows,
-    Prepared,
-    Router,
-    RouterConfig,
-    rows_format,
-)
 from quickbeam.drafters.shortlist.shortlist import ContextTokens
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8
@@ -43,17 +34,17 @@ SINGLE, HALF = 2.0**-23, 2.0**-8
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_are_as_near_to_the_equations_as_pytorchs_operators(isa, kind, native):
     """The head's rows in 8 bits add little to what rounding does."""
-    found = {}
+    distances = {}
     for way in (isa, "eager"):
         native(way)
         pair = Pair(kind, torch.bfloat16, native=True)
         assert isinstance(pair.drafter.passes, NativeEagle) is (way != "eager")
-        found[way] = mean(pair.distances())
-    assert found[isa] <= 1.25 * found["eager"] + 0.02, found
+        distances[way] = mean(pair.distances())
+    assert distances[isa] <= 1.25 * distances["eager"] + 0.02, distances
     for other in (isa, SETS[-1]) if kind == "ours" else (isa,):
         native(other)
         pair = Pair(kind, torch.bfloat16, native=True, weights=BFLOAT16)
-        assert mean(pair.distances()) <= 1.25 * found["eager"] + 1e-3
+        assert mean(pair.distances()) <= 1.25 * distances["eager"] + 1e-3
 
 
 @best_set
@@ -75,10 +66,10 @@ def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(isa, kind, nat
 
     def distributions_of(calls, asked):
         """Each in a tree of its own, as a node is asked for once in a tree."""
-        found = dict[int, torch.Tensor]()
+        probs = dict[int, torch.Tensor]()
         for nodes in calls:
-            found |= zip(nodes, text.distributions(asked, nodes), strict=True)
-        return found
+            probs |= zip(nodes, text.distributions(asked, nodes), strict=True)
+        return probs
 
     together = distributions_of(rounds(tree), tree)
     one_by_one = distributions_of([[node] for node in range(len(tree))], tree.first(len(tree)))
@@ -125,9 +116,9 @@ def scored(blocks, h, clusters):
 
 def of_rows(isa, rows, weight, h, count, name=INT8):
     """The logits of the first `count` rows that stand beside no block."""
-    alone = NativeBlocks(weight, Layout.nothing(len(weight)), load(isa), name)
+    alone = parts.NativeHead(weight, Layout.nothing(len(weight)), load(isa), name)
     tokens = torch.zeros(count, dtype=torch.int64)
-    return alone.score(h, Prepared(np.empty(0, np.int64), tokens, torch.zeros(count)), rows)
+    return alone.score(h, parts.Prepared(np.empty(0, np.int64), tokens, torch.zeros(count)), rows)
 
 
 @every_set
@@ -135,7 +126,7 @@ def of_rows(isa, rows, weight, h, count, name=INT8):
 @given(heads())
 def test_blocks_give_the_rows_of_the_head(isa, case):
     weight, h, layout, clusters = case
-    scores = scored(NativeBlocks(weight, layout, load(isa), BFLOAT16), h, clusters)
+    scores = scored(parts.NativeHead(weight, layout, load(isa), BFLOAT16), h, clusters)
     assert scores.logits.dtype is torch.float32
     held = layout.scored(torch.tensor(clusters, dtype=torch.int64))
     right = torch.full((len(h), layout.vocab), -torch.inf)
@@ -151,8 +142,8 @@ def test_blocks_give_the_rows_of_the_head(isa, case):
 def test_rows_of_8_bits_are_those_of_the_reference(isa, case, others):
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
-    blocks = NativeBlocks(weight, layout, load(isa), INT8)
-    rows = NativeRows(weight, load(isa), INT8)
+    blocks = parts.NativeHead(weight, layout, load(isa), INT8)
+    rows = parts.NativeRows(weight, load(isa), INT8)
     prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
     tokens, logits = prepared.tokens, blocks.score(h, prepared)
     finite = logits[0] > -torch.inf
@@ -163,7 +154,9 @@ def test_rows_of_8_bits_are_those_of_the_reference(isa, case, others):
     assert torch.equal(of_rows(isa, rows, weight, h, len(ids)), expected[:, ids])
     if len(ids):
         bias = torch.zeros(len(ids)).masked_fill_(ids % 3 == 0, -torch.inf)
-        both = blocks.score(h, Prepared(prepared.blocks, torch.cat([tokens, ids]), bias), rows)
+        both = blocks.score(
+            h, parts.Prepared(prepared.blocks, torch.cat([tokens, ids]), bias), rows
+        )
         assert torch.equal(both[:, : len(tokens)][:, finite], logits[:, finite])
         assert torch.equal(both[:, len(tokens) :], expected[:, ids] + bias)
 
@@ -173,8 +166,8 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa):
     weight, h = number(40, 64), number(3, 64, seed=1)
     weight[7, 3], weight[9, 0] = float("nan"), float("inf")
     layout = Layout.by_frequency(torch.arange(40), 40, 40)
-    logits, _ = scored(NativeBlocks(weight, layout, load(isa)), h, [])
-    assert rows_format(weight) == BFLOAT16 and bool(logits[:, 7].isnan().all())
+    logits, _ = scored(parts.NativeHead(weight, layout, load(isa)), h, [])
+    assert parts.rows_format(weight) == BFLOAT16 and bool(logits[:, 7].isnan().all())
     assert bool(logits[:, 10:40].isfinite().all())
 
 
@@ -187,7 +180,7 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa):
 )
 def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
     weight, skip = number(100, d), {token for token in range(100) if token % 7 == 0}
-    rows = NativeRows(weight, load(isa), BFLOAT16)
+    rows = parts.NativeRows(weight, load(isa), BFLOAT16)
     context, h = ContextTokens(window, skip, rows), number(rng.randint(1, 20), d, seed=1)
     right = h.double() @ weight.double().T
     allowed = (d + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
@@ -211,7 +204,7 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
 def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     kernels, rng = load(isa), random.Random(seed)
     torch.manual_seed(seed)
-    router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
+    router = parts.Router(parts.RouterConfig(*sizes, width, clusters)).requires_grad_(False)
     for parameter in router.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
     hidden = number(n, sizes[0], like=torch.float32, seed=seed)
@@ -219,7 +212,7 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
 
     def scored(name):
-        made, program = NativeRouter(router, kernels, name), Program(kernels)
+        made, program = parts.NativeRouter(router, kernels, name), Program(kernels)
         named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
         made.add(program, *named, program.given("routed", made.clusters, True))
         scores = torch.full((len(wanted), clusters), torch.nan)
@@ -228,7 +221,7 @@ def test_the_router_scores_clusters(isa, sizes, width, clusters, n, seed):
         return scores
 
     scores, down = scored(BFLOAT16), router.down
-    normed = [reference.norm(part[wanted], None, EPS) for part in (hidden, embedded)]
+    normed = [reference.norm(part[wanted], None, parts.EPS) for part in (hidden, embedded)]
     x = torch.cat(normed, -1).to(torch.bfloat16)
     middle = reference.activate(x, router.up.weight, router.up.bias)
     right = reference.linear(middle.to(torch.bfloat16), down.weight, down.bias)
@@ -254,11 +247,11 @@ def test_drafters_of_odd_sizes_stay_with_pytorchs_operators():
 )
 def test_an_embedding_that_scales_is_not_passed_over(isa, config, native, monkeypatch):
     monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
-    found = {}
+    distances = {}
     for way in (isa, "eager"):
         native(way)
-        found[way] = mean(Pair("scaled", torch.bfloat16, weights=BFLOAT16).distances())
-    assert found[isa] <= 1.25 * found["eager"] + 1e-3, found
+        distances[way] = mean(Pair("scaled", torch.bfloat16, weights=BFLOAT16).distances())
+    assert distances[isa] <= 1.25 * distances["eager"] + 1e-3, distances
 
 
 @best_set

@@ -9,10 +9,10 @@ import torch
 
 from cases import few
 from interpreter import Interpreter
-from kernels import SETS, best_set, every_set, load, number, plain_rows, rows_that_depend_on_others
+from kernels import SETS, best_set, dependent_rows, every_set, load, number, plain_rows
 from models import tiny
 from quickbeam.models.angles import AngleTable
-from quickbeam.models.compiler import Compiler, Numbers
+from quickbeam.models.compiler import SmallParameters, StackCompiler
 from quickbeam.models.experts import add_experts
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import FLOAT32, Packer
@@ -56,7 +56,6 @@ def one(i, activation):
 
 
 def experts(activation="silu"):
-    """Beside a shared one."""
     chosen = tuple(one(i, activation) for i in range(COUNT))
     up = Linear((Tensor("shared_gate"), Tensor("shared_up")))
     beside = FeedForward(up, Linear((Tensor("shared_down"),)), activation, True, 1.5, 1.7)
@@ -77,9 +76,9 @@ def by_kernels(isa, of, name):
     program, dtype = Program(kernels), torch.float32 if wide else torch.bfloat16
     source, target = program.given("x", INPUTS, wide), program.given("y", INPUTS, True)
     stack = Stack("", "", (), Norm((), 0.0), of.scoring)
-    read = Numbers(numbers.__getitem__, kernels, wide)
+    read = SmallParameters(numbers.__getitem__, kernels, wide)
     pages, angles = PagePool([], kernels, None, dtype), AngleTable(None, stack)
-    compiler = Compiler(program, stack, place, read, pages, angles, INPUTS)
+    compiler = StackCompiler(program, stack, place, read, pages, angles, INPUTS)
     add_experts(compiler, of, source, target)
 
     def run(x):
@@ -104,7 +103,7 @@ def test_every_format_comes_near_what_float32_computes(isa, activation):
 @every_set
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_does_not_depend_on_what_others_chose(isa, name):
-    assert rows_that_depend_on_others(by_kernels(isa, experts(), name), number(ROWS, INPUTS)) == 0
+    assert dependent_rows(by_kernels(isa, experts(), name), number(ROWS, INPUTS)) == 0
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,8 @@ def test_experts_summed_in_order_of_arrival_are_seen(isa):
         return total
 
     every = number(ROWS, INPUTS)
-    assert rows_that_depend_on_others(lambda x: run(x, by_number=False), every) > 100
-    assert rows_that_depend_on_others(lambda x: run(x, by_number=True), every) == 0
+    assert dependent_rows(lambda x: run(x, by_number=False), every) > 100
+    assert dependent_rows(lambda x: run(x, by_number=True), every) == 0
 
 
 @best_set

@@ -10,25 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernels as helpers
 import reference
 from cases import examples, refuses
-from kernels import (
-    attend,
-    every_set,
-    filled,
-    largest,
-    linear,
-    load,
-    number,
-    plain_rows,
-    random_paths,
-    read,
-    relocated,
-    rows_of,
-    rows_that_depend_on_others,
-)
+from kernels import dependent_rows, every_set, filled, linear, load, number
 from quickbeam.models.native import library
-from quickbeam.models.native.operands import KVShape
+from quickbeam.models.native.operands import KVShape, plain_rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packed
 from quickbeam.models.pages import PagePool
@@ -50,8 +37,8 @@ def within(got, wanted, allowed):
     wrong = ~((got.double() - wanted).abs() <= allowed)  # NaN is wrong
     if wrong.any():
         at = tuple(wrong.nonzero()[0])
-        told = f"{int(wrong.sum())} wrong; at {[*map(int, at)]} {got[at]} for {wanted[at]}"
-        raise AssertionError(f"{told}, ±{allowed[at]}")
+        first = f"{int(wrong.sum())} wrong; at {[*map(int, at)]} {got[at]} for {wanted[at]}"
+        raise AssertionError(f"{first}, ±{allowed[at]}")
 
 
 class Framed:
@@ -163,11 +150,11 @@ def test_what_is_not_finite_stays_in_its_row(isa, n, inputs, outputs, name):
     kernels, rng, x = load(isa), random.Random(n), number(n, inputs)
     weight = Packed(kernels, [number(outputs, inputs, seed=1)], name=name)
     bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
-    whole, best = largest(kernels, weight, x)
+    whole, best = helpers.largest(kernels, weight, x)
     assert torch.equal(best, reference.best(whole)) and bool((best >= 0).all())
     for row, value in bad.items():
         x[row, rng.randrange(inputs)] = value
-    y, best = largest(kernels, weight, x)
+    y, best = helpers.largest(kernels, weight, x)
     fine = [row for row in range(n) if row not in bad]
     assert torch.equal(y[fine], whole[fine]) and torch.equal(best, reference.best(y))
     assert not bool(y[list(bad)].isfinite().any()) and best[list(bad)].tolist() == [-1] * len(bad)
@@ -197,7 +184,7 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
         weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
         weight[:, 0] = wanted.masked_fill(~finite, 0)
         bias = torch.zeros(outputs).masked_scatter_(~finite, wanted[~finite])
-        y, best = largest(kernels, Packed(kernels, [weight], bias), one)
+        y, best = helpers.largest(kernels, Packed(kernels, [weight], bias), one)
         assert torch.equal(y[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert best.item() == reference.best(wanted[None]).item(), row
     assert reference.best(logits.float())[[40, 41, 42, 44, 45, 46, 47]].tolist() == [-1] * 7
@@ -211,7 +198,7 @@ def test_the_best_of_all_threads_is_the_first(isa, count, threads):
     weight[[37, 99, 180]] = 2.0
     x[4, 0], x[5, 0] = NAN, INF
     threads(count)
-    _, best = largest(load(isa), weight, x)
+    _, best = helpers.largest(load(isa), weight, x)
     assert best.tolist() == [37, 37, 37, 37, -1, -1]
 
 
@@ -257,7 +244,7 @@ def test_what_is_not_finite_stays_in_a_norms_row_and_shows_in_attention(isa):
     assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
     keys, values, query = number(1, 70, 16), number(1, 70, 16, seed=1), number(1, 2, 16, seed=2)
     keys[0, 40, 3] = NAN
-    got = attend(load(isa), [(1, filled(load(isa), keys, values))], query, [70], [[]], 0.2)
+    got = helpers.attend(load(isa), [(1, filled(load(isa), keys, values))], query, [70], [[]], 0.2)
     assert bool(got.isnan().all())
 
 
@@ -298,7 +285,7 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     program.heads(*named, all_heads, shape, stores[0].pool.offsets[layer], norms, 1e-5)
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
-    rows = rows_of(spans, positions, orders, [0] * n, [()] * n)
+    rows = helpers.rows_of(spans, positions, orders, [0] * n, [()] * n)
     turns = angle.cos(), angle.sin()
     program.run(rows, {"x": source.whole, "query": query}, turns)
     turned = [part[positions] for part in turns]
@@ -308,8 +295,8 @@ def test_heads_are_normed_turned_and_kept(isa, n, heads, dim, normed, of, start,
     allowed = torch.full(sorted_queries.shape, rounding)
     within(query.view(sorted_queries.shape), sorted_queries, allowed)
     rooms = [-(-(start + count + 3) // pool.page) * pool.page for count in (first, n - first)]
-    kept = [read(store, layer, room) for store, room in zip(stores, rooms, strict=True)]
-    other = [read(store, 1 - layer, room) for store, room in zip(stores, rooms, strict=True)]
+    both = list(zip(stores, rooms, strict=True))
+    kept, other = ([helpers.read(one, i, room) for one, room in both] for i in (layer, 1 - layer))
     for row, order in enumerate(orders):
         key, value = kept[row >= first]
         within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))
@@ -331,12 +318,12 @@ def test_committed_nodes_move_to_their_place(isa, dims, start, nodes, seed):
     kernels, rng = load(isa), random.Random(seed)
     keys = number(2, start + nodes, dims[0], seed=seed)
     values = number(2, start + nodes, dims[1], seed=seed + 1)
-    store = relocated(filled(kernels, keys, values, start), seed)
+    store = helpers.relocated(filled(kernels, keys, values, start), seed)
     path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
     store.commit(path)
     orders = [*range(start), *(start + node for node in path)]
     assert store.length == len(orders)
-    key, value = read(store, 0)
+    key, value = helpers.read(store, 0)
     assert torch.equal(key, keys[:, orders]) and torch.equal(value, values[:, orders])
 
 
@@ -380,17 +367,17 @@ def test_attention(isa, scene):
     for i, (start, nodes) in enumerate(scene["sequences"]):
         keys = number(scene["kv_heads"], start + nodes, dim, seed=seed + i)
         values = number(scene["kv_heads"], start + nodes, value_dim, seed=-seed - i)
-        store = relocated(filled(kernels, keys, values, start), i)
+        store = helpers.relocated(filled(kernels, keys, values, start), i)
         if rng.random() < 0.5:
             prefix += [start] * nodes
-            paths += random_paths(rng, nodes, start)[1]
+            paths += helpers.random_paths(rng, nodes, start)[1]
         else:
             prefix += range(start + 1, start + nodes + 1)
             paths += [[]] * nodes
         stores.append((nodes, store))
         kept.append((keys, values))
     query = number(len(prefix), scene["heads"], dim, seed=seed + 7)
-    got = attend(kernels, stores, query, prefix, paths, scaling, **variations)
+    got = helpers.attend(kernels, stores, query, prefix, paths, scaling, **variations)
     first = 0
     for (nodes, _), (keys, values) in zip(stores, kept, strict=True):
         mine = slice(first, first + nodes)
@@ -405,7 +392,7 @@ def test_attention(isa, scene):
 def test_wrong_attention_is_seen(isa):
     kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
     store, query, scaling = filled(kernels, keys, values, 70), number(1, 4, 8, seed=2), 8**-0.5
-    got = attend(kernels, [(1, store)], query, [70], [[70, 72, 75]], scaling, window=60)
+    got = helpers.attend(kernels, [(1, store)], query, [70], [[70, 72, 75]], scaling, window=60)
     for path, window in (([70, 72, 75], 60), ([70, 73, 75], 60), ([72, 75], 60), ([70, 72, 75], 0)):
         wrong = (path, window) != ([70, 72, 75], 60)
         seen = [reference.visible(70, path)]
@@ -423,11 +410,11 @@ def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa, value_dim
     keys = number(2, 150, 32)
     values = number(2, 150, value_dim, seed=1)
     query = number(nodes, 4, 32, seed=2)
-    _, paths = random_paths(rng, nodes, start)
+    _, paths = helpers.random_paths(rng, nodes, start)
 
     def attended():
         stores = [(nodes, filled(kernels, keys, values, start))]
-        return attend(kernels, stores, query, [start] * nodes, paths, 0.2)
+        return helpers.attend(kernels, stores, query, [start] * nodes, paths, 0.2)
 
     whole = attended()
     hurt = {start + node for node in range(1, nodes, 4)}
@@ -445,9 +432,6 @@ def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa, value_dim
     assert torch.equal(again[clean][:, [0, 2, 3]], whole[clean][:, [0, 2, 3]])
 
 
-# --- float32 ---
-
-
 @every_set
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 5), (33, 40), (64, 100), (161, 217)])
 def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, outputs):
@@ -457,7 +441,7 @@ def test_products_are_right_and_rows_do_not_depend_on_others(isa, inputs, output
     assert torch.equal(packed.rows(), weight)
     product = partial(linear, kernels, packed)
     assert (product(x) - reference.linear(x, weight)).abs().max() < 3e-7 * inputs + 2e-6
-    assert rows_that_depend_on_others(product, x) == 0
+    assert dependent_rows(product, x) == 0
 
 
 @every_set

@@ -27,14 +27,13 @@ def words(text):
 def test_philox_gives_the_published_words(line):
     key, counter, expected = line.split("|")
     first, second = words(key)
-    found = philox(np.array([words(counter)] * 3, dtype=np.uint64).T, (first, second))
-    assert found.T.tolist() == [words(expected)] * 3
+    got = philox(np.array([words(counter)] * 3, dtype=np.uint64).T, (first, second))
+    assert got.T.tolist() == [words(expected)] * 3
 
 
-def gumbels(found, position, count=None):
-    """The numbers of all tokens."""
-    count = found.vocab if count is None else count
-    return found.of(np.arange(count), np.full(count, position))
+def gumbels(source, position, count=None):
+    count = source.vocab if count is None else count
+    return source.of(np.arange(count), np.full(count, position))
 
 
 def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent():
@@ -81,10 +80,10 @@ def test_numbers_belong_to_the_place_alone_and_peaks_are_the_largest():
     assert wide.of(tokens, positions).tolist() == right
     ends = np.array([0, 0xFFFFFFFF], dtype=np.uint64)
     assert uniform(ends, ends).tolist() == [2.0**-53, 1 - 2.0**-53]
-    found = Noise(3, 0, 640)
+    source = Noise(3, 0, 640)
     for position in (0, 5, 1000):
-        peaks, owners = found.peaks(position)
-        chunks = gumbels(found, position).reshape(-1, CHUNK)
+        peaks, owners = source.peaks(position)
+        chunks = gumbels(source, position).reshape(-1, CHUNK)
         assert np.array_equal(chunks.max(1), peaks)
         assert np.array_equal(chunks.argmax(1) + CHUNK * np.arange(10), owners)
 
@@ -98,9 +97,9 @@ def test_largest_is_the_largest_of_all(vocab, scale, way=Noise):
         scores[rng.random(vocab) < rng.choice([0.0, 0.9])] = -np.inf
         if not np.isfinite(scores).any():
             continue
-        found = way(position, 1, vocab)
-        every = scores.astype(np.float64) * scale + gumbels(found, 9)
-        assert found.largest(scores, 9, scale) == int(every.argmax())
+        source = way(position, 1, vocab)
+        every = scores.astype(np.float64) * scale + gumbels(source, 9)
+        assert source.largest(scores, 9, scale) == int(every.argmax())
 
 
 def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch):
@@ -156,8 +155,8 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
                     way(4, 1, vocab).perturb(rows, tokens, places, temperature, 9)
                     for way in (Noise, native)
                 )
-                for (columns, chances), (others, same) in zip(plain, own, strict=True):
-                    assert columns == others and np.allclose(chances, same, rtol=1e-5)
+                for (columns, values), (others, same) in zip(plain, own, strict=True):
+                    assert columns == others and np.allclose(values, same, rtol=1e-5)
                 assert vocab < 9 or (len(own[0][0]) > 0 and min(own[2][1], default=1) > 0.05)
                 assert own[3] == ([], [])
         for scale in (0.3, 4.0):
@@ -175,11 +174,11 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa):
 @every_set
 def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa):
     """Its memory comes to hold another place."""
-    found, plain = NativeNoise(load(isa), 4, 1, 999), Noise(4, 1, 999)
-    peaks, owners = found.peaks(0)
+    native, plain = NativeNoise(load(isa), 4, 1, 999), Noise(4, 1, 999)
+    peaks, owners = native.peaks(0)
     scores = np.random.default_rng(0).standard_normal((2, 999)).astype(np.float32)
     for position in [*range(3 * noise.KEPT + 1), 0]:  # what held the first place holds another one
-        assert found.largest(scores[1], position) == plain.largest(scores[1], position)
-    assert len(found.rows) == noise.KEPT
+        assert native.largest(scores[1], position) == plain.largest(scores[1], position)
+    assert len(native.rows) == noise.KEPT
     again = NativeNoise(load(isa), 4, 1, 999).peaks(0)
     assert np.array_equal(peaks, again[0]) and np.array_equal(owners, again[1])

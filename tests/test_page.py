@@ -6,25 +6,14 @@ from base64 import b64encode
 
 import pytest
 
+from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, Stand, chromium, serving, steps_of, words
+from quickbeam import LLM
+from quickbeam.serve.app import create_app
+from quickbeam.serve.app import page as page_file
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.settings import ServeSettings
+
 sync_api = pytest.importorskip("playwright.sync_api")
-
-from page_server import (  # noqa: E402
-    CHROMIUM,
-    DEFAULT,
-    EVIL,
-    TEXT,
-    Stand,
-    chromium,
-    serving,
-    steps_of,
-    words,
-)
-from quickbeam import LLM  # noqa: E402
-from quickbeam.serve.app import create_app  # noqa: E402
-from quickbeam.serve.app import page as page_file  # noqa: E402
-from quickbeam.serve.runner import Runner  # noqa: E402
-from quickbeam.serve.settings import ServeSettings  # noqa: E402
-
 if not CHROMIUM.exists():
     pytest.skip("there is no Chromium", allow_module_level=True)
 REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
@@ -55,11 +44,10 @@ def stand(served):
 
 @pytest.fixture
 def open_page(browser, served):
-    """Opens the page in a context of its own. In the end: no error on any console, no request to
-    anywhere but the server."""
+    """Opens the page. In the end: no error on any console, no request but to the server."""
     address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
 
-    def told(message):
+    def complain(message):
         if message.type in ("error", "warning") and not REFUSED.match(message.text):
             complaints.append(message.text)
 
@@ -68,7 +56,7 @@ def open_page(browser, served):
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(WAIT)
-        page.on("console", told)
+        page.on("console", complain)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         addresses.add(at)
@@ -214,8 +202,7 @@ def test_beside_plain_decoding(open_page, stand):
 
 def test_a_difference_is_told(open_page):
     page = open_page()
-    turn = answered(page, "differs")
-    turn.locator("button.compare").click()
+    answered(page, "differs").locator("button.compare").click()
     page.locator(".verdict.differs").wait_for()
     assert text(page, ".verdict") == "✗ differs: token 5 is “·small” here, “·oak” there"
     assert " a oak tree " in text(page, ".beside pre")
@@ -245,12 +232,11 @@ def test_what_the_model_writes_stays_text(open_page):
     page = open_page()
     answered(page, "evil " + EVIL)
     assert text(page, ".text") == "".join(words("evil"))
-    assert text(page, ".said") == "You: evil " + EVIL
+    assert text(page, ".user") == "You: evil " + EVIL
     page.focus("#timeline [aria-selected=true]")
     page.keyboard.press("Home")
     page.click("#as-table summary")
-    turn = answered(page, "bad")
-    assert EVIL in turn.locator(".error").text_content()
+    assert EVIL in answered(page, "bad").locator(".error").text_content()
     expect(page.locator("img, #turns script, #inspector script")).to_have_count(0)
     assert page.evaluate("window.hacked") is None
 
@@ -260,8 +246,8 @@ def test_busy_server_is_told_and_tried_again(open_page, stand):
     stand.busy = 1
     turn = answered(page, "full")
     assert turn.locator(".error strong").text_content() == "The server is busy"
-    told = turn.locator(".error").text_content().replace("already.", "already")
-    assert "64 requests wait already Try again in 7 seconds." in told
+    error = turn.locator(".error").text_content().replace("already.", "already")
+    assert "64 requests wait already Try again in 7 seconds." in error
     turn.locator(".error button").click()
     page.locator(".token").first.wait_for()
     page.locator(".turn:not(.busy)").wait_for()
@@ -285,8 +271,7 @@ def test_a_missing_key_is_asked_for(open_page):
 )
 def test_an_answer_that_breaks_off(open_page, prompt, title):
     page = open_page()
-    turn = answered(page, prompt)
-    assert turn.locator(".error strong").text_content() == title
+    assert answered(page, prompt).locator(".error strong").text_content() == title
     assert text(page, ".text") and TEXT.startswith(text(page, ".text"))
 
 
@@ -324,8 +309,7 @@ def test_works_behind_a_path_prefix(open_page, stand):
 
 
 def test_real_server(open_page, toy_folder):
-    runner = Runner(ServeSettings(), LLM(str(toy_folder)))
-    with serving(create_app(runner)) as (address, _):
+    with serving(create_app(Runner(ServeSettings(), LLM(str(toy_folder))))) as (address, _):
         page = open_page(at=address)
         page.set_default_timeout(120_000)
         page.click("#open-settings")

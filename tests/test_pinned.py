@@ -36,12 +36,10 @@ class Late(Copies):
 
 
 def deep(layout="llama", dtype=torch.float32):
-    """A tiny model with more layers than buffers."""
     return tiny(layout, dtype, layers=DEEP)
 
 
 def whole(layout="llama"):
-    """What the whole model gives."""
     return outputs(Target(make_model(deep(layout))))
 
 
@@ -55,18 +53,16 @@ def limits(model):
 
 
 def pinned(model, held, copies=None, device=CPU):
-    """With memory for so many layers that stay."""
-    found = pin_layers(model, limits(model)[held], device, copies)
-    assert found is not None
-    return Target(make_model(model, pinned=found))
+    layers = pin_layers(model, limits(model)[held], device, copies)
+    assert layers is not None
+    return Target(make_model(model, pinned=layers))
 
 
 def outputs(target):
-    """Of a prompt, of trees, and after a path of one was kept."""
     tree = bush(9)
-    found = [target.prefill(ids(40)), *map(target.verify, (bush(1), bush(5), tree))]
+    logits = [target.prefill(ids(40)), *map(target.verify, (bush(1), bush(5), tree))]
     target.commit(tree, tree.path(len(tree) - 1))
-    return [*found, target.verify(bush(3))]
+    return [*logits, target.verify(bush(3))]
 
 
 def same(one, other):
@@ -152,16 +148,16 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method, tmp_path, toy_folde
     plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
     limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
 
-    def as_on_cuda(name, dtype, place, **told):
-        more = {"revision": told["revision"], "trust_remote_code": told["trust_remote_code"]}
-        return _by_transformers(name, dtype, place, "bfloat16", told["memory"], None, None, more)
+    def as_on_cuda(name, dtype, place, **options):
+        more = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
+        return _by_transformers(name, dtype, place, "bfloat16", options["memory"], None, None, more)
 
     monkeypatch.setattr("quickbeam.llm.open_model", as_on_cuda)
     drafter = big if method == "dyspec" else None
     llm = LLM(big, dtype="float32", method=method, drafter=drafter, memory=limit, budget=0)
     assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()
-    found = llm.generate([[3, 4, 5, 3, 4], [7, 8]], params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    answers = llm.generate([[3, 4, 5, 3, 4], [7, 8]], params)
+    assert [one.token_ids for one in answers] == [one.token_ids for one in plain]
     llm.close()
 
 

@@ -27,7 +27,7 @@ from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, dense_rows
 from quickbeam.models.native_model import NativeModel
-from quickbeam.models.prequantised import FewBits, Method
+from quickbeam.models.prequantised import QuantisedTensor, QuantMethod
 from quickbeam.models.shapes import refuse_shared_experts
 from quickbeam.models.stored import dense, located
 from quickbeam.models.tensor_files import TensorFiles
@@ -41,6 +41,8 @@ KERNELS = library.kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="needs the native kernels")
 Tensors = dict[str, torch.Tensor]
 NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # of AWQ: the column that each nibble of a word is of
+AT = "model.layers.0.self_attn.q_proj"
+THREE_GROUPS = {f"{AT}.qzeros": torch.ones(3, 16).int(), f"{AT}.scales": torch.ones(3, 128)}
 
 
 class Quantised(NamedTuple):
@@ -61,37 +63,37 @@ def words(rows, bits, order=None):
     """Whole numbers `[n, m]` in int32 words `[n, m * bits / 32]`, low bits first."""
     each = 32 // bits
     apart = rows.numpy().astype(np.uint64).reshape(len(rows), -1, each)[..., order or range(each)]
-    found = (apart << (np.arange(each, dtype=np.uint64) * np.uint64(bits))).sum(-1)
-    return torch.from_numpy(found.astype(np.uint32).view(np.int32))
+    joined = (apart << (np.arange(each, dtype=np.uint64) * np.uint64(bits))).sum(-1)
+    return torch.from_numpy(joined.astype(np.uint32).view(np.int32))
 
 
 def awq(w):
-    found = {"qweight": words(w.q.T, 4, NIBBLES), "qzeros": words(w.zero.T, 4, NIBBLES)}
-    return found | {"scales": w.scale.T.half()}
+    tensors = {"qweight": words(w.q.T, 4, NIBBLES), "qzeros": words(w.zero.T, 4, NIBBLES)}
+    return tensors | {"scales": w.scale.T.half()}
 
 
 def gptq(w, bits=4, less=1):
-    found = {"qweight": words(w.q, bits).T, "qzeros": words(w.zero.T - less, bits)}
-    found |= {"scales": w.scale.T.half(), "g_idx": w.group.int()}
-    return found | {"bias": torch.zeros(len(w.q)).half()}
+    tensors = {"qweight": words(w.q, bits).T, "qzeros": words(w.zero.T - less, bits)}
+    tensors |= {"scales": w.scale.T.half(), "g_idx": w.group.int()}
+    return tensors | {"bias": torch.zeros(len(w.q)).half()}
 
 
 def packed(w, bits=4, symmetric=True):
-    found = {"weight_packed": words(w.q, bits), "weight_scale": w.scale.bfloat16()}
-    found["weight_shape"] = torch.tensor(w.q.shape)
+    tensors = {"weight_packed": words(w.q, bits), "weight_scale": w.scale.bfloat16()}
+    tensors["weight_shape"] = torch.tensor(w.q.shape)
     if not symmetric:
-        found["weight_zero_point"] = words(w.zero.T, bits).T
+        tensors["weight_zero_point"] = words(w.zero.T, bits).T
     if not torch.equal(w.group, w.group.sort().values):
-        found["weight_g_idx"] = w.group.int()
-    return found
+        tensors["weight_g_idx"] = w.group.int()
+    return tensors
 
 
 def whole(w, suffix="weight_scale"):
     if w.q.is_floating_point():
         return {"weight": w.q, suffix: w.scale, "input_scale": torch.tensor(1.5)}
     q, zero = ((one.int() - 128).to(torch.int8) for one in (w.q, w.zero))
-    found = {"weight": q, "weight_scale": w.scale.bfloat16()}
-    return found | ({"weight_zero_point": zero} if zero.any() else {})
+    tensors = {"weight": q, "weight_scale": w.scale.bfloat16()}
+    return tensors | ({"weight_zero_point": zero} if zero.any() else {})
 
 
 def by_blocks(w):
@@ -155,7 +157,6 @@ CASES = {
 
 
 def quantised(outputs, inputs, case, random):
-    """A random weight."""
     group = case.group or inputs
     groups = -(-inputs // group)
     of = torch.arange(inputs) // group
@@ -212,15 +213,13 @@ def write(folder, name, moe=False):
 
 
 def loaded(model, tensors):
-    """The model with these numbers, experts' put together."""
     state = {name: tensors[name].float() for name in model.state_dict() if name in tensors}
     for name, parameter in model.state_dict().items():
         at, _, what = name.rpartition(".")
         if not at.endswith(".experts"):
             continue
         parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else ("down_proj",)
-        whole = range(len(parameter))
-        apart = [[tensors[f"{at}.{i}.{p}.weight"] for p in parts] for i in whole]
+        apart = [[tensors[f"{at}.{i}.{p}.weight"] for p in parts] for i in range(len(parameter))]
         state[name] = torch.stack([torch.cat(one) for one in apart])
     model.load_state_dict(state)
     return model
@@ -241,13 +240,13 @@ def test_a_checkpoint_has_its_own_numbers(name, tmp_path):
     whole, blocks = (Checkpoint(tmp_path, dtype) for dtype in (torch.float32, None))
     assert blocks.dtype is torch.bfloat16 and blocks.quantised
     for one, numbers in dense.items():
-        found = blocks(one)
+        rows = blocks(one)
         shared = CASES[name].format
         if numbers.shape[1] % 128:
             shared = shared.replace("g128", "g32")
-        assert isinstance(found, BlockRows) and found.name == shared
-        assert blocks.like(one).shape == found.shape == list(numbers.shape)
-        assert torch.equal(dense_rows(KERNELS, found), numbers), one
+        assert isinstance(rows, BlockRows) and rows.name == shared
+        assert blocks.like(one).shape == rows.shape == list(numbers.shape)
+        assert torch.equal(dense_rows(KERNELS, rows), numbers), one
         assert torch.equal(dense_rows(KERNELS, blocks.rows(one, 5, 40)), numbers[5:40]), one
         assert torch.equal(whole(one), numbers), one
     norm = "model.layers.1.input_layernorm.weight"
@@ -274,20 +273,19 @@ def change_file(folder, change):
     save_file(stored, folder / SINGLE)
 
 
-def error(found, wanted):
-    return float((found - wanted).norm() / wanted.norm())
+def error(got, wanted):
+    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-one"])
 def test_float8_is_read_as_transformers_reads_it(name, tmp_path):
     write(tmp_path, name)
-    found = Checkpoint(tmp_path, torch.float32)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
     block = CASES[name].config.get("weight_block_size")
     how: Any = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
     of = {"dtype": torch.float32, "quantization_config": how}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **of)
-    for one, parameter in model.named_parameters():
-        assert torch.equal(found(one), parameter), one
+    for one, parameter in AutoModelForCausalLM.from_pretrained(tmp_path, **of).named_parameters():
+        assert torch.equal(checkpoint(one), parameter), one
 
 
 @pytest.mark.parametrize(("inputs", "width"), [(128 * 128, None), (256, 64)])
@@ -296,9 +294,11 @@ def test_float8_with_as_many_blocks_as_outputs_and_beside_experts(inputs, width,
     weight = quantised(128, inputs, CASES["fp8"], torch.Generator().manual_seed(1))
     save_file({f"m.{part}": of for part, of in by_blocks(weight).items()}, tmp_path / SINGLE)
     files = TensorFiles(tmp_path)
-    found = located("m.weight", {name: name for name in files.names}, files, Method("fp8"), width)
-    assert isinstance(found, FewBits)
-    assert torch.equal(dense(found.rows(files, 0, 128), found), weight.dense)
+    stored = located(
+        "m.weight", {name: name for name in files.names}, files, QuantMethod("fp8"), width
+    )
+    assert isinstance(stored, QuantisedTensor)
+    assert torch.equal(dense(stored.rows(files, 0, 128), stored), weight.dense)
 
 
 @pytest.mark.parametrize(
@@ -319,12 +319,12 @@ def check_experts(folder, model, dense):
     """Return the blocks of one expert, after values and logits were compared with `dense`."""
     whole, blocks = (Checkpoint(folder, dtype) for dtype in (torch.float32, None))
     at = "model.layers.1.mlp.experts"
-    found = blocks.rows(f"{at}.gate_up_proj", 2, 3)
+    rows = blocks.rows(f"{at}.gate_up_proj", 2, 3)
     wanted = torch.cat([dense[f"{at}.2.{one}_proj.weight"] for one in ("gate", "up")])
-    assert torch.equal(dense_rows(KERNELS, found)[0], wanted)
+    assert torch.equal(dense_rows(KERNELS, rows)[0], wanted)
     torch.testing.assert_close(logits(whole), right(model), rtol=1e-3, atol=1e-3)
     assert error(logits(blocks), right(model)) < 0.2  # where a near choice of experts may change
-    return found
+    return rows
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-uneven"])
@@ -425,14 +425,6 @@ def test_other_methods_are_named(name, tmp_path):
     refuses(words + ".*unquantised", Checkpoint, tmp_path, None, error=NotDescribed)
 
 
-AT = "model.layers.0.self_attn.q_proj"
-
-
-def groups_of(count):
-    zeros, scales = torch.ones(count, 16).int(), torch.ones(count, 128)
-    return {f"{AT}.qzeros": zeros, f"{AT}.scales": scales}
-
-
 def test_what_does_not_fit_is_refused(tmp_path):
     for change, error, words in (
         (lambda s: s.pop(f"{AT}.scales"), NotDescribed, "q_proj.g_idx"),
@@ -441,7 +433,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (lambda s: s[f"{AT}.scales"].fill_(torch.inf), InvalidInput, "not finite"),
         (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
         (lambda s: s.update({f"{AT}.qweight": s[f"{AT}.qweight"].char()}), NotDescribed, "type I8"),
-        (lambda s: s.update(groups_of(3)), InvalidInput, "128 inputs in 3 groups"),
+        (lambda s: s.update(THREE_GROUPS), InvalidInput, "128 inputs in 3 groups"),
     ):
         write(tmp_path, "gptq")
         change_file(tmp_path, change)
@@ -462,7 +454,6 @@ def test_fields_of_another_kind_are_refused(tmp_path):
 
 
 def expert(s, number, part, rows, bits):
-    """Store one expert's matrix otherwise."""
     at = f"model.layers.1.mlp.experts.{number}.{part}_proj."
     case = CASES["packed" if bits == 4 else "packed-8"]
     w = quantised(rows, 128, case, torch.Generator().manual_seed(1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from answers import answer, request, run
-from cases import refuses
+from cases import before, refuses
 from models import VOCAB, tiny
 from quickbeam import SamplingParams
 from quickbeam.drafters.ngram import Ngram
@@ -34,7 +34,6 @@ def native():
 
 @pytest.fixture(params=["native", "eager"])
 def model(request):
-    """By the kernels, and by PyTorch's operators."""
     if request.param == "native":
         return request.getfixturevalue("native")
     return make_model(tiny("llama", seed=3), chunk=CHUNK, native=False)
@@ -50,10 +49,10 @@ def test_they_are_transformers_own(layout):
     prompt = PROMPTS[0]
     with torch.inference_mode():
         probs = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    found = scored(make_model(tiny(layout, seed=3), chunk=CHUNK), prompt)
-    assert (found.output.token_ids, found.output.finish_reason) == ([], "length")
-    assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(prompt)
-    for row, token, entry in zip(probs[:-1], prompt[1:], found.prompt_logprobs[1:], strict=True):
+    sequence = scored(make_model(tiny(layout, seed=3), chunk=CHUNK), prompt)
+    assert (sequence.output.token_ids, sequence.output.finish_reason) == ([], "length")
+    assert sequence.prompt_logprobs[0] is None and len(sequence.prompt_logprobs) == len(prompt)
+    for row, token, entry in zip(probs[:-1], prompt[1:], sequence.prompt_logprobs[1:], strict=True):
         assert entry.token == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert list(entry.top) == row.topk(3).indices.tolist()
@@ -63,17 +62,17 @@ def test_they_are_transformers_own(layout):
 def test_bits_are_the_same_alone_and_in_a_batch(model):
     alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
     engine, policy = Engine(model), PromptLookup(Ngram())
-    for chance in map(random.Random, range(6)):
-        if chance.random() < 0.3:
+    for rng in map(random.Random, range(6)):
+        if rng.random() < 0.3:
             engine.forget()
         asked = [i for i in range(len(PROMPTS)) for _ in range(2)]
-        chance.shuffle(asked)
+        rng.shuffle(asked)
         ones = []
         for i in asked:
-            tokens, scores = chance.choice([(1, None), (20, None), (0, 3), (0, 3), (1, 3), (20, 3)])
+            tokens, scores = rng.choice([(1, None), (20, None), (0, 3), (0, 3), (1, 3), (20, 3)])
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, prompt_logprobs=scores)
             ones.append(engine.add(request(model, policy, params, PROMPTS[i], budget=8)))
-            if chance.random() < 0.5:
+            if rng.random() < 0.5:
                 engine.step()
         run(engine)
         for i, one in zip(asked, ones, strict=True):
@@ -90,9 +89,9 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model):
     plain = SamplingParams(max_tokens=4, ignore_eos=True)
     first = scored(model, prompt, plain, engine=engine)
     for _ in range(2):
-        found = scored(model, prompt, engine=engine)
-        assert found.prompt_logprobs == scored(model, prompt).prompt_logprobs
-        assert found.statistics.cached_tokens == 0
+        sequence = scored(model, prompt, engine=engine)
+        assert sequence.prompt_logprobs == scored(model, prompt).prompt_logprobs
+        assert sequence.statistics.cached_tokens == 0
     engine.forget()
     scored(model, prompt, engine=engine)
     again = scored(model, prompt, plain, engine=engine)
@@ -101,18 +100,13 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model):
     engine.close()
 
 
-def test_a_preempted_prompt_is_scored_once(native):
+def test_a_preempted_prompt_is_scored_once(native, monkeypatch):
     prompts = [PROMPTS[0][:100], PROMPTS[5], [9, *PROMPTS[5]], [7, *PROMPTS[0][:99]]]
     params = SamplingParams(max_tokens=120, ignore_eos=True, prompt_logprobs=3)
     alone = [scored(native, prompt, params) for prompt in prompts]
     engine, back = Engine(native, pages=7), []
-    preempt = engine.scheduler.preempt
-
-    def noting(sequence):
-        back.append(len(sequence.prompt_logprobs or ()))
-        preempt(sequence)
-
-    engine.scheduler.preempt = noting
+    note = lambda sequence: back.append(len(sequence.prompt_logprobs or ()))  # noqa: E731
+    before(monkeypatch, engine.scheduler, "preempt", note)
     ones = [engine.add(request(native, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
     for _ in range(3):
         engine.step()

@@ -12,11 +12,10 @@ from functools import partial
 import httpx
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from cases import refuses
 from quickbeam import LLM, QuickbeamError, SamplingParams
-from quickbeam.cli.app import app
+from scripts import cli
 from serving import chunks
 from test_batch import all_forty, command, forty
 
@@ -33,14 +32,14 @@ GREEDY = SamplingParams(max_tokens=6)
 
 def replicas_of(process, name):
     """Ray's processes that run an actor of this name, below a process."""
-    found = []
+    replicas = []
     for child in process.children(recursive=True):
         try:
             if child.cmdline()[:1] and name in child.cmdline()[0]:
-                found.append(child)
+                replicas.append(child)
         except psutil.Error:
             continue
-    return found
+    return replicas
 
 
 @pytest.mark.parametrize(("asked", "why"), [
@@ -74,13 +73,12 @@ def test_the_actor_of_ray_data_without_ray(toy_folder, column):
     llm, messages = LLM(toy_folder, dtype="float32"), [{"role": "user", "content": "abc"}]
     value = messages if column == "messages" else "abc"
     length = "max_output_tokens" if column == "input" else "max_tokens"
-    params = {length: 6, "temperature": 0}
-    actor = QuickbeamActor(column, params, model=toy_folder, dtype="float32")
-    found = actor({column: [value, value], "other": [1, 2]})
+    actor = QuickbeamActor(column, {length: 6, "temperature": 0}, model=toy_folder, dtype="float32")
+    rows = actor({column: [value, value], "other": [1, 2]})
     chat = column in ("messages", "input")
     alone = (llm.chat(messages, GREEDY) if chat else llm.generate("abc", GREEDY)).text
     given = {column: [value, value], "other": [1, 2]}
-    assert found == {**given, "answer": [alone] * 2, "error": [None] * 2}
+    assert rows == {**given, "answer": [alone] * 2, "error": [None] * 2}
     bad = actor({column: [value, 5]})
     assert bad["answer"] == [alone, None] and bad["error"][0] is None and bad["error"][1]
 
@@ -124,19 +122,19 @@ def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder):
                         break
                 time.sleep(0.5)
             body = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
-            found = client.post("/v1/completions", json=body).json()
+            response = client.post("/v1/completions", json=body).json()
         child.terminate()
         assert child.wait(timeout=120) == 0
     finally:
         end_ray()
     with LLM(toy_folder, "ar") as llm:
-        assert found["choices"][0]["text"] == llm.generate("abc", GREEDY).text
+        assert response["choices"][0]["text"] == llm.generate("abc", GREEDY).text
 
 
 @pytest.mark.parametrize("asked", [["serve"], ["batch", __file__, "out.jsonl"]])
 def test_replicas_need_ray(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, [*asked, "--replicas", "2"])
+    result = cli(*asked, "--replicas", "2")
     assert result.exit_code == 2 and "add --ray" in result.stderr
 
 

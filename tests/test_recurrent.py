@@ -21,7 +21,7 @@ from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from quickbeam.models.opening import make_model
-from quickbeam.models.pages import States
+from quickbeam.models.pages import NativeStates
 from quickbeam.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
@@ -30,6 +30,9 @@ KINDS = table("recurrent")
 every_kind = pytest.mark.parametrize("kind", few(KINDS, ["qwen3_5"]))
 PAGE = 64
 IDS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+every_kind_and_set = pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
+FORMATS = ("bfloat16", "float32", "int8", "int4")
+SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
 
 
 def made(kind, weights="bfloat16", **options):
@@ -42,7 +45,6 @@ def made(kind, weights="bfloat16", **options):
 
 
 def read(model, ids, chunks=()):
-    """A sequence of `ids`, read in pieces that end at `chunks`."""
     cache, done = model.pool.new(), 0
     for end in (*chunks, len(ids)):
         model.forward(Batch([Chain(cache, ids[done:end])]))
@@ -52,7 +54,6 @@ def read(model, ids, chunks=()):
 
 
 def of_path(model, ids):
-    """The logits after a text that is run by itself."""
     cache = model.pool.new()
     try:
         (passed,) = model.forward(Batch([Chain(cache, ids)]))
@@ -86,7 +87,6 @@ def wrong_rows(model, seed=0, steps=4, nodes=9, far=0.0):
 
 
 def same(got, right, far):
-    """Whether logits are equal, but for so much of the largest."""
     return bool((got - right).abs().max() <= far * right.abs().max())
 
 
@@ -94,9 +94,6 @@ def differ(model, ids, tree, got, base, far=0.0):
     paths = [[tree.token[i] for i in tree.path(node)] for node in range(base, len(tree))]
     rows = zip(got, paths, strict=True)
     return sum(not same(row, of_path(model, [*ids, *path]), far) for row, path in rows)
-
-
-every_kind_and_set = pytest.mark.parametrize(("kind", "isa"), spread(list(KINDS), SETS))
 
 
 @every_kind_and_set
@@ -143,7 +140,7 @@ class Siblings:
         return len(self.parent)
 
 
-TREE, FOLD = States.tree, States._fold
+TREE, FOLD = NativeStates.tree, NativeStates._fold
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "the state of a sibling": ("tree", lambda self, tree, base: TREE(self, Siblings(tree), base)),
     "a state committed twice": ("_fold", lambda self, s, p, t: FOLD(self, s, [*p, p[-1]], t)),
@@ -155,7 +152,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize(("kind", "mistake"), spread(list(KINDS), list(MISTAKES)))
 def test_a_mistake_is_seen(kind, mistake, monkeypatch):
     model, (name, wrong) = made(kind), MISTAKES[mistake]
-    monkeypatch.setattr(States, name, wrong)
+    monkeypatch.setattr(NativeStates, name, wrong)
     assert wrong_rows(model) > 3
 
 
@@ -218,10 +215,6 @@ def test_what_cannot_be_committed_is_refused(kind, far):
     cache.truncate(0)
     (passed,) = model.forward(Batch([Chain(cache, IDS[:3])]))
     assert same(passed.logits[0], of_path(model, IDS[:3]), far)
-
-
-FORMATS = ("bfloat16", "float32", "int8", "int4")
-SAMPLING: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5})
 
 
 @pytest.mark.parametrize(("kind", "weights", "sampling"), spread(list(KINDS), FORMATS, SAMPLING))

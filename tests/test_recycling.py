@@ -1,4 +1,4 @@
-"""Token Recycling: what was said after the same tokens is drafted, for its tenant alone."""
+"""Token Recycling: what followed the same tokens is drafted, for its tenant alone."""
 
 import pytest
 import torch
@@ -84,14 +84,12 @@ def test_it_drafts_without_a_drafter_and_a_wrong_table_costs_no_token(
     params = SamplingParams(max_tokens=60, temperature=temperature, seed=3)
     llm = LLM(toy_folder, memory_of_answers=0)
     plain = llm.generate("To be or not", params, method="ar")
-    found = llm.generate("To be or not", params, budget=8)
-    assert found.method == "recycling" and found.token_ids == plain.token_ids
+    first = llm.generate("To be or not", params, budget=8)
+    assert first.method == "recycling" and first.token_ids == plain.token_ids
     again = llm.generate("To be or not", params, budget=8)
-    counts = again.statistics.sources["recycling"]
-    assert again.token_ids == plain.token_ids and counts.accepted > 0
+    assert again.token_ids == plain.token_ids and again.statistics.sources["recycling"].accepted > 0
     llm.close()
-
-    # what was said after a token is kept for the token before it
+    # what followed a token is kept for the token before it
     monkeypatch.setattr("quickbeam.drafters.recycling._before", lambda context, tree, node: node)
     learn = TokenRecycling.learn
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from cases import THOROUGH, refuses
+from cases import THOROUGH, raising, refuses
 from models import CONFIGS, UNDESCRIBED, table, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.models import opening, same_logits
@@ -32,16 +32,16 @@ def made(config, dtype, seed=0):
 @pytest.fixture
 def errors(monkeypatch):
     """The errors that models are judged by, all of which are checked."""
-    found = list[float]()
+    errors = list[float]()
 
     def noted(got, expected):
-        found.append(relative_error(got, expected))
-        return found[-1]
+        errors.append(relative_error(got, expected))
+        return errors[-1]
 
     relative_error = same_logits.relative_error
     monkeypatch.setattr(same_logits, "relative_error", noted)
     monkeypatch.setattr(opening, "why_not_native", lambda model: "for the test")
-    return found
+    return errors
 
 
 @DTYPES
@@ -92,15 +92,12 @@ def test_a_window_that_only_the_mask_knows_of_is_heeded():
     ids = [(7 * i + 3) % 97 for i in range(40)]
     expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
     target = Target(model, chunk=16)
-    assert {layer.window for layer in target.model._tap.layers.values()} == {6}
+    assert {layer.window for layer in target.model._context.layers.values()} == {6}
     torch.testing.assert_close(target.prefill(ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_layouts_that_are_described_are_not_run_for_it(monkeypatch):
-    def fail(*_):
-        raise AssertionError("checked")
-
-    monkeypatch.setattr(torch_back_end, "expect", fail)
+    monkeypatch.setattr(torch_back_end, "expect", raising(AssertionError("checked")))
     for name in ("llama", "qwen2", "gemma3-window", "olmo2", "gpt2"):
         make_model(tiny(name, torch.bfloat16))
     with pytest.raises(AssertionError, match="checked"):

@@ -10,12 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as filters
 
 from cases import examples, refuses
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -35,9 +30,6 @@ def probs_of(logits, **params):
     return Sampler(SamplingParams(**params), [], len(logits)).probs(logits)
 
 
-# --- filters --------------------------------------------------------------------------------------
-
-
 @examples(300)
 @given(
     logits=distinct_logits,
@@ -47,17 +39,17 @@ def probs_of(logits, **params):
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
 )
 def test_filters_agree_with_transformers(logits, temperature, top_k, top_p, min_p):
-    scores = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
+    scores = filters.TemperatureLogitsWarper(temperature)(None, logits[None].clone())
     if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
+        scores = filters.TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         mass = scores.softmax(-1).sort(descending=True).values.cumsum(-1)
         assume(float((mass - top_p).abs().min()) > 1e-5)  # at the edge itself rounding decides
-        scores = TopPLogitsWarper(top_p)(None, scores)
+        scores = filters.TopPLogitsWarper(top_p)(None, scores)
     if min_p:
         probs = scores.softmax(-1)
         assume(float((probs / probs.max() - min_p).abs().min()) > 1e-5 or min_p == 1)
-        scores = MinPLogitsWarper(min_p)(None, scores)
+        scores = filters.MinPLogitsWarper(min_p)(None, scores)
     expected = scores.softmax(-1)[0]
     probs = probs_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     assert probs.dtype == torch.float32
@@ -121,9 +113,6 @@ def test_nan_logits_are_an_error_that_says_what_to_try(logits, temperature):
     refuses("NaN", most_probable, torch.tensor(logits), error=QuickbeamError)
 
 
-# --- bias and penalties ---------------------------------------------------------------------------
-
-
 @examples(200)
 @given(
     logits=distinct_logits,
@@ -172,9 +161,6 @@ def test_bias_bans_and_forces_tokens():
         Sampler(SamplingParams(stop_token_ids=[3, 12]), [], 12)
     with pytest.raises(InvalidInput, match="ban all 2 tokens"):
         Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)
-
-
-# --- choosing a token -----------------------------------------------------------------------------
 
 
 @examples(100)
@@ -238,9 +224,6 @@ def test_draw_never_gives_an_impossible_token(number, monkeypatch):
         assert draw(probs, torch.Generator()) == (100 if number == 0 else 899)
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
 WRONG: dict[str, list[object]] = {
     "max_tokens": [0, 2.5, True, None],
     "temperature": [-0.1, math.nan, math.inf, "1", None],
@@ -271,8 +254,7 @@ def test_values_that_cannot_be_used_are_named(name):
 def test_values_at_the_edge_are_accepted():
     rest = (np.int64(3), 1, 1, 0.1, -2, -2, {3: -math.inf}, "x", [0], True, 100, 2**64 - 1)
     assert SamplingParams(1, np.float32(0.5), *rest).stop == ("x",)
-    params = SamplingParams(max_tokens=7, n=128, min_tokens=7, bad_words="no")
-    assert params.bad_words == ("no",)
+    assert SamplingParams(max_tokens=7, n=128, min_tokens=7, bad_words="no").bad_words == ("no",)
     with pytest.raises(InvalidInput, match=r"^min_tokens=8: .* between 0 and max_tokens=7$"):
         SamplingParams(max_tokens=7, min_tokens=8)
 

@@ -18,14 +18,14 @@ SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(toy_folder):
-    with LLM(toy_folder, "pld", max_running=2) as found:
-        yield found
+    with LLM(toy_folder, "pld", max_running=2) as llm:
+        yield llm
 
 
 def gate(places=1, **settings):
-    found = Gate(ServeSettings(**settings))
-    found.places, found.phase = places, "ready"
-    return found
+    gate = Gate(ServeSettings(**settings))
+    gate.places, gate.phase = places, "ready"
+    return gate
 
 
 def counts(one):

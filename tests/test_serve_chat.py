@@ -18,9 +18,8 @@ AFTER = [*MESSAGES, {"role": "assistant", "content": "It sat"}]
 
 
 def alone(llm, messages=MESSAGES, **params):
-    """What plain decoding answers to nobody else."""
-    found = llm.chat(messages, SamplingParams(**params), method="ar")
-    return found if isinstance(found, list) else [found]
+    answers = llm.chat(messages, SamplingParams(**params), method="ar")
+    return answers if isinstance(answers, list) else [answers]
 
 
 def body(**fields):
@@ -28,7 +27,6 @@ def body(**fields):
 
 
 def whole(runner, **fields):
-    """The response to a chat."""
     return good(ask(runner, PATH, body(**fields)))
 
 
@@ -37,12 +35,10 @@ def texts(response):
 
 
 def streamed(runner, **fields):
-    """The chunks of a chat."""
     return chunks(ask(runner, PATH, body(**fields, stream=True)))
 
 
 def joined(pieces, index=0):
-    """The text of a streamed answer."""
     mine = [one for chunk in pieces for one in chunk["choices"] if one["index"] == index]
     return "".join(one["delta"].get("content") or "" for one in mine)
 
@@ -64,15 +60,15 @@ SETTINGS = {
 def test_answers_are_those_given_alone_and_streams_add_up_to_them(runner, llm, name):
     fields = SETTINGS[name]
     right = alone(llm, max_tokens=24, **fields)
-    found = whole(runner, **fields, return_token_ids=True)
-    assert [one["token_ids"] for one in found["choices"]] == [one.token_ids for one in right]
-    assert texts(found) == [one.text for one in right]
-    reasons = [one["finish_reason"] for one in found["choices"]]
+    response = whole(runner, **fields, return_token_ids=True)
+    assert [one["token_ids"] for one in response["choices"]] == [one.token_ids for one in right]
+    assert texts(response) == [one.text for one in right]
+    reasons = [one["finish_reason"] for one in response["choices"]]
     assert reasons == [one.finish_reason for one in right]
-    assert [one["index"] for one in found["choices"]] == list(range(len(right)))
-    assert found["prompt_token_ids"] == llm.encode_chat(MESSAGES)
-    assert found["seed"] == fields.get("seed")
-    usage, prompt = found["usage"], len(found["prompt_token_ids"])
+    assert [one["index"] for one in response["choices"]] == list(range(len(right)))
+    assert response["prompt_token_ids"] == llm.encode_chat(MESSAGES)
+    assert response["seed"] == fields.get("seed")
+    usage, prompt = response["usage"], len(response["prompt_token_ids"])
     new = sum(len(one.token_ids) for one in right)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, new)
     assert usage["total_tokens"] == prompt + new
@@ -96,8 +92,8 @@ def test_answers_are_those_given_alone_and_streams_add_up_to_them(runner, llm, n
 
 def test_usage_may_come_with_each_chunk_and_tells_what_was_cached(runner, llm):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    found = streamed(runner, temperature=0, stream_options=options)
-    counts = [one["usage"]["completion_tokens"] for one in found]
+    pieces = streamed(runner, temperature=0, stream_options=options)
+    counts = [one["usage"]["completion_tokens"] for one in pieces]
     assert counts == sorted(counts) and counts[-1] > 0
     assert "usage" not in streamed(runner, temperature=0)[0]
     llm.reset()
@@ -118,9 +114,9 @@ def test_defaults_are_openais_the_models_or_the_servers(llm, scripted, toy_folde
         scripted = ScriptedRunner(ServeSettings(), llm)
         others = ("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})
         for url, asked in ((PATH, body()), *others):
-            found = good(ask(scripted, url, asked))
+            response = good(ask(scripted, url, asked))
             assert own.items() <= asdict(scripted.jobs[0].params).items()
-            assert found.get("temperature", 0.6) == 0.6 and found.get("top_p", 0.95) == 0.95
+            assert response.get("temperature", 0.6) == 0.6 and response.get("top_p", 0.95) == 0.95
             good(ask(scripted, url, {**asked, "temperature": 0, "top_p": 1, "top_k": -1}))
             params = scripted.jobs[0].params
             assert (params.temperature, params.top_p, params.top_k) == (0, 1, 0)
@@ -165,15 +161,15 @@ def test_logprobs_are_the_models_own(runner, llm, stream):
 def test_what_was_drafted_is_counted_and_traced(runner):
     fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     pld, options = {"method": "pld", "budget": 6}, {"include_usage": True}
-    found = streamed(runner, **fields, speculation=pld, trace=True, stream_options=options)
-    usage = found[-1]["usage"]
-    steps = [step for one in found for step in one.get("quickbeam", {}).get("steps", [])]
+    pieces = streamed(runner, **fields, speculation=pld, trace=True, stream_options=options)
+    usage = pieces[-1]["usage"]
+    steps = [step for one in pieces for step in one.get("quickbeam", {}).get("steps", [])]
     assert usage["steps"] == len(steps) > 0
     accepted = sum(node["accepted"] for step in steps for node in step["nodes"][1:])
     # greedy answers of this model end in a cycle
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == accepted > 0
     assert 1 + sum(step["emitted"] for step in steps) == usage["completion_tokens"] == 40
-    assert {one["quickbeam"]["method"] for one in found if "quickbeam" in one} == {"pld"}
+    assert {one["quickbeam"]["method"] for one in pieces if "quickbeam" in one} == {"pld"}
     plain = whole(runner, **fields, speculation={"method": "ar"})["usage"]
     assert plain["completion_tokens_details"]["accepted_prediction_tokens"] == 0
     assert plain["steps"] == 39
@@ -208,10 +204,11 @@ def test_messages_reach_the_template_as_it_takes_them(llm, scripted, monkeypatch
 
 def test_a_last_message_may_be_continued(runner, llm):
     asked = {"messages": AFTER, "temperature": 0, "continue_final_message": True}
-    found = whole(runner, **asked, return_token_ids=True)
+    response = whole(runner, **asked, return_token_ids=True)
     prompt = llm.encode_chat(AFTER, continue_final_message=True)
-    assert found["prompt_token_ids"] == prompt and llm.tokenizer.decode(prompt).endswith("It sat")
-    assert texts(whole(runner, **asked, add_generation_prompt=False)) == texts(found)  # as vLLM
+    assert response["prompt_token_ids"] == prompt
+    assert llm.tokenizer.decode(prompt).endswith("It sat")
+    assert texts(whole(runner, **asked, add_generation_prompt=False)) == texts(response)  # as vLLM
 
 
 def test_a_template_is_told_how_much_to_reason(llm, scripted, monkeypatch):
@@ -252,8 +249,8 @@ def test_what_goes_wrong_is_told_for_that_request(scripted):
         response = ask(scripted, PATH, body())
         assert response.status_code == status and message in response.json()["error"]["message"]
         assert "secret" not in response.text
-        found = streamed(scripted)
-        assert joined(found[:-1]) == "one two" and message in found[-1]["error"]["message"]
+        pieces = streamed(scripted)
+        assert joined(pieces[:-1]) == "one two" and message in pieces[-1]["error"]["message"]
         assert all(stream.closed for stream in scripted.streams)
 
 

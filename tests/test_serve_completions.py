@@ -49,9 +49,9 @@ def test_answers_are_those_given_alone(runner, llm, as_ids, temperature, n, stre
     asked = {"temperature": temperature, "seed": 3, "n": n}
     right = llm.generate(PROMPTS, SamplingParams(max_tokens=20, **asked), method="ar")
     asked |= {"prompt": ids if as_ids else PROMPTS, "return_token_ids": True}
-    found = choices(runner, stream, **asked)
-    assert [text_of(parts) for parts in found] == [one.text for one in right]
-    for index, (parts, one) in enumerate(zip(found, right, strict=True)):
+    got = choices(runner, stream, **asked)
+    assert [text_of(parts) for parts in got] == [one.text for one in right]
+    for index, (parts, one) in enumerate(zip(got, right, strict=True)):
         assert [token for part in parts for token in part["token_ids"]] == one.token_ids
         assert parts[0]["prompt_token_ids"] == ids[index // n]
         assert parts[-1]["finish_reason"] == one.finish_reason
@@ -62,15 +62,15 @@ def test_answers_are_those_given_alone(runner, llm, as_ids, temperature, n, stre
 
 def test_each_prompt_is_drawn_with_a_seed_that_repeats_it(runner):
     """A seed for all of them would give the same prompt the same answer."""
-    found = good(ask(runner, PATH, body(prompt=[PROMPTS[0]] * 3, temperature=1.0)))
-    assert found["seed"] is None and len({one["text"] for one in found["choices"]}) == 3
-    for one in found["choices"]:
+    got = good(ask(runner, PATH, body(prompt=[PROMPTS[0]] * 3, temperature=1.0)))
+    assert got["seed"] is None and len({one["text"] for one in got["choices"]}) == 3
+    for one in got["choices"]:
         assert texts(runner, temperature=1.0, seed=one["seed"]) == [one["text"]]
     own = {"temperature": 1.0, "n": 2}
-    found = choices(runner, prompt=PROMPTS, seeds=[3, 2**64 - 1], **own)
-    seeds = [one["seed"] for (one,) in found]
+    got = choices(runner, prompt=PROMPTS, seeds=[3, 2**64 - 1], **own)
+    seeds = [one["seed"] for (one,) in got]
     assert seeds == [3, 3, 2**64 - 1, 2**64 - 1]
-    for prompt, mine, seed in zip(PROMPTS, (found[:2], found[2:]), seeds[::2], strict=True):
+    for prompt, mine, seed in zip(PROMPTS, (got[:2], got[2:]), seeds[::2], strict=True):
         assert texts(runner, prompt=prompt, seed=seed, **own) == [text_of(one) for one in mine]
 
 
@@ -78,8 +78,8 @@ def test_each_prompt_is_drawn_with_a_seed_that_repeats_it(runner):
 def test_echo_puts_the_prompt_in_front(runner, llm, stream):
     (plain,) = texts(runner, temperature=0)
     for prompt in (PROMPTS[0], llm.tokenizer(PROMPTS[0])["input_ids"]):
-        found = texts(runner, stream, prompt=prompt, temperature=0, echo=True)
-        assert found == [PROMPTS[0] + plain]
+        got = texts(runner, stream, prompt=prompt, temperature=0, echo=True)
+        assert got == [PROMPTS[0] + plain]
     (parts,) = choices(runner, stream, echo=True, max_tokens=0)  # no answer
     assert text_of(parts) == PROMPTS[0] and parts[0]["logprobs"] is None
     assert parts[-1]["finish_reason"] == "length"
@@ -100,16 +100,16 @@ def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
         assert text == llm.tokenizer.decode(ids) + answer
         assert parts[-1]["finish_reason"] == "length"
         pieces = [one["logprobs"] for one in parts]
-        found = {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
+        got = {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
         entries = [*llm.generate(ids, SCORE).prompt_logprobs, *given]
-        assert found["token_logprobs"] == [entry and entry.logprob for entry in entries]
+        assert got["token_logprobs"] == [entry and entry.logprob for entry in entries]
         tokens = [*ids, *(entry.token for entry in given)]
-        assert found["tokens"] == [*map(TokenTexts(llm.tokenizer).text_of, tokens)]
-        assert found["top_logprobs"][0] is None and found["text_offset"][0] == 0
-        for token, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
+        assert got["tokens"] == [*map(TokenTexts(llm.tokenizer).text_of, tokens)]
+        assert got["top_logprobs"][0] is None and got["text_offset"][0] == 0
+        for token, top in zip(got["tokens"][1:], got["top_logprobs"][1:], strict=True):
             assert token in top and len(top) <= 3
         if index > 1:  # whose tokens are characters
-            spelled = list(zip(found["text_offset"], found["tokens"], strict=True))[: len(ids) + 1]
+            spelled = list(zip(got["text_offset"], got["tokens"], strict=True))[: len(ids) + 1]
             assert all(text[at : at + 1] == token for at, token in spelled[: len(ids)])
             assert all(at == len(ids) for at, _ in spelled[len(ids) :])
 
@@ -126,9 +126,9 @@ def test_a_prompt_is_scored_once_for_all_its_answers(llm, stream):
 
     runner = Counting(ServeSettings(), llm)
     asked = dict(prompt=PROMPTS, n=4, echo=True, logprobs=1, seed=1, max_tokens=5)
-    found = choices(runner, stream, **asked)
-    assert len(read) == len(PROMPTS) and len(found) == 8
-    for index, (first, *_) in enumerate(found):
+    got = choices(runner, stream, **asked)
+    assert len(read) == len(PROMPTS) and len(got) == 8
+    for index, (first, *_) in enumerate(got):
         right = llm.generate(read[index // 4].prompt, SCORE).prompt_logprobs
         scores = first["logprobs"]["token_logprobs"][: len(right)]
         assert scores == [one and one.logprob for one in right]
@@ -139,25 +139,25 @@ def test_offsets_count_characters_however_many_tokens_spell_them():
     first, second = "é".encode()[:1], "é".encode()[1:]
     form = CompletionLogprobs(Texts(b"a", first, second, b"bc"), echo=10)
     logprobs = [Logprob(i, -1.0, {}) for i in (0, 1, 2, 3, 0)]
-    found, again = form.add((0, 1), logprobs[:2]), form.add((2, 3, 0), logprobs[2:])
-    assert found["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
+    begun, again = form.add((0, 1), logprobs[:2]), form.add((2, 3, 0), logprobs[2:])
+    assert begun["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
     assert again["tokens"] == ["\ufffd", "bc", "a"]
 
 
 def test_prompt_logprobs_have_vllms_form(runner, llm):
     ids = llm.tokenizer(PROMPTS[1])["input_ids"]
     right, texts = llm.generate(ids, SCORE).prompt_logprobs, TokenTexts(llm.tokenizer)
-    found = good(ask(runner, PATH, body(prompt=[ids], prompt_logprobs=2, max_tokens=0)))
-    choice = found["choices"][0]
+    got = good(ask(runner, PATH, body(prompt=[ids], prompt_logprobs=2, max_tokens=0)))
+    choice = got["choices"][0]
     assert choice["text"] == "" and choice["finish_reason"] == "length"
-    assert found["usage"]["completion_tokens"] == 0 and choice["logprobs"] is None
+    assert got["usage"]["completion_tokens"] == 0 and choice["logprobs"] is None
     assert choice["prompt_logprobs"][0] is None
     for entry, one in zip(right[1:], choice["prompt_logprobs"][1:], strict=True):
-        ranks, told = {token: rank for rank, token in enumerate(entry.top, 1)}, {}
+        ranks, wanted = {token: rank for rank, token in enumerate(entry.top, 1)}, {}
         for token, logprob in {entry.token: entry.logprob, **entry.top}.items():
             spelled = {"rank": ranks.get(token), "decoded_token": texts.text_of(token)}
-            told[str(token)] = {"logprob": logprob, **spelled}
-        assert one == told
+            wanted[str(token)] = {"logprob": logprob, **spelled}
+        assert one == wanted
     asked = dict(prompt=[1] * 512, echo=True, logprobs=0)
     assert len(choices(runner, **asked, max_tokens=0)[0][0]["logprobs"]["tokens"]) == 512
     response = ask(runner, PATH, body(**asked, max_tokens=1))
@@ -170,15 +170,14 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
     with LLM(toy_folder, "ar") as llm:
         backend = llm.tokenizer.backend_tokenizer
         backend.add_tokens([AddedToken(mark, special=True) for mark in marks])
-        # the model has no rows for them
-        llm.model.check_prompt = lambda ids: None
+        llm.model.check_prompt = lambda ids: None  # the model has no rows for them
         scripted = ScriptedRunner(ServeSettings(), llm)
         scripted.script = "x + 1"
         asked = {"prompt": ["def f(x):\n  return ", "g"], "suffix": "\n\nf(3)", "echo": True}
-        found = texts(scripted, **asked)
+        filled = texts(scripted, **asked)
         shown = [llm.tokenizer.decode(job.prompt) for job in scripted.jobs]
         assert shown == [f"{before}{one}{between}\n\nf(3){behind}" for one in asked["prompt"]]
-        assert found[0] == asked["prompt"][0] + "x + 1"
+        assert filled[0] == asked["prompt"][0] + "x + 1"
         ids = [backend.token_to_id(mark) for mark in marks]
         assert [token for token in scripted.jobs[0].prompt if token in ids] == ids
         # the prompt's tokens are not those of the text in front
@@ -186,10 +185,10 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
 
 
 def test_models(runner, llm):
-    found = good(ask(runner, "/v1/models", method="GET"))
-    assert found["object"] == "list" and [one["id"] for one in found["data"]] == ["toy", "small"]
-    assert found["data"][0]["max_model_len"] == 512
-    assert found["data"][0]["quickbeam"] == {"methods": llm.methods, "default_method": "pld"}
+    listed = good(ask(runner, "/v1/models", method="GET"))
+    assert listed["object"] == "list" and [one["id"] for one in listed["data"]] == ["toy", "small"]
+    assert listed["data"][0]["max_model_len"] == 512
+    assert listed["data"][0]["quickbeam"] == {"methods": llm.methods, "default_method": "pld"}
     # which needs a drafter
     assert {"ar", "pld", "auto"} <= set(llm.methods) and "dyspec" not in llm.methods
     assert good(ask(runner, "/v1/models/small", method="GET"))["id"] == "small"
@@ -200,13 +199,13 @@ def test_models(runner, llm):
 
 def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
     asked = {"model": "toy", "prompt": "Hé!", "return_token_strs": True}
-    found = good(ask(runner, "/tokenize", asked))
+    got = good(ask(runner, "/tokenize", asked))
     ids, messages = llm.tokenizer("Hé!")["input_ids"], [{"role": "user", "content": "hi"}]
-    assert found["tokens"] == ids and found["max_model_len"] == 512
-    assert found["count"] == len(ids) == len(found["token_strs"])
+    assert got["tokens"] == ids and got["max_model_len"] == 512
+    assert got["count"] == len(ids) == len(got["token_strs"])
     assert good(ask(runner, "/detokenize", {"tokens": ids})) == {"prompt": "Hé!"}
-    found = good(ask(runner, "/tokenize", {"messages": messages}))
-    assert found["tokens"] == llm.encode_chat(messages)
+    got = good(ask(runner, "/tokenize", {"messages": messages}))
+    assert got["tokens"] == llm.encode_chat(messages)
     for token in (-1, 10**30):
         refused(ask(runner, "/detokenize", {"tokens": [token]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)

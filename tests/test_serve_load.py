@@ -47,34 +47,33 @@ class Client(NamedTuple):
 
 def crowd(count, methods, tokens, seed=0):
     """Clients of all kinds, a third of which do not stay."""
-    chance, found = random.Random(seed), list[Client]()
+    rng, clients = random.Random(seed), list[Client]()
     for number in range(count):
-        text = chance.choice(TEXTS) * chance.choice((1, 1, 1, 6))
+        text = rng.choice(TEXTS) * rng.choice((1, 1, 1, 6))
         body = {
-            "temperature": chance.choice((0, 0, 0.8)),
-            "seed": chance.randrange(4),
-            "n": chance.choice((1, 1, 2, 3)),
-            "max_tokens": chance.randint(tokens // 3, tokens),
+            "temperature": rng.choice((0, 0, 0.8)),
+            "seed": rng.randrange(4),
+            "n": rng.choice((1, 1, 2, 3)),
+            "max_tokens": rng.randint(tokens // 3, tokens),
             "return_token_ids": True,
-            "speculation": {"method": chance.choice(methods)},
+            "speculation": {"method": rng.choice(methods)},
         }
-        if chance.random() < 0.5:
-            body["speculation"]["budget"] = chance.choice((2, 5, 0))
-        if chance.random() < 0.2:
+        if rng.random() < 0.5:
+            body["speculation"]["budget"] = rng.choice((2, 5, 0))
+        if rng.random() < 0.2:
             body["top_p"] = 0.9
-        path = chance.choice(("/v1/chat/completions", "/v1/completions"))
+        path = rng.choice(("/v1/chat/completions", "/v1/completions"))
         messages = {"messages": [{"role": "user", "content": text}]}
         body |= messages if "chat" in path else {"prompt": text}
-        if "chat" in path and chance.random() < 0.3:
+        if "chat" in path and rng.random() < 0.3:
             body["response_format"] = FORMAT
-        does = chance.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
-        body["stream"] = does == "leaves" or (does != "hurries" and chance.random() < 0.5)
-        found.append(Client(path, body, does))
-    return found
+        does = rng.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
+        body["stream"] = does == "leaves" or (does != "hurries" and rng.random() < 0.5)
+        clients.append(Client(path, body, does))
+    return clients
 
 
 async def vanish(base, client):
-    """Ask, and cut the connection before anything comes."""
     host, port = base.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(client.body).encode()
@@ -86,29 +85,26 @@ async def vanish(base, client):
 
 
 def streamed(lines, choices):
-    """Token ids by choice, of a stream that came to its end."""
     assert lines[-1] == "[DONE]"
-    found, reasons = [list[int]() for _ in range(choices)], dict[int, str]()
+    ids, reasons = [list[int]() for _ in range(choices)], dict[int, str]()
     for chunk in map(json.loads, lines[:-1]):
         assert "error" not in chunk, chunk
         for choice in chunk["choices"]:
-            found[choice["index"]] += choice.get("token_ids") or []
+            ids[choice["index"]] += choice.get("token_ids") or []
             if choice["finish_reason"]:
                 reasons[choice["index"]] = choice["finish_reason"]
     assert sorted(reasons) == list(range(choices)) and set(reasons.values()) <= {"stop", "length"}
-    return found
+    return ids
 
 
-async def ask(web, base, client, seen, chance):
-    """Token ids of all choices where the client stays to the end, which comes again where it is
-    told to."""
+async def ask(web, base, client, seen, rng):
+    """Token ids of all choices where the client stays; it comes again where it is refused."""
     if client.does == "vanishes":
         await vanish(base, client)
         return None
     if client.does == "hurries":
         with suppress(httpx.TimeoutException):
-            wait = chance.uniform(0.01, 0.3)
-            response = await web.post(client.path, json=client.body, timeout=wait)
+            response = await web.post(client.path, json=client.body, timeout=rng.uniform(0.01, 0.3))
             seen[response.status_code] += 1
         return None
     while True:
@@ -117,7 +113,7 @@ async def ask(web, base, client, seen, chance):
             if response.status_code in (429, 503):
                 assert int(response.headers["retry-after"]) >= 1
                 # sooner than told: the queue is to be full
-                await asyncio.sleep(chance.uniform(0.05, 0.3))
+                await asyncio.sleep(rng.uniform(0.05, 0.3))
                 continue
             if response.status_code != 200:
                 raise AssertionError((await response.aread()).decode())
@@ -135,29 +131,26 @@ async def ask(web, base, client, seen, chance):
 
 
 async def load(base, clients, together):
-    """What each client got, and the statuses that were seen."""
-    turns, seen, chance = asyncio.Semaphore(together), Counter[int](), random.Random(1)
-
+    turns, seen, rng = asyncio.Semaphore(together), Counter[int](), random.Random(1)
     limits = httpx.Limits(max_connections=together)
     async with httpx.AsyncClient(base_url=base, timeout=300, limits=limits) as web:
 
         async def come(client):
             async with turns:
-                return await ask(web, base, client, seen, chance)
+                return await ask(web, base, client, seen, rng)
 
         return list(await asyncio.gather(*map(come, clients))), seen
 
 
 def alone(plain, client):
-    """What plain decoding answers to nobody else."""
     body = client.body
     given = {name: body[name] for name in PARAMETERS if name in body}
     if "response_format" in body:
         given["grammar"] = Grammar.json_schema(SCHEMA)
     params = SamplingParams(**given)
     chat, prompt = body.get("messages"), body.get("prompt")
-    found = plain.chat(chat, params) if chat else plain.generate(prompt, params)
-    return [one.token_ids for one in (found if isinstance(found, list) else [found])]
+    answers = plain.chat(chat, params) if chat else plain.generate(prompt, params)
+    return [one.token_ids for one in (answers if isinstance(answers, list) else [answers])]
 
 
 def under_load(folder, methods, count, together, tokens, memory, **options):
@@ -189,7 +182,6 @@ def tasks(loop):
 
 
 def connections(port):
-    """Those that are open to the server."""
     every = psutil.Process().net_connections("tcp")
     kinds = ("ESTABLISHED", "CLOSE_WAIT")
     return [one for one in every if one.laddr.port == port and one.status in kinds]
@@ -211,10 +203,10 @@ def test_a_server_that_mixes_answers_up_is_found_out(toy_folder, monkeypatch):
     whole, last = Stream.completion.fget, dict[int, Any]()
 
     def mixed(self):
-        found = whole(self)
-        other, last[0] = last.get(0, found.token_ids), found.token_ids
-        found.token_ids = list(found.token_ids[:-1]) + list(other[-1:])
-        return found
+        completion = whole(self)
+        other, last[0] = last.get(0, completion.token_ids), completion.token_ids
+        completion.token_ids = list(completion.token_ids[:-1]) + list(other[-1:])
+        return completion
 
     monkeypatch.setattr(Stream, "completion", property(mixed))
     with pytest.raises(AssertionError, match="of "):

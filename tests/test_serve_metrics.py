@@ -34,21 +34,21 @@ ASKED = {"model": "tiny", "prompt": "hello"}
 
 @pytest.fixture(scope="module")
 def llm(toy_folder):
-    with LLM(toy_folder, "pld", budget=6) as found:
-        yield found
+    with LLM(toy_folder, "pld", budget=6) as llm:
+        yield llm
 
 
 async def read(client):
     """Samples by name, then by the labels that aren't the model's, joined."""
     response = await client.get("/metrics")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
-    found = {}
+    metrics = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert sample.name.startswith("process_") or labels.pop("model_name") == "tiny"
-            found.setdefault(sample.name, {})[",".join(labels.values())] = sample.value
-    return found
+            metrics.setdefault(sample.name, {})[",".join(labels.values())] = sample.value
+    return metrics
 
 
 async def answered(runner, jobs):
@@ -68,7 +68,7 @@ async def test_what_is_counted_is_what_was_answered(llm):
     llm.reset()
     async with served(llm, served_name="tiny") as (runner, client):
         counts = [one.statistics for one in await answered(runner, asked)]
-        found = await read(client)
+        metrics = await read(client)
     read_tokens, new = sum(len(one.prompt) for one in asked), [one.new_tokens for one in counts]
     sources = [source for one in counts for source in one.sources.values()]
     plain = {
@@ -90,17 +90,20 @@ async def test_what_is_counted_is_what_was_answered(llm):
         "vllm:num_requests_waiting": 0,
         "vllm:kv_cache_usage_perc": 0,
     }
-    assert {name: found[name][""] for name in plain} == plain
+    assert {name: metrics[name][""] for name in plain} == plain
     accepted = plain["vllm:spec_decode_num_accepted_tokens_total"]
     assert accepted > 0 and plain["vllm:prefix_cache_hits_total"] > 0
-    depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    depths = metrics["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert sum(depths.values()) == accepted
-    falling = [found["vllm:spec_decode_num_drafts_total"][""], *(depths[str(i)] for i in range(5))]
+    falling = [
+        metrics["vllm:spec_decode_num_drafts_total"][""],
+        *(depths[str(i)] for i in range(5)),
+    ]
     assert falling == sorted(falling, reverse=True)
-    assert found["vllm:request_success_total"] == {"length": len(counts)}
+    assert metrics["vllm:request_success_total"] == {"length": len(counts)}
     names = counts[0].sources
     drafted = {name: sum(one.sources[name].drafted for one in counts) for name in names}
-    assert found["quickbeam:drafted_tokens_total"] == drafted
+    assert metrics["quickbeam:drafted_tokens_total"] == drafted
 
 
 async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
@@ -115,31 +118,34 @@ async def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
             (stream,) = await task
             runner.settings = replace(runner.settings, queue_timeout=0.2)
             await until(lambda: bool(llm.engine.nodes))
-            found = {name: by.get("") for name, by in (await read(client)).items()}
-            assert found["vllm:num_requests_running"] == 1 + found["vllm:num_requests_waiting"] == 1
+            metrics = {name: by.get("") for name, by in (await read(client)).items()}
+            assert (
+                metrics["vllm:num_requests_running"]
+                == 1 + metrics["vllm:num_requests_waiting"]
+                == 1
+            )
             share = llm.model.pool.used / llm.model.pool.limit
-            assert found["vllm:kv_cache_usage_perc"] == share > 0
-            assert 1 <= found["quickbeam:budget_nodes"] <= 6
+            assert metrics["vllm:kv_cache_usage_perc"] == share > 0
+            assert 1 <= metrics["quickbeam:budget_nodes"] <= 6
             # after its time in the queue
             assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
             assert (await client.post("/v1/completions", json=ASKED)).status_code == 429
         stream.close()
         await until(lambda: idle(runner))
-        found = await read(client)
-        assert found["quickbeam:refused_requests_total"] == {"busy": 1, "unavailable": 1}
-        assert found["vllm:request_success_total"] == {"abort": 2}
-        assert found["vllm:time_to_first_token_seconds_count"] == {"": 1}
+        metrics = await read(client)
+        assert metrics["quickbeam:refused_requests_total"] == {"busy": 1, "unavailable": 1}
+        assert metrics["vllm:request_success_total"] == {"abort": 2}
+        assert metrics["vllm:time_to_first_token_seconds_count"] == {"": 1}
 
 
 async def test_preemptions_are_counted(toy_folder):
-    page = LLM(toy_folder, "ar").model.pool.page_bytes
-    with LLM(toy_folder, "ar", kv_memory=5 * page) as llm:
+    with LLM(toy_folder, "ar", kv_memory=5 * LLM(toy_folder, "ar").model.pool.page_bytes) as llm:
         async with served(llm, served_name="tiny") as (runner, client):
             every = await answered(runner, [job(llm, f"{i} " * 20) for i in range(4)])
-            found, times = await read(client), sum(one.statistics.preemptions for one in every)
-            assert found["vllm:num_preemptions_total"][""] == times > 0
+            metrics, times = await read(client), sum(one.statistics.preemptions for one in every)
+            assert metrics["vllm:num_preemptions_total"][""] == times > 0
             # plain decoding drafts nothing
-            assert found["vllm:spec_decode_num_drafts_total"][""] == 0
+            assert metrics["vllm:spec_decode_num_drafts_total"][""] == 0
 
 
 async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
@@ -148,7 +154,8 @@ async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     defined = [one["definition"] for one in variables if "definition" in one]
     expressions += [one.partition("(")[2].partition(",")[0] for one in defined]
-    asked = {name for text in expressions for name in metrics_of(text)}
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", " ".join(expressions))
+    asked = {*re.findall(r"[a-zA-Z_][\w:]*", bare)} - LABELS - {*PROMQL.split()}
     assert len(asked) > 15 and len({panel["id"] for panel in panels}) == len(panels)
     async with served(llm, served_name="tiny") as (runner, client):
         assert not {f"vllm:{name}" for name in VLLM.split()} - {*await read(client)}
@@ -159,9 +166,3 @@ async def test_the_dashboard_asks_for_metrics_that_there_are(llm):
         assert asked - {*await read(client)} == set()
     text, _ = Runner(ServeSettings(served_name="tiny")).metrics.expose("")  # one that is loading
     assert b'vllm:num_requests_waiting{model_name="tiny"} 0.0' in text
-
-
-def metrics_of(expression):
-    """Names in a PromQL expression that are metrics."""
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", expression)
-    return {*re.findall(r"[a-zA-Z_][\w:]*", bare)} - LABELS - {*PROMQL.split()}

@@ -22,7 +22,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
-
 FLAT = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
 
 
@@ -36,8 +35,7 @@ def scripted(toy_folder):
 
 
 def using(runner, work, strict=True):
-    """What `work` makes of an official client whose requests go to `runner`. `strict`: responses
-    are held against the client's types."""
+    """What `work` makes of an official client. `strict`: held against the client's types."""
 
     async def go():
         async with client(runner) as web:
@@ -70,16 +68,16 @@ def test_every_field_of_a_chat(runner, llm):
         user="me", metadata={"a": "b"}, store=False, service_tier="auto", safety_identifier="me",
         prompt_cache_key="k", extra_body=extra, **fields,
     )  # fmt: skip
-    found = using(runner, lambda api: api.chat.completions.create(**asked))
-    assert [one.message.content for one in found.choices] == [one.text for one in right]
-    ids = [one.model_extra["token_ids"] for one in found.choices]
+    response = using(runner, lambda api: api.chat.completions.create(**asked))
+    assert [one.message.content for one in response.choices] == [one.text for one in right]
+    ids = [one.model_extra["token_ids"] for one in response.choices]
     assert ids == [one.token_ids for one in right]
-    logprobs = [entry.logprob for entry in found.choices[0].logprobs.content]
+    logprobs = [entry.logprob for entry in response.choices[0].logprobs.content]
     assert logprobs == pytest.approx([one.logprob for one in right[0].logprobs])
-    usage = found.usage
+    usage = response.usage
     assert usage.completion_tokens_details.accepted_prediction_tokens >= 0
     assert usage.prompt_tokens_details.cached_tokens >= 0 and usage.model_extra["steps"] > 0
-    assert found.system_fingerprint == runner.fingerprint
+    assert response.system_fingerprint == runner.fingerprint
 
     asked |= {"stream": True, "stream_options": {"include_usage": True}}
     chunks = using(runner, lambda api: gathered(api.chat.completions.create(**asked)))
@@ -95,9 +93,9 @@ def test_every_field_of_a_completion(runner, llm):
     asked = dict(model="toy", prompt=["one two one", "a b a b"], best_of=2, logprobs=2, **fields)
     asked |= dict(user="me", suffix=None, stop=None, logit_bias=None)
     right = llm.generate(asked["prompt"], SamplingParams(**fields), method="ar")
-    found = using(runner, lambda api: api.completions.create(**asked))
-    assert [one.text for one in found.choices] == [one.text for one in right]
-    assert len(found.choices[0].logprobs.tokens) == len(right[0].token_ids)
+    response = using(runner, lambda api: api.completions.create(**asked))
+    assert [one.text for one in response.choices] == [one.text for one in right]
+    assert len(response.choices[0].logprobs.tokens) == len(right[0].token_ids)
     # The client's type of a whole completion, which chunks have, too, wants a finish reason: not
     # even OpenAI gives chunks one.
     asked |= {"logprobs": None, "echo": True, "stream": True}
@@ -118,8 +116,8 @@ def test_every_field_of_a_response(runner, llm):
     )  # fmt: skip
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat"}]
     right = llm.chat(messages, SamplingParams(max_tokens=16, seed=5, **fields), method="ar")
-    found = using(runner, lambda api: api.responses.create(**asked))
-    assert found.output_text == right.text and found.usage.output_tokens == len(right.token_ids)
+    whole = using(runner, lambda api: api.responses.create(**asked))
+    assert whole.output_text == right.text and whole.usage.output_tokens == len(right.token_ids)
     events = using(runner, lambda api: gathered(api.responses.create(**asked, stream=True)))
     deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
     assert "".join(deltas) == right.text == events[-1].response.output_text
@@ -130,7 +128,6 @@ class Answer(BaseModel):
 
 
 def names_in(value):
-    """All names of fields, at any depth."""
     if isinstance(value, dict):
         return {*value}.union(*map(names_in, value.values()))
     return set().union(*map(names_in, value)) if isinstance(value, list) else set()
@@ -150,11 +147,11 @@ def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
     async def go(api):
         completions, responses = api.chat.completions, api.responses
         form = {} if tools else {"response_format": Answer}
-        said = [await completions.create(**chat)]
-        said += [await streamed(completions.stream(**chat, **form), "get_final_completion")]
+        chats = [await completions.create(**chat)]
+        chats += [await streamed(completions.stream(**chat, **form), "get_final_completion")]
         if not tools:  # it takes strict tools only
-            said += [await completions.parse(**chat, **form)]
-        for message in [one.choices[0].message.model_dump(warnings=False) for one in said]:
+            chats += [await completions.parse(**chat, **form)]
+        for message in [one.choices[0].message.model_dump(warnings=False) for one in chats]:
             calls = [one["id"] for one in message["tool_calls"] or []]
             outputs = [{"role": "tool", "tool_call_id": one, "content": "4"} for one in calls]
             await completions.create(**{**chat, "messages": [*MESSAGES, message, *outputs]})
@@ -170,10 +167,10 @@ def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
             settings = {*answer} & {*inspect.signature(responses.create).parameters}
             again = {**{name: answer[name] for name in settings}, **items}
             await responses.create(**{**again, "input": [*MESSAGES, *output, *outputs]})
-        return said, given
+        return chats, given
 
-    said, given = using(scripted, go)
-    seen = names_in([one.model_dump(warnings=False) for one in (*said, *given)])
+    chats, given = using(scripted, go)
+    seen = names_in([one.model_dump(warnings=False) for one in (*chats, *given)])
     own = {"parsed_arguments", "index"} if tools else {"parsed", "annotations", "refusal"}
     assert seen >= own
 

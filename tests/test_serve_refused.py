@@ -24,7 +24,6 @@ BODIES = {
     RESPONSES: {"input": "the cat", "instructions": "be brief", "max_output_tokens": 24},
 }
 
-
 LINES = Path(__file__).with_name("refused_requests.jsonl").read_text().splitlines()
 KINDS = dict(zip(("chat", "completion", "response"), ENDPOINTS, strict=True))
 
@@ -66,17 +65,16 @@ ROLES = st.sampled_from(["user", "system", "assistant", "tool"]) | junk()
 CONTENT = st.text(max_size=8) | st.lists(PART, max_size=2) | junk()
 ITEMS = st.sampled_from(["message", "function_call", "function_call_output"]) | junk()
 OPTIONAL = dict.fromkeys(("name", "tool_calls", "tool_call_id", "call_id", "output"), junk())
-SAID = st.fixed_dictionaries(
+MESSAGE = st.fixed_dictionaries(
     {"role": ROLES, "content": CONTENT}, optional={**OPTIONAL, "arguments": junk(), "type": ITEMS}
 )
-SAYINGS = st.lists(SAID, max_size=3) | junk("type", "role", "content", "text", "format")
+CONVERSATIONS = st.lists(MESSAGE, max_size=3) | junk("type", "role", "content", "text", "format")
 VALUES = junk() | st.integers(-3, 300) | st.floats(-3, 3) | st.sampled_from([None, [], {}, "auto"])
 TOKENS = {"/tokenize": ("prompt", "messages", "tools"), "/detokenize": ("tokens", "model")}
 
 
 @st.composite
 def requests(draw):
-    """A path and a body, some of whose fields are right."""
     path = draw(st.sampled_from([CHAT, CHAT, COMPLETIONS, RESPONSES, *TOKENS]))
     if path in TOKENS:
         return path, draw(st.dictionaries(st.sampled_from(TOKENS[path]), VALUES, max_size=2))
@@ -85,9 +83,8 @@ def requests(draw):
     names = [name for name in known.model_fields if name not in (*SLOW, *lengths)]
     fields = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=4))
     if path != COMPLETIONS and draw(st.booleans()):
-        fields[prompt] = draw(SAYINGS)
-    own = {prompt: BODIES[path][prompt], lengths[-1]: 1}
-    return path, own | fields
+        fields[prompt] = draw(CONVERSATIONS)
+    return path, {prompt: BODIES[path][prompt], lengths[-1]: 1} | fields
 
 
 @examples(220, suppress_health_check=list(HealthCheck))
@@ -113,7 +110,6 @@ WITHIN = [  # lists within lists
     (RESPONSES, {"input": [{"role": "user", "content": [{}] * HUGE}]}),
     (RESPONSES, {"input": "x", "tools": [FUNCTION]}),
 ]
-
 
 DICTIONARIES = ("logit_bias", "metadata")  # fields, which pydantic reads to their end
 
@@ -182,7 +178,7 @@ def test_extremes_are_answered_or_refused_in_few_words(runner):
         ({"bad_words": ["abcdefgh" * 100]}, "bad_words"),
         ({"x" * 100_000: 1}, None),
     ):
-        found = ask(runner, COMPLETIONS, {"prompt": "hello", "max_tokens": 2, **fields})
-        assert found.status_code in (200, 400, 404) and len(found.content) < 2500
-        if found.status_code != 200:
-            assert found.json()["error"]["param"] == param
+        response = ask(runner, COMPLETIONS, {"prompt": "hello", "max_tokens": 2, **fields})
+        assert response.status_code in (200, 400, 404) and len(response.content) < 2500
+        if response.status_code != 200:
+            assert response.json()["error"]["param"] == param

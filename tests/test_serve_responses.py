@@ -7,7 +7,7 @@ import pytest
 from quickbeam import QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
-from quickbeam.serve.tools import Call
+from quickbeam.serve.tools import ParsedCall
 from serving import Texts, ask, events, good
 
 PATH = "/v1/responses"
@@ -38,27 +38,28 @@ def test_answers_are_those_given_alone_and_events_add_up_to_them(runner, llm, te
     assert usage["total_tokens"] == prompt + new
     assert whole["store"] is False and whole["previous_response_id"] is None
 
-    found = events(ask(runner, PATH, {**asked, "stream": True}))
-    kinds = [one["type"].removeprefix("response.") for one in found]
+    streamed = events(ask(runner, PATH, {**asked, "stream": True}))
+    kinds = [one["type"].removeprefix("response.") for one in streamed]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     ends = ["output_text.done", "content_part.done", "output_item.done", whole["status"]]
     assert kinds[-4:] == ends and set(kinds[4:-4]) == {"output_text.delta"}
-    assert "".join(one["delta"] for one in found[4:-4]) == right.text == found[-4]["text"]
-    last = found[-1]["response"]
+    assert "".join(one["delta"] for one in streamed[4:-4]) == right.text == streamed[-4]["text"]
+    last = streamed[-1]["response"]
     assert text_of(last) == right.text and last["usage"]["output_tokens"] == new
-    assert found[0]["response"]["output"] == [] and found[0]["response"]["status"] == "in_progress"
-    assert found[2]["item"]["content"] == [] and found[3]["part"]["text"] == ""
-    assert len({one["item_id"] for one in found if "item_id" in one}) == 1
+    first = streamed[0]["response"]
+    assert first["output"] == [] and first["status"] == "in_progress"
+    assert streamed[2]["item"]["content"] == [] and streamed[3]["part"]["text"] == ""
+    assert len({one["item_id"] for one in streamed if "item_id" in one}) == 1
 
 
 def test_items_are_messages(llm, scripted):
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    said = [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]
+    replied = [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]
     own = {"type": "message", "id": "msg_1", "status": "completed"}
     items = [
         {"role": "developer", "content": "be"},
         {"type": "message", "role": "user", "content": parts},
-        {**own, "role": "assistant", "content": said},
+        {**own, "role": "assistant", "content": replied},
         {"role": "user", "content": "d"},
     ]
     good(ask(scripted, PATH, {"input": items}))
@@ -74,11 +75,11 @@ def test_logprobs(runner, llm, stream):
     asked = body(temperature=0, max_output_tokens=12, top_logprobs=2, stream=stream)
     response = ask(runner, PATH, {**asked, "include": ["message.output_text.logprobs"]})
     if stream:
-        *found, last = events(response)
+        *earlier, last = events(response)
         (part,) = last["response"]["output"][0]["content"]
-        deltas = [one for one in found if one["type"] == "response.output_text.delta"]
-        told = [entry for one in deltas for entry in one["logprobs"]]
-        assert told == part["logprobs"][: len(told)]
+        deltas = [one for one in earlier if one["type"] == "response.output_text.delta"]
+        streamed = [entry for one in deltas for entry in one["logprobs"]]
+        assert streamed == part["logprobs"][: len(streamed)]
     else:
         (part,) = good(response)["output"][0]["content"]
     logprobs = [one["logprob"] for one in part["logprobs"]]
@@ -88,28 +89,27 @@ def test_logprobs(runner, llm, stream):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_logprobs_of_a_call_are_in_no_text(once):
-    call = Call("c", "f", "{}")
+    call = ParsedCall("c", "f", "{}")
     parts = [(["Let"], [0]), (["é"], [1]), ([], [2]), ([call], [3]), (["bye"], [4]), ([], [5])]
     if once:  # the first four as one, and the others
         parts = [(["Let", "é", call], [0, 1, 2, 3]), (["bye"], [4, 5])]
     items = responses.Items(Texts(b"Let", "é".encode(), b"<call>", b"f()", b"bye", b"<end>"))
-    told = list[dict[str, Any]]()
+    emitted = list[dict[str, Any]]()
     for pieces, tokens in parts:
-        told += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
-    told += items.end(cut=False)
-    kinds = [one["type"] for one in items.output]
-    assert kinds == ["message", "function_call", "message"]
+        emitted += items.add(pieces, [Logprob(token, -1.0, {}) for token in tokens])
+    emitted += items.end(cut=False)
+    assert [one["type"] for one in items.output] == ["message", "function_call", "message"]
     texts = [items.output[i]["content"][0] for i in (0, 2)]
     assert [one["text"] for one in texts] == ["Leté", "bye"]
     wanted = [["Let", "é"], ["bye", "<end>"]]
     assert [[entry["token"] for entry in one["logprobs"]] for one in texts] == wanted
-    done = [event for event in told if event["type"] == "response.output_text.done"]
+    done = [event for event in emitted if event["type"] == "response.output_text.done"]
     assert [[entry["token"] for entry in one["logprobs"]] for one in done] == wanted
 
 
 def test_what_goes_wrong_ends_the_events(scripted):
-    found = good(ask(scripted, PATH, body()))  # an answer of nothing is an empty message
-    assert found["status"] == "completed" and text_of(found) == "" and len(found["output"]) == 1
+    response = good(ask(scripted, PATH, body()))  # an answer of nothing is an empty message
+    assert (response["status"], text_of(response), len(response["output"])) == ("completed", "", 1)
     scripted.script, scripted.end = "one", QuickbeamError("NaN logits")
     assert ask(scripted, PATH, body()).status_code == 500
     last = events(ask(scripted, PATH, body(stream=True)))[-1]

@@ -20,11 +20,9 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from cases import refuses
+from cases import raising, refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
-from quickbeam.cli.app import app as command
 from quickbeam.cli.serve import keys_of
 from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import runner as served_runner
@@ -32,6 +30,7 @@ from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, begun_answers, braked, idle, job, served, until
+from scripts import cli
 from serving import ScriptedRunner
 
 pytestmark = pytest.mark.anyio
@@ -42,15 +41,12 @@ STREAM = BODY | {"stream": True}
 
 
 class Listening(NamedTuple):
-    """A server of this process on a socket."""
-
     runner: Runner
     server: Server
     address: str
     serving: asyncio.Task[bool]  # ends with it
 
     def stop(self):
-        """What a signal does."""
         self.server.handle_exit(signal.SIGTERM, None)
 
 
@@ -85,7 +81,6 @@ def text_of(chunks):
 
 
 def refused(runner):
-    """How many requests were refused as unavailable."""
     labels = {"model_name": runner.name, "reason": "unavailable"}
     return runner.metrics.registry.get_sample_value("quickbeam:refused_requests_total", labels)
 
@@ -110,25 +105,22 @@ async def test_it_listens_while_it_loads(llm):
 @pytest.mark.parametrize("loaded", (False, True))
 async def test_a_signal_while_it_loads_ends_it(llm, loaded):
     """Also where the model comes just then: it is not begun with."""
-    go, told = threading.Event(), not loaded
+    go, may_end = threading.Event(), not loaded
     async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
-        one.server.on_tick = lambda _: asyncio.sleep(0, one.server.should_exit and told)
+        one.server.on_tick = lambda _: asyncio.sleep(0, one.server.should_exit and may_end)
         one.stop()
         await until(lambda: one.runner.unhealthy_reason == "draining")
         if loaded:
             go.set()
             await until(lambda: one.runner.fingerprint == "fp_tiny")
             assert (await client.get("/health")).json() == {"status": "draining"}
-            told = True
+            may_end = True
         assert await one.serving is loaded
         go.set()
 
 
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
-    def load():
-        raise InvalidInput("no such model")
-
-    seen = list[str]()
+    seen, load = list[str](), raising(InvalidInput("no such model"))
     refuses("no such model", run, Runner(ServeSettings(port=0)), load, ready=seen.append)
     assert not seen
 
@@ -248,15 +240,12 @@ async def test_health_fails_when_the_engine_is_silent(llm):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
-    def broken(self):
-        raise MemoryError("no more")
-
     async def main(llm):
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(client.post("/v1/completions", json=BODY))
                 await until(brake.waits.is_set)
-                monkeypatch.setattr(EngineLoop, "_step", broken)
+                monkeypatch.setattr(EngineLoop, "_step", raising(MemoryError("no more")))
                 brake.release(1)
                 assert (await task).status_code == 500
                 with pytest.raises(QuickbeamError, match="thread has ended"):
@@ -342,7 +331,7 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
             ("max-body", "much", "'much'"),
             ("default-temperature", "-1", "temperature=-1"),
         ):
-            result = CliRunner().invoke(command, ["serve", f"--{option}", value])
+            result = cli("serve", f"--{option}", value)
             assert result.exit_code == 2 and words in result.stderr
             assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
@@ -357,8 +346,8 @@ def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch):
     every = "0.0.0.0"
     for host, key, warned in ((every, "", True), (every, "a,b", False), ("127.0.0.1", "", False)):
         monkeypatch.setenv("QUICKBEAM_API_KEY", key)
-        said = CliRunner().invoke(command, ["serve", "--host", host], catch_exceptions=False).stderr
-        assert ("warning: everybody who can reach 0.0.0.0" in said) is warned
+        shown = cli("serve", "--host", host, catch_exceptions=False)
+        assert ("warning: everybody who can reach 0.0.0.0" in shown.stderr) is warned
 
 
 def test_the_unit_and_the_image_are_as_they_should_be():
@@ -370,7 +359,7 @@ def test_the_unit_and_the_image_are_as_they_should_be():
     assert int(service["TimeoutStopSec"]) > drain + 5
     assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
     assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
-    options = CliRunner().invoke(command, ["serve", "--help"], terminal_width=300).stdout
+    options = cli("serve", "--help", terminal_width=300).stdout
     image = (ROOT / "deploy" / "Dockerfile").read_text()
     entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])
     for line in (shlex.split(service["ExecStart"]), entry):
@@ -379,9 +368,6 @@ def test_the_unit_and_the_image_are_as_they_should_be():
     last = image.split("\nFROM ")[-1]
     assert "HEALTHCHECK" in last and "/health" in last
     assert 0 < last.index("\nUSER quickbeam\n") < last.index("\nENTRYPOINT ")
-
-
-# --- a process of its own ---
 
 
 @pytest.fixture
@@ -401,8 +387,7 @@ def started(port, *options):
 
 
 def health(port):
-    """The status that it tells, or 0. A port that listens is not enough: the server takes signals
-    only once its loop runs."""
+    """The status, or 0: signals are taken once the server's loop runs, later than it listens."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code
     except httpx.TransportError:
@@ -444,8 +429,8 @@ def test_a_full_disk_behind_stderr_ends_nothing():
     program = "import sys; from quickbeam.cli.common import say; say('ready'); print('on')"
     with open("/dev/full", "w") as full:
         how = dict(stderr=full, stdout=subprocess.PIPE, text=True)
-        found = subprocess.run([sys.executable, "-c", program], **how)
-    assert found.stdout == "on\n" and found.returncode in (0, 120)
+        done = subprocess.run([sys.executable, "-c", program], **how)
+    assert done.stdout == "on\n" and done.returncode in (0, 120)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from serving import ScriptedRunner, send
 from serving import ask as serving_ask
 
 SECRET = "the cat that nobody may know of"
+WRONG = ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer first2", "Bearer first second")
 
 
 def ask(llm, *requests, **settings):
@@ -33,19 +34,16 @@ def codes(responses):
     return [one.status_code for one in responses]
 
 
-WRONG = ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer first2", "Bearer first second")
-
-
 def test_keys(llm):
     assert codes(ask(llm, completion())) == [200]
     headers = [*WRONG, "Basic first", "first"]
     asked = [completion(**({"Authorization": one} if one else {})) for one in headers]
-    for found in ask(llm, *asked, api_keys=("first", "second")):
-        assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer"
-        error = found.json()["error"]
+    for response in ask(llm, *asked, api_keys=("first", "second")):
+        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+        error = response.json()["error"]
         assert error["code"] == "invalid_api_key"
         assert error.keys() == {"message", "type", "param", "code"}
-        assert "first" not in found.text and "second" not in found.text
+        assert "first" not in response.text and "second" not in response.text
     good = ("Bearer first", "bearer second", "Bearer  first")
     asked = [completion(Authorization=one) for one in good]
     assert codes(ask(llm, *asked, api_keys=("first", "second"))) == [200] * 3
@@ -55,8 +53,8 @@ def test_keys(llm):
 def test_what_is_open(llm, protect):
     paths = "/ /health /metrics /v1/models /version /openapi.json /tokenize /nowhere /health/"
     asked = [("GET", path, {}) for path in (*paths.split(), "/metrics/x")]
-    found = codes(ask(llm, *asked, api_keys=("key",), protect_metrics=protect))
-    assert found == [200, 200, 401 if protect else 200, *[401] * 7]
+    statuses = codes(ask(llm, *asked, api_keys=("key",), protect_metrics=protect))
+    assert statuses == [200, 200, 401 if protect else 200, *[401] * 7]
     # pages that would load scripts from elsewhere
     assert codes(ask(llm, ("GET", "/docs", {}), ("GET", "/redoc", {}))) == [404, 404]
 
@@ -72,9 +70,9 @@ def test_a_large_body_is_refused_unread(llm):
     lying = headers | {"Content-Length": "10"}
     asked = [{"content": body}, {"content": chunks()}, {"content": chunks(), "headers": lying}]
     large = [("POST", "/v1/completions", {"headers": headers, **one}) for one in asked]
-    fine, *found = ask(llm, completion("x" * 400), *large, max_body="1kB")
+    fine, *refused = ask(llm, completion("x" * 400), *large, max_body="1kB")
     assert fine.status_code == 200
-    for one in found:
+    for one in refused:
         error = one.json()["error"]
         assert one.status_code == 413 and one.headers["connection"] == "close"
         assert "1000 bytes" in error["message"] and error["code"] == "body_too_large"
@@ -117,9 +115,9 @@ def test_pages_of_other_origins_may_not_ask(llm):
     others = ("https://a.example", "null", "http://localhost:81", "http://localhost.a.example")
     origins = ("http://localhost", *others, "http://[", "")
     own, *rest = [completion(Origin=one, Host="localhost") for one in origins]
-    first, *found = ask(llm, own, *rest)
-    assert first.status_code == 200 and codes(found) == [403] * 6
-    assert {one.json()["error"]["code"] for one in found} == {"unknown_origin"}
+    first, *refused = ask(llm, own, *rest)
+    assert first.status_code == 200 and codes(refused) == [403] * 6
+    assert {one.json()["error"]["code"] for one in refused} == {"unknown_origin"}
     asked = completion(Origin="https://a.example", Host="b.example")
     wide = {"host": "0.0.0.0"}
     assert codes(ask(llm, asked, **wide)) == [403]
@@ -154,9 +152,9 @@ def test_web_pages_of_others_may_not_ask_unless_told(llm):
 def test_names_of_others_do_not_lead_here(llm):
     own = ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST")
     others = ("evil.example:8000", "evil.example", "localhost.evil.example", "")
-    found = ask(llm, *(completion(Host=name) for name in (*own, *others)))
-    assert codes(found) == [200] * 4 + [400] * 4
-    assert all(one.json()["error"]["code"] == "unknown_host" for one in found[4:])
+    responses = ask(llm, *(completion(Host=name) for name in (*own, *others)))
+    assert codes(responses) == [200] * 4 + [400] * 4
+    assert all(one.json()["error"]["code"] == "unknown_host" for one in responses[4:])
     asked = completion(Host="proxy.example")
     for settings in ({"allowed_hosts": ("proxy.example",)}, {"host": "0.0.0.0"}):
         assert codes(ask(llm, asked, **settings)) == [200]

@@ -9,17 +9,9 @@ import pytest
 
 from cases import refuses
 from quickbeam import LLM
+from quickbeam.serve import tools as calling
 from quickbeam.serve.messages import Tool
-from quickbeam.serve.tools import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    Call,
-    CallReader,
-    forcing_grammar,
-    strict_grammar,
-    tool_format,
-)
+from quickbeam.serve.tools import HERMES, LLAMA3, MISTRAL, forcing_grammar, strict_grammar
 from serving import ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
@@ -67,7 +59,7 @@ UNREAD = {  # what is no call: it stays text
     "later": (LLAMA3, 'It is {"name": "f", "parameters": {"x": 3}}'),
     "one unknown": (MISTRAL, '[TOOL_CALLS] [{"name": "h", "arguments": {}}]'),
 }
-SAID = {  # what models say, and what it means: texts, and calls with their arguments
+ANSWERS = {  # what models say, and what it means: texts, and calls with their arguments
     "hermes": (
         HERMES, f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL} bye", ["Let me see.", F, F, " bye"]
     ),
@@ -87,31 +79,30 @@ SAID = {  # what models say, and what it means: texts, and calls with their argu
 
 
 def read(form, text, size, several=True):
-    """What a reader makes of a text that comes in pieces."""
-    reader = CallReader(form, TOOLS, several)
+    reader = calling.ToolCallParser(form, TOOLS, several)
     parts = [text[i : i + size] for i in range(0, len(text), size)]
-    found = []
+    pieces = []
     for piece in itertools.chain(*map(reader.feed, parts), reader.finish()):
-        if isinstance(piece, Call):
-            found.append((piece.name, json.loads(piece.arguments)))
-        elif found and isinstance(found[-1], str):
-            found[-1] += piece
+        if isinstance(piece, calling.ParsedCall):
+            pieces.append((piece.name, json.loads(piece.arguments)))
+        elif pieces and isinstance(pieces[-1], str):
+            pieces[-1] += piece
         else:
-            found.append(piece)
-    assert bool(reader.found) == any(isinstance(one, tuple) for one in found)
-    return found
+            pieces.append(piece)
+    assert bool(reader.count) == any(isinstance(one, tuple) for one in pieces)
+    return pieces
 
 
 @pytest.mark.parametrize("size", [1, 7, 10000])
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", ANSWERS)
 def test_calls_are_told_from_text(name, size):
-    form, text, wanted = SAID[name]
+    form, text, wanted = ANSWERS[name]
     assert read(form, text, size) == wanted
 
 
 def test_one_call_where_one_is_asked_for():
     assert read(HERMES, f"{HERMES_CALL}\n{HERMES_CALL}", 5, several=False) == [("f", {"x": 3})]
-    assert read(MISTRAL, SAID["mistral"][1], 5, several=False) == ["Well", ("f", {"x": 3})]
+    assert read(MISTRAL, ANSWERS["mistral"][1], 5, several=False) == ["Well", ("f", {"x": 3})]
 
 
 def test_a_tokenizers_own_template_comes_first():
@@ -125,7 +116,7 @@ def test_a_tokenizers_own_template_comes_first():
         response_template={"fields": {"tool_calls": field}},
         all_special_tokens=[],
     )
-    form = tool_format(own)
+    form = calling.tool_format(own)
     assert read(form, "so <call=f><x>3</x></call>", 4) == ["so ", ("f", {"x": 3})]
     refuses("can't force", forcing_grammar, form, TOOLS, True, own, error=ValueError)
 
@@ -133,23 +124,23 @@ def test_a_tokenizers_own_template_comes_first():
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_formats_are_known_by_the_chat_template(name):
     form, template = TEMPLATES[name]
-    assert tool_format(SimpleNamespace(get_chat_template=lambda **_: template)) is form
+    assert calling.tool_format(SimpleNamespace(get_chat_template=lambda **_: template)) is form
 
 
 def test_templates_that_do_not_say_how_are_refused():
     with pytest.raises(ValueError, match="does not take tools"):
-        tool_format(SimpleNamespace(get_chat_template=lambda **_: "{{ messages }}"))
-    for said in ("", "<tool_call><function=", "[TOOL_CALLS]name[ARGS]"):
-        template = "{{ tools }}" + said
+        calling.tool_format(SimpleNamespace(get_chat_template=lambda **_: "{{ messages }}"))
+    for marks in ("", "<tool_call><function=", "[TOOL_CALLS]name[ARGS]"):
+        template = "{{ tools }}" + marks
         with pytest.raises(ValueError, match="does not know how"):
-            tool_format(SimpleNamespace(get_chat_template=lambda t=template, **_: t))
+            calling.tool_format(SimpleNamespace(get_chat_template=lambda t=template, **_: t))
 
 
 @pytest.fixture(scope="module")
 def llm(toy_folder):
-    with LLM(toy_folder, "pld") as found:
-        found.tokenizer.chat_template = TEMPLATES["hermes"][1]
-        yield found
+    with LLM(toy_folder, "pld") as llm:
+        llm.tokenizer.chat_template = TEMPLATES["hermes"][1]
+        yield llm
 
 
 def body(**fields):
@@ -157,7 +148,6 @@ def body(**fields):
 
 
 def choice(runner, **fields):
-    """The only choice of a whole chat."""
     return good(ask(runner, PATH, body(**fields)))["choices"][0]
 
 
@@ -170,10 +160,11 @@ def calls_of(message):
 
 
 def test_calls_of_a_chat(scripted, llm):
-    scripted.script = SAID["hermes"][1]
-    found = choice(scripted)
-    assert found["finish_reason"] == "tool_calls"
-    assert found["message"]["content"] == "Let me see. bye" and calls_of(found["message"]) == [F, F]
+    scripted.script = ANSWERS["hermes"][1]
+    answer = choice(scripted)
+    assert answer["finish_reason"] == "tool_calls"
+    message = answer["message"]
+    assert message["content"] == "Let me see. bye" and calls_of(message) == [F, F]
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert '"description": "Add one."' in shown and '"name": "g"' in shown and "strict" not in shown
     assert calls_of(choice(scripted, parallel_tool_calls=False)["message"]) == [F]
@@ -185,12 +176,12 @@ def test_calls_of_a_chat(scripted, llm):
 
 def test_calls_of_a_streamed_chat(scripted):
     scripted.script = UNREAD["cut short"][1]  # no call, which is streamed to its end
-    found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True)))]
-    assert "".join(one["delta"].get("content") or "" for one in found) == scripted.script
-    scripted.script = SAID["hermes"][1]
-    found = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True, n=2)))]
+    parts = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True)))]
+    assert "".join(one["delta"].get("content") or "" for one in parts) == scripted.script
+    scripted.script = ANSWERS["hermes"][1]
+    parts = [one["choices"][0] for one in chunks(ask(scripted, PATH, body(stream=True, n=2)))]
     for index in (0, 1):
-        mine = [one for one in found if one["index"] == index]
+        mine = [one for one in parts if one["index"] == index]
         assert "".join(one["delta"].get("content") or "" for one in mine) == "Let me see. bye"
         calls = [call for one in mine for call in one["delta"].get("tool_calls", [])]
         assert calls_of({"tool_calls": calls}) == [F, F]
@@ -258,19 +249,18 @@ def test_calls_are_forced_by_a_grammar(runner, asked, stream):
     strict = {"type": "function", "function": {**STRICT["function"], "parameters": limit}}
     fields = dict(tools=[strict], tool_choice=asked, temperature=0.8, seed=4, max_tokens=200)
     if stream:
-        told = chunks(ask(runner, PATH, body(**fields, stream=True)))
-        every = [one["choices"][0] for one in told]
+        parts = chunks(ask(runner, PATH, body(**fields, stream=True)))
+        every = [one["choices"][0] for one in parts]
         calls = [call for one in every for call in one["delta"].get("tool_calls", [])]
         message, reason = {"tool_calls": calls}, every[-1]["finish_reason"]
     else:
-        found = choice(runner, **fields)
-        message, reason = found["message"], found["finish_reason"]
+        answer = choice(runner, **fields)
+        message, reason = answer["message"], answer["finish_reason"]
     ((name, arguments),) = calls_of(message)
     assert reason == "tool_calls" and name == "f" and 0 <= arguments["x"] <= 99
 
 
 def matches(lark, tokenizer, text):
-    """Whether a grammar allows a text, and as a whole."""
     import llguidance.hf
 
     known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer))
@@ -285,20 +275,20 @@ def tokenizer(request, toy_folder):
     """With tokens of their own for what calls begin with, or without."""
     from transformers import AutoTokenizer
 
-    found = AutoTokenizer.from_pretrained(toy_folder)
-    found.add_tokens(["<tool_call>", "</tool_call>", "[TOOL_CALLS]"] if request.param else [])
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "[TOOL_CALLS]"] if request.param else [])
+    return tokenizer
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
     form = TEMPLATES[name][0]
-    writing = form.writing
-    begin, middle, end = writing.parts
+    syntax = form.syntax
+    begin, middle, end = syntax.parts
     call = f'{begin}f{middle}{{"x": 3}}{end}'
-    several = writing.between is not None
-    one = f"{writing.before}{call}{writing.after}"
-    two = f"{writing.before}{call}{writing.between or ''}{call}{writing.after}"
+    several = syntax.between is not None
+    one = f"{syntax.before}{call}{syntax.after}"
+    two = f"{syntax.before}{call}{syntax.between or ''}{call}{syntax.after}"
 
     def allows(tools, more, text):
         return matches(forcing_grammar(form, tools, more, tokenizer), tokenizer, text)
@@ -311,7 +301,7 @@ def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_strict_grammars_allow_text_and_hold_calls_to_schemas(name, tokenizer):
-    form, text, _ = SAID[name]
+    form, text, _ = ANSWERS[name]
     strict = [TOOLS[0].model_copy(deep=True), TOOLS[1]]
     strict[0].function.strict = True
     lark = strict_grammar(form, strict, True, tokenizer)

@@ -17,8 +17,7 @@ VOCAB, D, EMBED = 120, 16, 8
 
 
 def spread(scores, vocab):
-    """`[n, vocab]` logits by token, -inf where it has no column; fails where a token has two that
-    count."""
+    """`[n, vocab]` logits by token, -inf without a column; fails where a token has two."""
     out = torch.full((len(scores.logits), vocab), -torch.inf)
     finite = scores.logits > -torch.inf
     assert bool((finite == finite[:1]).all())
@@ -50,7 +49,6 @@ def nodes(n, seed=1):
 
 
 def route(shortlist, hidden, embedded):
-    """The clusters of one call, as a drafter asks for them."""
     if shortlist.router is None:
         return shortlist.none
     with torch.inference_mode():
@@ -103,7 +101,6 @@ def test_inference_mode_may_come_and_go(first):
 
 
 def choose(scores, count):
-    """The clusters of a call from the router's scores."""
     clusters = scores.shape[1]
     layout = Layout(torch.arange(clusters), 0, 1, clusters)
     router = Router(RouterConfig(1, 1, 1, clusters))
@@ -119,9 +116,9 @@ def test_the_clusters_are_those_that_the_nodes_want_most(n, clusters, data):
     count = data.draw(st.integers(1, clusters))
     worth = logits.double().softmax(-1).sum(0).tolist()
     most = sum(sorted(worth, reverse=True)[:count])
-    found = choose(logits, count)
-    assert found == sorted(set(found)) and len(found) == count
-    assert sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
+    chosen = choose(logits, count)
+    assert chosen == sorted(set(chosen)) and len(chosen) == count
+    assert sum(worth[c] for c in chosen) == pytest.approx(most, rel=1e-4)
 
 
 def test_bad_scores_come_last_and_a_context_alone_must_hold_a_token():
@@ -135,8 +132,7 @@ def test_bad_scores_come_last_and_a_context_alone_must_hold_a_token():
             assert choose(torch.tensor([row] * rows), count) == expected
     assert len(choose(torch.tensor([[bad] * 5]), 2)) == 2
     # a node whose scores are bad leaves the choice to the others
-    logits = torch.tensor([[bad] * 4, [0.0, 3.0, 1.0, 2.0]])
-    assert choose(logits, 2) == [1, 3]
+    assert choose(torch.tensor([[bad] * 4, [0.0, 3.0, 1.0, 2.0]]), 2) == [1, 3]
     shortlist, (hidden, _) = make("context"), nodes(1)
     with pytest.raises(ValueError, match="begin it with a prompt"):
         shortlist.begin([]).score(hidden, route(shortlist, hidden, hidden))
@@ -156,12 +152,12 @@ def test_what_is_scored_is_what_is_held_and_counted(kind):
     for seed in range(4):
         hidden, embedded = nodes(3, seed)
         routed = route(shortlist, hidden, embedded)
-        found, full = spread(state.score(hidden, routed), VOCAB), hidden @ weight.T
-        held, layout = found[0] > -torch.inf, shortlist.layout
+        logits, full = spread(state.score(hidden, routed), VOCAB), hidden @ weight.T
+        held, layout = logits[0] > -torch.inf, shortlist.layout
         expected = layout.scored(routed).tolist()
         expected += [*range(0, VOCAB, 7), 1, 2, 3] if kind in ("context", "all") else []
         assert set(held.nonzero()[:, 0].tolist()) == set(expected) and int(held.sum()) < VOCAB
-        torch.testing.assert_close(found[:, held], full[:, held], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[:, held], full[:, held], rtol=1e-4, atol=1e-4)
         total += int(held.sum())
     assert state.scored == total
 
@@ -175,11 +171,11 @@ def test_each_sequence_has_a_context_and_a_count_of_its_own(kind):
     first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
     alone = spread(second.score(hidden, routed), VOCAB)
     first.extend([rare[3]])
-    found = spread(first.score(hidden, routed), VOCAB)[0] > -torch.inf
-    assert set(found.nonzero()[:, 0].tolist()) == always | {rare[0], rare[1], rare[3]}
+    listed = spread(first.score(hidden, routed), VOCAB)[0] > -torch.inf
+    assert set(listed.nonzero()[:, 0].tolist()) == always | {rare[0], rare[1], rare[3]}
     assert torch.equal(spread(second.score(hidden, routed), VOCAB), alone)
     held = (alone[0] > -torch.inf).nonzero()[:, 0].tolist()
     assert set(held) == always | {rare[2]}
-    assert [first.scored, second.scored] == [int(found.sum()), 2 * len(held)]
+    assert [first.scored, second.scored] == [int(listed.sum()), 2 * len(held)]
     if kind == "context":
         assert set(first.score(hidden, routed).tokens.tolist()) == {rare[1], rare[0], rare[3]}

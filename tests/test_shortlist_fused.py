@@ -65,7 +65,6 @@ def test_the_kernel_gives_what_the_reference_does(n, d, vocab, frequent, size, c
     right = expected(weight.cpu(), h.cpu(), layout, clusters)
     torch.testing.assert_close(spread(scores, vocab), right, rtol=1e-4, atol=1e-4)
     assert not scores.tokens[scores.logits[0] == -torch.inf].any()
-
     padded = made(h, torch.nn.functional.pad(chosen, (0, most - len(clusters)), value=-1))
     assert torch.equal(padded.logits, scores.logits) and torch.equal(padded.tokens, scores.tokens)
 

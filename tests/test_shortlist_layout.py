@@ -32,7 +32,6 @@ def artefact():
 
 
 def cluster_of(layout, cluster):
-    """The tokens of a cluster."""
     return layout.scored(torch.tensor([cluster]))[layout.frequent :]
 
 
@@ -46,8 +45,8 @@ def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab, data, siz
     assert torch.equal(torch.cat(parts), order)
     assert all(len(part) == size for part in parts[1:-1])
     assert all(1 <= len(part) <= size for part in parts[1:])
-    found = {int(token): cluster for cluster, part in enumerate(parts, FREQUENT) for token in part}
-    assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
+    at = {int(token): cluster for cluster, part in enumerate(parts, FREQUENT) for token in part}
+    assert layout.cluster_of.tolist() == [at.get(token, ABSENT) for token in range(vocab)]
 
 
 def test_an_impossible_layout_is_refused():
@@ -83,10 +82,10 @@ def test_a_router_scores_clusters_from_two_normed_inputs():
 @pytest.mark.parametrize("routed", [True, False])
 def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     folder = tmp_path / "new" / "folder"
-    assert not Artefact.there(folder)
+    assert not Artefact.exists(folder)
     before = artefact if routed else Artefact(artefact.layout, artefact.ranking)
     before.save(folder)
-    assert Artefact.there(folder)
+    assert Artefact.exists(folder)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["shortlist.json", "shortlist.safetensors"]
     state = torch.get_rng_state()
@@ -102,8 +101,8 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact, tmp_path, routed):
     assert after.router is not None and before.router is not None
     assert after.router.config == before.router.config and not after.router.training
     for name, tensor in before.router.state_dict().items():
-        found = after.router.state_dict()[name]
-        assert found.dtype is torch.float32 and torch.equal(found, tensor.bfloat16().float())
+        stored = after.router.state_dict()[name]
+        assert stored.dtype is torch.float32 and torch.equal(stored, tensor.bfloat16().float())
 
 
 @pytest.mark.parametrize("name", ["shortlist.json", "shortlist.safetensors"])
@@ -112,7 +111,7 @@ def test_a_missing_or_broken_file_is_named(artefact, tmp_path, name):
     (tmp_path / name).write_bytes(b'{"frequent": 1')
     refuses("holds no whole shortlist", Artefact.load, tmp_path)
     (tmp_path / name).unlink()
-    assert not Artefact.there(tmp_path)
+    assert not Artefact.exists(tmp_path)
     refuses(name, Artefact.load, tmp_path)
 
 

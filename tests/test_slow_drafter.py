@@ -31,13 +31,11 @@ PROMPT, ANSWER, ANSWERS = 150, 64, 8
 
 @cache
 def questions():
-    """Prompts and their answers."""
     rng, params = random.Random(5), SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    target, prompts = make_model(tiny("llama", seed=3)), list[list[int]]()
-    for _ in range(ANSWERS):
-        prompts.append([rng.randrange(VOCAB) for _ in range(PROMPT)])
-    said = [answer(target, NoDraft(), params, prompt).output.token_ids for prompt in prompts]
-    return list(zip(prompts, said, strict=True))
+    target = make_model(tiny("llama", seed=3))
+    prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(ANSWERS)]
+    replies = [answer(target, NoDraft(), params, prompt).output.token_ids for prompt in prompts]
+    return list(zip(prompts, replies, strict=True))
 
 
 class Clock:

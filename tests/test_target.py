@@ -23,8 +23,7 @@ def close(got, expected):
 
 @torch.inference_mode()
 def states(model, ids, layers):
-    """Hidden states after `layers`; the one behind all of them is taken after the final norm, the
-    last layer's own before it."""
+    """Hidden states after `layers`; one more than there are is that after the final norm."""
     count, into = model.config.num_hidden_layers, []
     norm = next(
         getattr(model.base_model, name)
@@ -82,8 +81,7 @@ def test_layers_that_share_keys_and_values_read_those_of_all_rows():
     kinds = ["sliding_attention", "full_attention"] * 2
     shared = dict(num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2, head_dim=8)
     small = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8)
-    config = Gemma4TextConfig(**SIZES | shared | small, sliding_window=6)
-    reference = tiny("", config=config)
+    reference = tiny("", config=Gemma4TextConfig(**SIZES | shared | small, sliding_window=6))
     target = Target(make_model(copy.deepcopy(reference), native=False, chunk=4))
     close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
     tree = random_tree(torch.Generator().manual_seed(1), 9)

@@ -28,8 +28,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @cache
 def byte_level(merge_all=False):
-    """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a
-    character."""
+    """As GPT-2's. `merge_all`: merges cross words and characters, so tokens end within one."""
     tokenizer, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
     tokenizer.pre_tokenizer = level(add_prefix_space=False, use_regex=not merge_all)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,8 +39,7 @@ def byte_level(merge_all=False):
 
 @cache
 def sentencepiece():
-    """As Llama 2's: a leading space that decoding strips, and single bytes for what the vocabulary
-    lacks (emoji, here)."""
+    """As Llama 2's: a leading space that decoding strips, single bytes for unknown characters."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     latin, special = filter(str.isascii, SENTENCES), ["<unk>", *SPECIAL]
@@ -132,8 +130,7 @@ def test_tokens_that_show_nothing_do_not_pile_up(kind, before):
 
 
 class Stripping:
-    """A tokenizer of characters that strips its texts, as those of transformers do that run
-    sentencepiece in Python; 0 is left out."""
+    """Strips its texts, as transformers' sentencepiece tokenizers in Python do; 0 is left out."""
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(i) for i in ids if i).strip()
@@ -189,9 +186,7 @@ def test_the_answer_ends_where_brute_force_ends_it(kind, text, data):
         min_tokens=data.draw(st.one_of(st.just(0), st.integers(0, max_tokens))),
         include_stop_str_in_output=data.draw(st.booleans()),
     )
-    all_ends = [*ends, *([] if params.ignore_eos else eos)]
-    expected = brute_force(tokenizer, ids, all_ends, params)
-
+    expected = brute_force(tokenizer, ids, [*ends, *([] if params.ignore_eos else eos)], params)
     output, shown = Output(tokenizer, params, eos), ""
     for token in ids:
         finished = output.append(token)
@@ -225,8 +220,7 @@ def test_the_earliest_stop_string_counts_and_what_begins_one_is_held_back():
 
 
 class Read(deque):
-    """Tokens that have no text yet, of an output that is read whenever one arrives: as another
-    thread may."""
+    """Tokens without text yet, of an output that is read whenever one arrives, as by a thread."""
 
     def __init__(self, output, stop):
         super().__init__()
@@ -239,7 +233,7 @@ class Read(deque):
 
 @pytest.mark.parametrize("stop", ["dog", ""])
 def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
-    tokenizer, found = byte_level(), []
+    tokenizer, outcomes = byte_level(), []
     for read in (False, True):
         output = Output(tokenizer, SamplingParams(stop=stop or (), max_tokens=50))
         if read:
@@ -248,6 +242,6 @@ def test_an_answer_that_others_read_ends_where_it_does_unread(stop):
             if output.append(token):
                 break
         output.close("length")
-        found.append((output.token_ids, output.text, output.finish_reason))
-    assert found[0] == found[1]
-    assert found[0][1:] == (("the ", "stop") if stop else ("the dog, the 天气 🎉 dog", "length"))
+        outcomes.append((output.token_ids, output.text, output.finish_reason))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1:] == (("the ", "stop") if stop else ("the dog, the 天气 🎉 dog", "length"))

@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.bench import throughput
 from quickbeam.bench.methods import parse_methods
-from quickbeam.bench.throughput import Asked, Run, by_load, figures, measure, requests
-from quickbeam.cli.app import app
+from quickbeam.bench.throughput import Run, TimedRequest, by_load, figures, measure, requests
+from scripts import cli
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7][: 3 + i % 4] * (1 + i) for i in range(9)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -26,16 +25,16 @@ def measured(llm, asked, methods, loads, params=PARAMS, **options):
 def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
     with LLM(toy_folder, "pld") as llm:
         asked = requests(PROMPTS, rate, cancel, 12)
-        found = by_load(measured(llm, asked, "ar,pld:8,logitspec", [1, 3], rounds=2))
-    assert list(found) == [1, 3]
-    for by_name in found.values():
+        loads = by_load(measured(llm, asked, "ar,pld:8,logitspec", [1, 3], rounds=2))
+    assert list(loads) == [1, 3]
+    for by_name in loads.values():
         assert list(by_name) == ["ar", "pld:8", "logitspec"]
         for name, one in by_name.items():
             assert one["identical"] == one["prompts"] == 18
             assert one["tokens_per_second"] > 0 and one["p50_ttft_ms"] <= one["p95_ttft_ms"]
             # a tree of any width may be a whole answer
             assert name == "logitspec" or (one["cancelled"] > 0) == (cancel > 0)
-    assert found[1]["ar"]["mean_accepted_tokens"] == 1.0 == found[1]["ar"]["over_ar"]
+    assert loads[1]["ar"]["mean_accepted_tokens"] == 1.0 == loads[1]["ar"]["over_ar"]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -45,8 +44,7 @@ def test_sampled_answers_are_those_given_alone_where_they_are_coupled(toy_folder
         asked = requests(PROMPTS[:5], None, 0.2, 12)
         runs = measured(llm, asked, "ar,pld,dyspec:8", [1, 3], params)
         assert [run.identical for run in runs] == [5, 5, 5] * 2
-        residual = replace(params, coupling="residual")
-        for other in (replace(params, seed=None), residual):
+        for other in (replace(params, seed=None), replace(params, coupling="residual")):
             drawn = measured(llm, asked, "ar", [3], other)[0]
             assert drawn.identical is None
         plain, drawn = ([one.token_ids for one in run.answers] for run in (runs[3], drawn))
@@ -70,14 +68,14 @@ def test_another_answer_is_not_identical(toy_folder, monkeypatch):
 
 def test_figures_of_runs_and_arrivals():
     answers = [
-        Asked([1], first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4),
-        Asked([2], arrives=1.0, cancelled=True),
+        TimedRequest([1], first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4),
+        TimedRequest([2], arrives=1.0, cancelled=True),
     ]
-    found = figures([Run(1, "pld", answers, 3.0, 2.0, 3), Run(1, "pld", seconds=1.0)])
-    assert found["tokens_per_second"] == 0.75 and found["decoding_tokens_per_second"] == 1.5
-    assert found["p50_ttft_ms"] == 1000.0 and found["p95_tpot_ms"] == 1000.0
-    assert found["mean_accepted_tokens"] == 2.0 and found["nodes_per_step"] == 4.0
-    assert found["cancelled"] == 1 and found["identical"] is None
+    row = figures([Run(1, "pld", answers, 3.0, 2.0, 3), Run(1, "pld", seconds=1.0)])
+    assert row["tokens_per_second"] == 0.75 and row["decoding_tokens_per_second"] == 1.5
+    assert row["p50_ttft_ms"] == 1000.0 and row["p95_tpot_ms"] == 1000.0
+    assert row["mean_accepted_tokens"] == 2.0 and row["nodes_per_step"] == 4.0
+    assert row["cancelled"] == 1 and row["identical"] is None
     assert {one.arrives for one in requests(PROMPTS, None, 0.0, 12)} == {0.0}
     many = requests(PROMPTS * 200, 50.0, 0.0, 12)
     arrivals = [one.arrives for one in many]
@@ -96,27 +94,26 @@ def test_the_command(toy_folder, tmp_path):
     options = ["bench", "throughput", "--model", toy_folder, "--methods", "ar,pld", "--raw"]
     options += ["--concurrency", "1,2", "--max-tokens", "4", "--questions", str(questions)]
     options += ["--json", str(record)]
-    result = CliRunner().invoke(app, options, catch_exceptions=False)
+    result = cli(*options, catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     assert "| at a time | method | tokens/s" in result.stdout
-    found = json.loads(record.read_text())
-    assert found["concurrency"]["2"]["pld"]["identical"] == 2
-    assert found["settings"]["skipped"] == 1 and found["complete"]
+    content = json.loads(record.read_text())
+    assert content["concurrency"]["2"]["pld"]["identical"] == 2
+    assert content["settings"]["skipped"] == 1 and content["complete"]
     for coupling, same in (("coupled", 2), ("residual", None)):
         given = ["--temperature", "0.6", "--top-k", "40", "--coupling", coupling]
-        result = CliRunner().invoke(app, [*options, *given], catch_exceptions=False)
+        result = cli(*options, *given, catch_exceptions=False)
         assert result.exit_code == 0, result.stderr
         sampled = json.loads(record.read_text())
         assert sampled["concurrency"]["2"]["pld"]["identical"] == same
-        right = {"coupling": coupling, "top_k": 40}
-        assert right.items() <= sampled["settings"].items()
-    assert set(found) >= {"environment", "model", "settings", "concurrency", "complete"}
+        assert {"coupling": coupling, "top_k": 40}.items() <= sampled["settings"].items()
+    assert set(content) >= {"environment", "model", "settings", "concurrency", "complete"}
 
 
 def test_bad_options_are_refused_in_a_line(monkeypatch):
     wrong = "--methods hf", "--concurrency none", "--top-p 2", "--json no-such-folder/record.json"
     for options in map(str.split, wrong):
         monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
-        result = CliRunner().invoke(app, ["bench", "throughput", *options])
+        result = cli("bench", "throughput", *options)
         assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
         assert options[0] in result.stderr or options[0][2:].replace("-", "_") in result.stderr

@@ -4,16 +4,15 @@ import json
 from html.parser import HTMLParser
 
 import pytest
-from typer.testing import CliRunner
 
 import fake_llm
 from cases import refuses
-from quickbeam.cli.app import app
 from quickbeam.cli.inspect import page
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.engine.trace import StepRecord, Trace, read_trace
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
+from scripts import cli
 
 EVIL = "<script>alert('x')</script>&\"\n"
 
@@ -26,8 +25,7 @@ class Letters:
 
 
 class Page(HTMLParser):
-    """A page's elements with their attributes, and its text. Fails where elements are not
-    nested."""
+    """A page's elements with their attributes, and its text. Fails where they are not nested."""
 
     def __init__(self, html):
         super().__init__()
@@ -100,8 +98,7 @@ def test_a_record_comes_back_as_it_was_written_and_other_files_are_named(trace, 
 def test_the_page_shows_everything_and_loads_nothing(trace):
     html = page(trace)
     drawn = Page(html)
-    tags = {tag for tag, _ in drawn.elements}
-    assert not tags & {"script", "link", "img", "iframe", "object"}
+    assert not {tag for tag, _ in drawn.elements} & {"script", "link", "img", "iframe", "object"}
     assert "http" not in html and "url(" not in html and "@import" not in html
     assert not any({"src", "href", "onclick"} & {*attrs} for _, attrs in drawn.elements)
     assert EVIL.strip() in drawn.text, "texts are shown as they are"
@@ -145,15 +142,15 @@ def test_a_real_answers_trace_holds_its_tokens(toy_folder, tmp_path):
     recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
     options = ["--model", toy_folder, "--drafter", toy_folder, "--method", "dyspec", "--json"]
     options += ["--dtype", "float32", "--max-tokens", "20", "--ignore-eos", "--trace", recorded]
-    done = CliRunner().invoke(app, ["generate", "abc abc", *map(str, options)])
+    done = cli("generate", "abc abc", *options)
     assert done.exit_code == 0, done.stderr
     answer, trace = json.loads(done.stdout), read_trace(recorded)
-    told = []
+    tokens = []
     for step in trace["steps"]:
         accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
-        told += [*accepted, step["next"]["token"]][: step["emitted"]]
-    assert told == answer["token_ids"][1:] and len(trace["steps"]) == answer["steps"]
+        tokens += [*accepted, step["next"]["token"]][: step["emitted"]]
+    assert tokens == answer["token_ids"][1:] and len(trace["steps"]) == answer["steps"]
     sources = {node["source"] for step in trace["steps"] for node in step["nodes"]}
     assert sources == {"root", "drafter"}
-    assert CliRunner().invoke(app, ["inspect", str(recorded), "--html", str(drawn)]).exit_code == 0
+    assert cli("inspect", recorded, "--html", drawn).exit_code == 0
     assert Page(drawn.read_text(encoding="utf-8")).of_class("next") == answer["steps"]

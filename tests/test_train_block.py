@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from cases import refuses
 from quickbeam import LLM, SamplingParams
-from quickbeam.cli.app import app
 from quickbeam.drafters.base import Context, DraftRequest
 from quickbeam.drafters.block import BlockDrafter
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, load_block
@@ -23,11 +21,12 @@ from quickbeam.train import block
 from quickbeam.train.block import Blocks, draft, logits, loss_of, new_network, place_blocks
 from quickbeam.train.recipes import Plan, Recipe
 from quickbeam.train.router import ranking
-from quickbeam.train.shards import Conversation, Shards, collate, split
+from quickbeam.train.shards import ConversationTokens, Shards, collate, split
 from quickbeam.train.stages import TextStage
 from quickbeam.train.target import FrozenTarget
 from quickbeam.train.trainer import Trainer
 from quickbeam.tree import TokenTree
+from scripts import cli
 from test_train_shortlist import written
 
 VOCAB, D, SIZE = 40, 16, 4
@@ -41,8 +40,7 @@ def model():
     torch.manual_seed(3)
     sizes = dict(vocab_size=VOCAB, hidden_size=D, intermediate_size=24, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4)
-    config = LlamaConfig(**sizes, **heads)
-    made = LlamaForCausalLM(config).eval()
+    made = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
     for layer in made.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
     made.lm_head.weight.data.mul_(4)
@@ -57,7 +55,7 @@ def own_text(target, count, seed=0):
     ids = target.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
     lengths = torch.randint(10, 30, (count,), generator=generator).tolist()
     cut = [row[:n].int() for row, n in zip(ids, lengths, strict=True)]
-    return [Conversation(row, torch.arange(len(row)) >= 3, 0.0) for row in cut]
+    return [ConversationTokens(row, torch.arange(len(row)) >= 3, 0.0) for row in cut]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +91,8 @@ def drafted_alone(of, made, ids, chain):
     network.load_state_dict(made.state_dict())
     drafter = BlockDrafter(network, served, native=False)
     state = drafter.begin(ids)
-    batch = of.read(collate([Conversation(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)]))
-    state.append_hidden(batch.hidden[0, :, : len(CONFIG.taps) * D])
+    text = ConversationTokens(torch.tensor(ids[:-1]), torch.ones(len(ids) - 1), 0.0)
+    state.append_hidden(of.read(collate([text])).hidden[0, :, : len(CONFIG.taps) * D])
     tree, node = TokenTree(ids[-1]), 0
     for token in chain[1:]:
         node = tree.add(node, token, "x")
@@ -109,8 +107,7 @@ def trained_probs(of, made, conversations, anchors):
     batch = of.read(collate(conversations))
     counts = torch.ones(*anchors.shape, SIZE, dtype=torch.bool)
     drafted = draft(made, batch, Blocks(anchors, counts))
-    probs = logits(made, drafted, of.head).softmax(-1)
-    return probs.view(*counts.shape, VOCAB)
+    return logits(made, drafted, of.head).softmax(-1).view(*counts.shape, VOCAB)
 
 
 def difference_to_drafting():
@@ -154,12 +151,11 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
     distance = (p - log.exp()).abs().sum(-1)
     taken = 1 - distance.detach() / 2
-    confidence = made.confidence(drafted.rows, drafted.previous)
-    said = confidence.sigmoid()
+    certain = made.confidence(drafted.rows, drafted.previous).sigmoid()
     plain, weights = torch.zeros(()), 0.0
     for i, k in enumerate(drafted.position.tolist()):
         weight = math.exp(-k / 4)
-        sure = taken[i] * said[i].log() + (1 - taken[i]) * (1 - said[i]).log()
+        sure = taken[i] * certain[i].log() + (1 - taken[i]) * (1 - certain[i]).log()
         plain = plain + weight * (-0.1 * p[i] @ log[i] + 0.9 * distance[i] - sure)
         weights += weight
     torch.testing.assert_close(loss, plain / weights)
@@ -181,8 +177,7 @@ def test_a_toy_target_is_learnt(tmp_path):
     assert min(before.overlap[1:]) < 0.5 and before.mat < 2.3
     assert min(held.overlap) > 0.8 and held.mat_drawn > 4, held
     assert min(held.agreement) > 0.5 and held.mat > 2.7, held  # where two tokens tie, less
-    of = run.target
-    parts = TargetParts(2, D, VOCAB, of.embedding, torch.nn.Identity())
+    parts = TargetParts(2, D, VOCAB, run.target.embedding, torch.nn.Identity())
     loaded = load_block(tmp_path / "out", parts)
     assert loaded.config == CONFIG
     for name, weight in loaded.state_dict().items():
@@ -210,8 +205,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(text, tmp_path):
     for one, other in zip(whole.network.parameters(), last.network.parameters(), strict=True):
         assert torch.equal(one, other)
     log = (tmp_path / "cut" / "log.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in log]
-    assert steps == list(range(1, whole.step + 1))
+    assert [json.loads(line)["step"] for line in log] == list(range(1, whole.step + 1))
     assert not (tmp_path / "cut" / "hidden").exists()
 
 
@@ -245,16 +239,16 @@ def test_what_goes_wrong_is_named(text, tmp_path, toy_folder):
     (tmp_path / "loss" / "checkpoint.pt").write_bytes(b"nonsense")
     refuses("take another --out", trainer, text, tmp_path / "loss")
 
-    def told(*arguments):
+    def error_of(*arguments):
         given = command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
-        result = CliRunner().invoke(app, given)
+        result = cli(*given)
         assert result.exit_code == 2
         return " ".join(result.output.split())
 
-    assert "can't be read" in told("--prompts", str(tmp_path / "none.jsonl"))
+    assert "can't be read" in error_of("--prompts", str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
-    assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
-    assert "choose among" in told("--languages", "xx")
+    assert "line 1" in error_of("--prompts", str(tmp_path / "bad.jsonl"))
+    assert "choose among" in error_of("--languages", "xx")
 
 
 def command(*arguments):
@@ -263,10 +257,10 @@ def command(*arguments):
 
 
 def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
-    out = tmp_path / "out"
+    out, further = tmp_path / "out", tmp_path / "more"
     arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2")
     bench = ["--limit", "2", "--max-tokens", "8"]
-    result = CliRunner().invoke(app, [*arguments, *bench, "--out", str(out)])
+    result = cli(*arguments, *bench, "--out", out)
     assert result.exit_code == 0, result.output
     assert "held-out agreement by position" in result.output
     methods = json.loads((out / "bench.json").read_text())["methods"]
@@ -276,21 +270,20 @@ def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
     assert torch.equal(ranked, ranking(Shards(out / "text").counts(len(ranked))))
     # text and training are done: nothing but the figures
     made = (out / "model.safetensors").read_bytes()
-    again = CliRunner().invoke(app, [*arguments, "--only", "drafter", "--out", str(out)])
+    again = cli(*arguments, "--only", "drafter", "--out", out)
     assert again.exit_code == 0 and (out / "model.safetensors").read_bytes() == made
     assert json.loads((out / "training.json").read_text())["recipe"]["epochs"] == 2
 
-    more = [*arguments[:-1], "0.01", "--lr", "1e-7", "--out", str(tmp_path / "more")]
-    more += ["--only", "drafter"]
-    refused = CliRunner().invoke(app, more)
+    more = [*arguments[:-1], "0.01", "--lr", "1e-7", "--only", "drafter", "--out", further]
+    refused = cli(*more)
     assert refused.exit_code == 2 and "holds no text" in " ".join(refused.output.split())
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "text").symlink_to(out / "text")
-    assert CliRunner().invoke(app, [*more, "--start", str(out)]).exit_code == 0
-    record = json.loads((tmp_path / "more" / "training.json").read_text())
+    further.mkdir()
+    (further / "text").symlink_to(out / "text")
+    assert cli(*more, "--start", out).exit_code == 0
+    record = json.loads((further / "training.json").read_text())
     assert record["start"] == str(out) and len(record["held_out"]["agreement"]) == 5
-    (tmp_path / "more" / "checkpoint.pt").unlink()
-    other = CliRunner().invoke(app, [*more, "--start", str(out), "--depth", "1"])
+    (further / "checkpoint.pt").unlink()
+    other = cli(*more, "--start", out, "--depth", "1")
     assert other.exit_code == 2 and "of another shape" in " ".join(other.output.split())
 
     params = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -304,7 +297,7 @@ def test_one_command_writes_trains_and_measures(toy_folder, prompts, tmp_path):
 
 
 def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
-    plan, told = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
+    plan, counts = Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64), list[int]()
 
     def stop(tokens, rate):
         if tokens > 4 * 64:  # more than four unfinished ones can have
@@ -313,8 +306,8 @@ def test_prompts_are_answered_once_over_all_runs(toy_folder, prompts, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         TextStage(plan).run(stop)
     assert 1 <= len(Shards(plan.text)) < 60
-    TextStage(plan).run(lambda tokens, rate: told.append(tokens))
-    assert len(Shards(plan.text)) == 60 and told[-1] == Shards(plan.text).tokens
+    TextStage(plan).run(lambda tokens, rate: counts.append(tokens))
+    assert len(Shards(plan.text)) == 60 and counts[-1] == Shards(plan.text).tokens
     stage = TextStage(plan)
     stage.run(lambda tokens, rate: pytest.fail("none is left"))
     asked = [stage._encode([{"role": "user", "content": f"say {i}"}]) for i in range(60)]

@@ -9,25 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cases import refuses
+from cases import FULL, raising, refuses
 from models import VOCAB
 from quickbeam.errors import QuickbeamError
 from quickbeam.train import shards
-from quickbeam.train.shards import (
-    Conversation,
-    Shards,
-    ShardWriter,
-    read_prompts,
-    split,
-    spread_lengths,
-)
+from quickbeam.train.shards import ConversationTokens, Shards, ShardWriter, split
 
 
 def conversation(seed):
     generator = torch.Generator().manual_seed(seed)
-    n = 3 + seed % 5
-    tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
-    return Conversation(tokens, tokens % 2 == 0, seed / 8)
+    tokens = torch.randint(VOCAB, (3 + seed % 5,), generator=generator, dtype=torch.int32)
+    return ConversationTokens(tokens, tokens % 2 == 0, seed / 8)
 
 
 def write(folder, *seeds):
@@ -38,8 +30,8 @@ def write(folder, *seeds):
     writer.flush()
 
 
-def same(found, seeds):
-    pairs = list(zip(found, map(conversation, seeds), strict=True))
+def same(stored, seeds):
+    pairs = list(zip(stored, map(conversation, seeds), strict=True))
     texts = all(torch.equal(*both) for a, b in pairs for both in zip(a[:2], b[:2], strict=True))
     return texts and all(a.temperature == b.temperature for a, b in pairs)
 
@@ -49,13 +41,13 @@ def test_shards_give_back_what_was_written(tmp_path, monkeypatch):
     refuses("holds no text", Shards, tmp_path)
     write(tmp_path, *range(7))
     write(tmp_path, 7, 8)  # adds to the first
-    found, files = Shards(tmp_path), sorted(path.name for path in tmp_path.iterdir())
+    stored, files = Shards(tmp_path), sorted(path.name for path in tmp_path.iterdir())
     made = [conversation(seed) for seed in range(9)]
     assert len(files) > 3 and files[:2] == [f"text-0000{i}.safetensors" for i in (0, 1)]
-    assert same(found, list(range(9))) and len(found) == 9
-    assert found.tokens == sum(len(c.tokens) for c in made)
+    assert same(stored, list(range(9))) and len(stored) == 9
+    assert stored.tokens == sum(len(c.tokens) for c in made)
     every = torch.cat([c.tokens for c in made]).long()
-    assert torch.equal(found.counts(VOCAB), torch.bincount(every, minlength=VOCAB))
+    assert torch.equal(stored.counts(VOCAB), torch.bincount(every, minlength=VOCAB))
 
 
 @pytest.mark.parametrize("damage", ["cut", "other tensors"])
@@ -67,8 +59,7 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage
         broken.write_bytes(broken.read_bytes()[:-9])
     else:
         save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
-    words = r"text-00001\.safetensors is not a shard of text .*: delete it"
-    refuses(words, Shards, tmp_path)
+    refuses(r"text-00001\.safetensors is not a shard of text .*: delete it", Shards, tmp_path)
     broken.unlink()
     write(tmp_path, 3)
     assert same(Shards(tmp_path), [0, 2, 3])
@@ -77,12 +68,8 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path, damage
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     writer = ShardWriter(tmp_path)
     writer.add(conversation(1))
-
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(QuickbeamError, match="make room"):
-        patch.setattr(os, "replace", full)
+        patch.setattr(os, "replace", raising(FULL))
         writer.flush()
     assert not list(tmp_path.glob("*"))
     writer.add(conversation(2))
@@ -97,29 +84,29 @@ def test_prompts_have_three_forms(tmp_path):
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     path.write_text("\n\n".join(lines), encoding="utf-8")
     first, second = ([{"role": "user", "content": one}] for one in "ab")
-    assert read_prompts(path) == [first, second, messages]
+    assert shards.read_prompts(path) == [first, second, messages]
     bad = ["{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}']
     for line in (*bad, '{"messages": ["a"]}', '{"text": "a"}'):
         path.write_text(f'{{"prompt": "a"}}\n{line}\n')
-        refuses(r"line 2: .*want", read_prompts, path)
+        refuses(r"line 2: .*want", shards.read_prompts, path)
     path.write_text("\n")
-    refuses("holds no prompts", read_prompts, path)
+    refuses("holds no prompts", shards.read_prompts, path)
     path.write_bytes(b"\xff")
     for unreadable in (path, tmp_path / "missing"):
-        refuses("can't be read", read_prompts, unreadable)
+        refuses("can't be read", shards.read_prompts, unreadable)
 
 
 def test_batches_hold_every_index_once_and_no_more_than_asked():
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
     lengths = [rng.randint(1, 300) for _ in range(400)]
-    batches = spread_lengths(lengths, 1000, generator)
+    batches = shards.spread_lengths(lengths, 1000, generator)
     assert sorted(i for batch in batches for i in batch) == list(range(400))
     sizes = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
     assert max(sizes) <= 1000 and sum(sizes) < 1.3 * sum(lengths) and sum(sizes) / len(sizes) > 750
     order = [min(lengths[i] for i in batch) for batch in batches]
-    assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
+    assert order != sorted(order) and batches != shards.spread_lengths(lengths, 1000, generator)
     # one longer than a batch is a batch
-    assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
+    assert shards.spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
 
 
 def test_one_conversation_in_fifty_is_held_out_and_a_single_one_is_too_little(tmp_path):

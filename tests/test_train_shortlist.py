@@ -7,25 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cases import refuses
+from cases import before, refuses
 from checkpoints import LLAMA, configure, eagle1, save, write
 from features import causal
-from quickbeam.cli.app import app
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Artefact
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import QuickbeamError
 from quickbeam.train import places, shortlist
 from quickbeam.train.places import collect_places
 from quickbeam.train.recipes import ShortlistPlan
 from quickbeam.train.router import CLUSTERINGS, halve, routed, train_router
-from quickbeam.train.shards import Conversation, Shards, ShardWriter, collate, split
+from quickbeam.train.shards import ConversationTokens, Shards, ShardWriter, collate, split
 from quickbeam.train.shortlist import ShortlistTraining
-from scripts import script
+from scripts import cli, script
 
 VOCAB, D = 60, 16
 CONFIG = EagleConfig(D, 24, 4, 2, 4, (1, 3), D, VOCAB, feature_norms=True)
@@ -47,7 +45,6 @@ class CodedTarget:
         return batch._replace(hidden=torch.cat([noise, last], -1).bfloat16())
 
     def hidden(self, conversation):
-        """`[n, 2 * D]`."""
         return self.read(collate([conversation])).hidden[0]
 
 
@@ -58,7 +55,7 @@ def conversations(count, seed=0):
     for _ in range(count):
         n = int(torch.randint(8, 30, (1,), generator=generator))
         tokens = (torch.randint(VOCAB, (1,), generator=generator) + 3 * torch.arange(n)) % VOCAB
-        text.append(Conversation(tokens.int(), torch.arange(n) >= 4, 0.0))
+        text.append(ConversationTokens(tokens.int(), torch.arange(n) >= 4, 0.0))
     return text
 
 
@@ -96,8 +93,7 @@ def read(net, conversation, at, depth):
     embedded = net.embedding(conversation.tokens.long()).float()
     for _ in range(depth):
         n = len(hidden)
-        out = net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), causal)
-        hidden.append(out[-1])
+        hidden.append(net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), causal)[-1])
     return hidden[-1]
 
 
@@ -155,8 +151,7 @@ def test_a_router_finds_what_the_context_lacks(network, collected, name):
         assert not bool(hit[~clustered].any())
         shares[kind] = float(hit[lacked].float().mean())
     assert shares["trained"] > shares["not"] + 0.2, shares
-    everything = routed(network, router, collected, cluster_of, layout.clusters)
-    assert torch.equal(everything, clustered)
+    assert torch.equal(routed(network, router, collected, cluster_of, layout.clusters), clustered)
 
 
 def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(network, collected):
@@ -172,7 +167,6 @@ def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(n
 
 @pytest.fixture(scope="module")
 def made(toy_folder, prompts, tmp_path_factory):
-    """The folder of a feature drafter, with text of the model."""
     folder = tmp_path_factory.mktemp("drafter")
     given = "--only text --tokens 1500 --length 64 --slots 8"
     run(folder, toy_folder, "--prompts", str(prompts), *given.split())
@@ -182,12 +176,11 @@ def made(toy_folder, prompts, tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A copy of it."""
     return Path(shutil.copytree(made, tmp_path / "drafter"))
 
 
 def run(folder, model, *arguments, code=0):
-    result = CliRunner().invoke(app, ["train", "--out", str(folder), "--model", model, *arguments])
+    result = cli("train", "--out", str(folder), "--model", model, *arguments)
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
@@ -198,8 +191,7 @@ def test_the_command_makes_a_shortlist(toy_folder, folder, kind):
         write(folder, LLAMA | {"vocab_size": 257}, eagle1())
     given = f"--only shortlist --clusters {kind} --listed 6 --size 12 --depths 2"
     given += " --rows 400 --router-epochs 3 --width 32"
-    said = run(folder, toy_folder, *given.split())
-    assert "held-out recall of 64 rows" in said
+    assert "held-out recall of 64 rows" in run(folder, toy_folder, *given.split())
     artefact = Artefact.load(folder)
     layout, router = artefact.layout, artefact.router
     assert (layout.frequent, layout.size, len(layout.order)) == (6, 12, 257)
@@ -212,12 +204,8 @@ def test_the_command_makes_a_shortlist(toy_folder, folder, kind):
 
 def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
     taken: list[list[int]] = []
-
-    def watched(net, of, shards, chosen, *rest):
-        taken.append(list(chosen))
-        return collect_places(net, of, shards, chosen, *rest)
-
-    monkeypatch.setattr(shortlist, "collect_places", watched)
+    note = lambda net, of, shards, chosen, *_: taken.append(list(chosen))  # noqa: E731
+    before(monkeypatch, shortlist, "collect_places", note)
     plan = ShortlistPlan(rows=100, router_epochs=1, depths=1)
     stage = ShortlistTraining(toy_folder, folder, plan)
     stage.run(lambda what, done: None)
@@ -225,7 +213,7 @@ def test_nothing_held_out_is_trained_on(toy_folder, folder, monkeypatch):
     assert held == split(stage.shards)[1] and not set(held) & set(train)
     assert sorted(held + train) == list(range(len(stage.shards)))
     texts = torch.cat([stage.shards[i].tokens for i in train]).long()
-    assert stage.counts().tolist() == torch.bincount(texts, minlength=len(stage.head)).tolist()
+    assert torch.equal(stage.counts(), torch.bincount(texts, minlength=len(stage.target.head)))
 
 
 def test_bad_input_to_the_command(toy_folder, folder, monkeypatch):
@@ -254,8 +242,7 @@ def test_ways_to_choose_are_held_against_each_other(toy_folder, folder, tmp_path
     given = ["--drafter", str(folder), "--model", toy_folder, "--train", "300", "--held", "200"]
     given += ["--rows", "51,128", "--listed", "20", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["recall.py", *given])
-    with pytest.raises(InvalidInput, match="no whole shortlist"):
-        script("recall").main()
+    refuses("no whole shortlist", script("recall").main)
     of = torch.arange(257)
     Artefact(Layout(of, 4, 8, 257), of, None).save(folder)
     script("recall").main()

@@ -12,21 +12,18 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.opening import make_model
 from quickbeam.train import stages
 from quickbeam.train.recipes import Plan
-from quickbeam.train.text import Recipe, Talk, Template, Writer
+from quickbeam.train.text import Dialogue, Template, TextRecipe, Writer
 
 LENGTH, QUESTION = 80, 12
 
 
 @torch.inference_mode()
 def plain(model, ids):
-    """Logits `[n, vocab]` by transformers."""
     logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
 class Chat:
-    """A tiny chat model and what writes with it."""
-
     def __init__(self, folder):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         how = dict(dtype=torch.float32, attn_implementation="eager")
@@ -48,7 +45,7 @@ class Chat:
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
         template = self.template if prompts is None else None
         given = {"repetition": LENGTH, "quote": 0.0, **recipe}
-        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **given)
+        settings = TextRecipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **given)
         asked = self.encode, template, self.template.stops, settings, prompts
         return Writer(make_model(model), 4, *asked)
 
@@ -69,17 +66,16 @@ def test_greedy_answers_are_greedy(chat, written):
     for tokens, answer, temperature in written:
         assert len(tokens) == len(answer) <= LENGTH
         logits = plain(chat.model, tokens.tolist())
-        said = answer.nonzero()[:, 0]
+        places = answer.nonzero()[:, 0]
         kinds.add(greedy := temperature == 0)
         assert temperature < 1
-        assert not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
+        assert not greedy or torch.equal(logits[places - 1].argmax(-1), tokens[places].long())
     assert kinds == {True, False}
     assert 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
 
 
 def turns(chat, ids):
-    """Where each turn is said, from and to, and whether it is an answer; in between stands what the
-    template and openers force."""
+    """Each turn's begin and end, and whether it answers; the template forces what is between."""
     t, at, forced, answering = chat.template, 0, chat.template.begin, False
     while at < len(ids):
         assert ids[at : at + len(forced)] == forced[: len(ids) - at]
@@ -107,10 +103,10 @@ def test_turns_follow_the_template_and_answers_are_marked(chat, written):
 
 
 def test_pieces_make_up_what_the_template_says(chat):
-    t, said = chat.template, ("hi", "yo", "so", "x")
-    turns = [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(said)]
+    t, texts = chat.template, ("hi", "yo", "so", "x")
+    turns = [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(texts)]
     whole = chat.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
-    parts = zip((t.begin, t.reply, t.again, t.reply), map(chat.encode, said), strict=True)
+    parts = zip((t.begin, t.reply, t.again, t.reply), map(chat.encode, texts), strict=True)
     made = [token for before, words in parts for token in (*before, *words)]
     assert whole[: len(made)] == made and chat.tokenizer.decode(whole[len(made) :]) == "\n"
     assert t.stops == {chat.end, t.reply[0]}
@@ -133,7 +129,7 @@ def test_templates_that_cannot_be_read_off_are_refused(chat, monkeypatch):
 def test_answers_that_go_in_circles_end(chat):
     cut = 0
     for tokens, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
-        talk, ids, runs = Talk([], 0.0), tokens.tolist(), list[int]()
+        talk, ids, runs = Dialogue([], 0.0), tokens.tolist(), list[int]()
         for begin, end, answering in turns(chat, ids):
             for token in ids[begin:end]:
                 talk.append(token)
@@ -141,7 +137,7 @@ def test_answers_that_go_in_circles_end(chat):
         assert all(run < 5 for run in runs[:-1])
         cut += runs[-1] >= 5
     assert 0 < cut < 40
-    talk, runs = Talk([], 0.0), []
+    talk, runs = Dialogue([], 0.0), []
     for token in [1, 2, 3, 1, 2, 3, 1, 9, 1, 2, 3, 4]:
         talk.append(token)
         runs.append(talk.repeated)
@@ -150,25 +146,25 @@ def test_answers_that_go_in_circles_end(chat):
 
 def test_every_prompt_is_answered_once(chat):
     prompts = [chat.encode(f"user: {word}\n> ") for word in ("a", "bb", "ccc", "d", "e", "ff", "g")]
-    found = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
-    assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in found) == sorted(prompts)
-    for tokens, answer, _ in found:
-        said = tokens[answer].tolist()
-        assert answer[-len(said) :].all()
-        assert not any(token in chat.template.stops for token in said[:-1])
-        assert said[-1] in chat.template.stops or len(tokens) == LENGTH
+    texts = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
+    assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in texts) == sorted(prompts)
+    for tokens, answer, _ in texts:
+        reply = tokens[answer].tolist()
+        assert answer[-len(reply) :].all()
+        assert not any(token in chat.template.stops for token in reply[:-1])
+        assert reply[-1] in chat.template.stops or len(tokens) == LENGTH
     refuses("raise --length", chat.writer, [[1] * LENGTH])
 
 
 def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat):
     model = copy.deepcopy(chat.model)
     model.config.max_position_embeddings = 40
-    recipe, prompts = Recipe(LENGTH, repetition=LENGTH), [chat.encode("say"), chat.encode("aa")]
+    recipe, prompts = TextRecipe(LENGTH, repetition=LENGTH), [chat.encode("say"), chat.encode("aa")]
     writer = Writer(make_model(model), 2, chat.encode, None, frozenset(), recipe, prompts)
     assert [len(c.tokens) for c in writer] == [40, 40]
     model, given = make_model(copy.deepcopy(chat.model)), (chat.template, chat.template.stops)
     with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
-        Writer(model, 2, chat.encode, *given, Recipe(8))
+        Writer(model, 2, chat.encode, *given, TextRecipe(8))
 
 
 @pytest.mark.parametrize("languages", ["en,tlh", ""])

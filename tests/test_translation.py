@@ -27,7 +27,6 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def tokenizer(characters):
-    """One whose tokens are single bytes."""
     backend = Tokenizer(models.BPE({one: i for i, one in enumerate(characters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -54,8 +53,7 @@ def steps(target, drafter, **more):
     total, params = 0, SamplingParams(max_tokens=30, ignore_eos=True, seed=2, **more)
     for prompt in PROMPTS:
         one = answer(target, DRAFTED["chain"](drafter), params, prompt, budget=5)
-        plain = answer(target, NoDraft(), params, prompt)
-        assert one.output.token_ids == plain.output.token_ids
+        assert one.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
         total += one.statistics.steps
     return total
 
@@ -76,14 +74,14 @@ def test_what_the_model_lacks_has_no_distribution_nor_what_is_beyond_its_context
     _, drafter = pair(own=10)
     partner = drafter.translation.partner
     lacked, known = next(i for i in range(VOCAB) if i not in partner), min({*partner} - {5})
-    found = []
+    values = []
     for tokens in ((lacked, known), (known,)):
         context, tree = context_of([7, 5]), TokenTree(5)
         context.states["drafter"] = drafter.begin(context.ids)
         drafter.answer([DraftRequest(context, tree, [0])])
         nodes = [tree.add(0, token, "x") for token in tokens]
-        found += drafter.answer([DraftRequest(context, tree, nodes)])[0].values
-    assert not found[0].any() and torch.equal(found[1], found[2]) and found[1].any()
+        values += drafter.answer([DraftRequest(context, tree, nodes)])[0].values
+    assert not values[0].any() and torch.equal(values[1], values[2]) and values[1].any()
     _, drafter = pair(own=0)
     drafter.context_length, context = 24, context_of([5] * 22)
     state = context.states["drafter"] = drafter.begin(context.ids)

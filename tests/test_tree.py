@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import examples
+from cases import examples, refuses
 from quickbeam.tree import TokenTree
 
 
@@ -22,7 +22,6 @@ def trees(draw, token=5):
 
 
 def ancestors(tree, node):
-    """`node` and what is above it, upwards."""
     return [node] if tree.parent[node] < 0 else [node, *ancestors(tree, tree.parent[node])]
 
 
@@ -46,8 +45,7 @@ def test_a_tree_is_what_was_added(tree):
 
 @pytest.mark.parametrize("parent", [-1, 1, 5])
 def test_parent_that_is_not_there(parent):
-    with pytest.raises(ValueError, match="not a node of this tree of 1"):
-        TokenTree(0).add(parent, 1, "test")
+    refuses("not a node of this tree of 1", TokenTree(0).add, parent, 1, "t", error=ValueError)
 
 
 def test_a_probability_is_the_values_quotient_unless_it_is_told():
@@ -55,7 +53,7 @@ def test_a_probability_is_the_values_quotient_unless_it_is_told():
     half = tree.add(0, 1, "drafter", value=0.5)
     tree.add(half, 1, "drafter", value=0.1)
     tree.add(half, 2, "drafter", value=0.1, probability=0.9)
-    tree.add(tree.add(0, 2, "ngram"), 1, "ngram", value=0.3)  # whose parent promises nothing
+    tree.add(tree.add(0, 2, "ngram"), 1, "ngram", value=0.3)  # whose parent has no value
     assert tree.probability == pytest.approx([1.0, 0.5, 0.2, 0.9, 0.0, 0.0])
 
 

@@ -17,7 +17,6 @@ from quickbeam.engine.result import Logprob
 
 EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
 
-
 OUTSIDE = ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", "..\\elsewhere"]
 
 

@@ -13,15 +13,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
-from toy import (
-    ToyModel,
-    chi_square,
-    exact_probs,
-    path_tokens,
-    random_tree,
-    reference_verify,
-    sample_sequences,
-)
+from toy import ToyModel, chi_square, exact_probs, path_tokens, plain_verify, random_tree, samples
 
 SEEDS = 4
 MISTAKES = ["siblings stay in Q", "accept with Q", "R stays p", "emit from p"]
@@ -44,34 +36,28 @@ def siblings(*children):
 
 
 def verified(tree, p, seed=0):
-    """The verdict where the target's distribution is `p` everywhere."""
     return verify_residual(tree, lambda node: torch.as_tensor(p), generator(seed))
-
-
-# --- sampling: the distribution of the output -----------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", few(range(SEEDS), [1]))
 def test_sampled_output_has_the_targets_probs(seed):
     model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
-    counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
+    counts = samples(model, partial(random_tree, model), count=10_000, seed=seed)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / SEEDS
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_verifier_is_found_out(mistake):
     model = ToyModel(seed=0)
-    wrong, count = (
-        partial(reference_verify, mistake=mistake),
-        8000 if mistake == MISTAKES[0] else 2500,
-    )
-    counts = sample_sequences(model, partial(random_tree, model), wrong, count)
+    wrong = partial(plain_verify, mistake=mistake)
+    count = 8000 if mistake == MISTAKES[0] else 2500
+    counts = samples(model, partial(random_tree, model), wrong, count)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
 def test_dropping_a_drawn_token_for_its_own_value_is_found_out():
     model = ToyModel(seed=0)
-    counts = sample_sequences(model, partial(random_tree, model, prune=0.3), count=4000)
+    counts = samples(model, partial(random_tree, model, prune=0.3), count=4000)
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
@@ -87,13 +73,9 @@ def test_distributions_that_depend_on_the_path_are_kept():
     def probs(context):
         return cached(*context)
 
-    grow = partial(random_tree, model)
-    counts = sample_sequences(model, grow, count=3000, seed=5, probs=probs)
+    counts = samples(model, partial(random_tree, model), count=3000, seed=5, probs=probs)
     assert chi_square(counts, exact_probs(probs, model.vocab)) > 1e-3
     assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6  # the penalties matter
-
-
-# --- sampling: against the reference, and edges ---------------------------------------------------
 
 
 @examples(150)
@@ -108,7 +90,7 @@ def test_same_verdict_as_the_reference(seed, vocab, certain):
         return model.target([0, *path_tokens(tree, node)])
 
     verdict = verify_residual(tree, probs, generator(seed))
-    assert verdict == reference_verify(tree, probs, generator(seed))
+    assert verdict == plain_verify(tree, probs, generator(seed))
     assert verdict == verify_residual(tree, probs, generator(seed))
     assert probs(verdict.path[-1])[verdict.token] > 0
     assert all(probs(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
@@ -159,21 +141,20 @@ def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))]
+    ("number", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))]
 )
-def test_tiny_residuals_keep_their_proportions(chance, verdict, monkeypatch):
+def test_tiny_residuals_keep_their_proportions(number, verdict, monkeypatch):
     # once token 0 is rejected, token 1 has a quarter
     p, last = torch.tensor([1.0, 1e-9, 3e-9]), torch.tensor([0.0, 0.0, 1.0])
-    chances = iter([1 - 1e-10, chance, 0.5])
-    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
+    numbers = iter([1 - 1e-10, number, 0.5])
+    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(numbers))
     tree = siblings((0, None), (1, None), (2, last))
     assert verify_residual(tree, lambda node: last if node else p, generator()) == verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_draft_distributions_of_any_precision(dtype):
-    # exact in every precision
-    p, q = [0.25, 0.25, 0.5], torch.tensor([0.5, 0.25, 0.25])
+    p, q = [0.25, 0.25, 0.5], torch.tensor([0.5, 0.25, 0.25])  # exact in every precision
     same, other = (siblings((0, one), (1, one)) for one in (q, q.to(dtype)))
     for seed in range(50):
         assert verified(same, p, seed) == verified(other, p, seed)
@@ -194,14 +175,10 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals():
         while len(context) < 40:
             tree = random_tree(model, context, rng, budget, certain=1.0)
             of = lambda node: model.target([*context, *path_tokens(tree, node)])  # noqa: B023, E731
-            verdict = verify_residual(tree, of, used)
-            context += tokens(tree, verdict)
+            context += tokens(tree, verify_residual(tree, of, used))
         return context[:40]
 
     assert answer(1) == answer(4) == answer(16)
-
-
-# --- greedy ---------------------------------------------------------------------------------------
 
 
 @examples(200)
@@ -219,7 +196,6 @@ def test_greedy_follows_plain_decoding(seed, vocab, hit):
         if tree.child(node, token) is None:
             tree.add(node, token, "toy", probs=model.draft([0]) if rng.random() < 0.5 else None)
     verdict = verify_equal(tree, lambda node: best([0, *path_tokens(tree, node)]))
-
     plain = [0]
     for _ in range(len(verdict.path)):
         plain.append(best(plain))

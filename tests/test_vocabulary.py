@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from answers import answer, request, run
 from cases import few, refuses
@@ -13,7 +12,6 @@ from drafters import DRAFTED
 from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
-from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import Router, RouterConfig
@@ -28,9 +26,12 @@ from quickbeam.models.opening import make_model
 from quickbeam.options import VOCABS, plain_vocab
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
+from scripts import cli
 
 SHORT = tuple(word for word in VOCABS if word != "full")
 NATIVE = ["attention native", "ours native"] if library.kernels() else []
+CASES = [(name, "full") for name in DRAFTED] + [("specinfer", "router")]
+CASES += [("dyspec", vocab) for vocab in SHORT] + [("eagle2", "frequency")]
 
 
 def artefact(vocab, size, frequent=6, cluster=5, router=True):
@@ -62,11 +63,11 @@ def test_distributions_are_the_whole_ones_over_what_is_scored(pairs, kind, vocab
     prompt, tree = [3, 9, 4, 9, 30, 17], TokenTree(21)
     a, b = tree.add(0, 5, "x"), tree.add(0, 30, "x")
     nodes = [[0], [a, b], [tree.add(b, 2, "x")]]
-    found = []
+    answers = []
     for use in (None, shortlist):
         text = pair.begin(prompt, 21, temperature, use)
-        found.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
-    for whole, part in zip(*found, strict=True):
+        answers.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
+    for whole, part in zip(*answers, strict=True):
         assert whole.tokens is None
         assert len(part.tokens.unique()) <= len(part.tokens)
         scored = torch.zeros(VOCAB, dtype=torch.bool)
@@ -75,7 +76,7 @@ def test_distributions_are_the_whole_ones_over_what_is_scored(pairs, kind, vocab
         probs = whole.dense() * scored
         right = probs / probs.sum(-1, keepdim=True)
         torch.testing.assert_close(part.dense(), right, atol=1e-5, rtol=1e-3)
-    assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
+    assert 17 in answers[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
 
 
 def test_what_was_scored_is_counted(pairs):
@@ -105,38 +106,37 @@ def test_what_cannot_be_is_refused(pairs, tmp_path, monkeypatch):
     pair = pairs["attention"]
     drafter, target = pair.drafter, pair.target
 
-    def told(vocab, size=None, one=drafter):
+    def error_of(vocab, size=None, one=drafter):
         with pytest.raises(InvalidInput) as caught:
             make_shortlist(one, target, vocab, size)
         return str(caught.value)
 
     assert make_shortlist(drafter, target, "full") is None
-    assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in told("half")
-    assert f"must be 1 to {VOCAB}" in told("frequency", VOCAB + 1)
-    assert f"must be 1 to {VOCAB}" in told("router", 0)
-    assert "must be at least 5, a cluster's" in told("router", 3)
+    assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in error_of("half")
+    assert f"must be 1 to {VOCAB}" in error_of("frequency", VOCAB + 1)
+    assert f"must be 1 to {VOCAB}" in error_of("router", 0)
+    assert "must be at least 5, a cluster's" in error_of("router", 3)
     lm = LMDrafter(make_model(tiny("llama")), VOCAB)
-    assert "a head of its own" in told("router", one=lm)
-    own = Pair("own-head").drafter
-    assert "a head of its own" in told("frequency", one=own)
+    assert "a head of its own" in error_of("router", one=lm)
+    assert "a head of its own" in error_of("frequency", one=Pair("own-head").drafter)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
-        assert "quickbeam train --only shortlist" in told("frequency")
-        assert "quickbeam train --only shortlist" in told("router")
+        assert "quickbeam train --only shortlist" in error_of("frequency")
+        assert "quickbeam train --only shortlist" in error_of("router")
         artefact(VOCAB, 32, router=False).save(tmp_path)
-        assert "has clusters but no router" in told("router")
+        assert "has clusters but no router" in error_of("router")
         assert make_shortlist(drafter, target, "frequency", 9) is not None
         artefact(VOCAB, 16).save(tmp_path)
-        assert "other states than 32 wide" in told("router")
+        assert "other states than 32 wide" in error_of("router")
         artefact(VOCAB + 1, 32).save(tmp_path)
-        assert f"for {VOCAB + 1} tokens" in told("router")
+        assert f"for {VOCAB + 1} tokens" in error_of("router")
     finally:
         drafter.folder = folder
     monkeypatch.setattr("quickbeam.models.opening.open_checkpoint", None)
     refuses("unknown vocabulary 'half'", LLM, method="dyspec", vocab="half")
     size = ["--shortlist", "99"]
     for options in (["--vocab", "half"], size, ["--vocab", "full", *size]):
-        result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
+        result = cli("generate", "abc", "--method", "dyspec", *options)
         assert result.exit_code == 2 and options[-1] in result.output
 
 
@@ -156,12 +156,6 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path):
         assert drafting.setting("auto", None, None).vocab == expected
     assert drafting.setting("dynaspec", None, None).vocab == "router"
     assert drafting.setting("auto", "router", 9).vocab == "router"
-
-
-# --- sampled answers ---
-
-CASES = [(name, "full") for name in DRAFTED] + [("specinfer", "router")]
-CASES += [("dyspec", vocab) for vocab in SHORT] + [("eagle2", "frequency")]
 
 
 @pytest.mark.parametrize(("name", "vocab"), few(CASES, CASES[len(DRAFTED) + 1 :]))

@@ -6,14 +6,14 @@ import mmap
 import os
 import shutil
 import sys
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from cases import refuses
+from cases import FULL, before, refuses
 from models import tiny
 from quickbeam.errors import QuickbeamError
 from quickbeam.models import memory
@@ -74,8 +74,7 @@ def test_huge_pages_of_a_mapped_file_are_counted(tmp_path):
 
 
 def test_a_full_disk_is_said_before_any_work(tmp_path, monkeypatch):
-    usage = namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     refuses("0 MB are free there", made, tmp_path / "w.safetensors", error=QuickbeamError)
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
@@ -88,7 +87,7 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path):
     refuses("QUICKBEAM_CACHE", made, tmp_path / "w.safetensors", error=QuickbeamError)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()])
 def test_what_is_broken_off_leaves_nothing(tmp_path, error):
     path = tmp_path / "w.safetensors"
 
@@ -105,13 +104,13 @@ def test_what_is_broken_off_leaves_nothing(tmp_path, error):
 
 
 def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path):
-    path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", [""]
+    path, earlier, stages = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", [""]
     earlier.write_bytes(b"of an earlier layout")
-    made(path, lambda stage, done: told.append(stage))
-    first, count = path.read_bytes(), len(told)
+    made(path, lambda stage, done: stages.append(stage))
+    first, count = path.read_bytes(), len(stages)
     assert count > 3 and not earlier.exists()
-    made(path, lambda stage, done: told.append(stage))
-    assert len(told) == count
+    made(path, lambda stage, done: stages.append(stage))
+    assert len(stages) == count
     os.truncate(path, len(first) - 1)
     made(path)
     assert path.read_bytes() == first
@@ -143,7 +142,7 @@ def test_weights_packed_in_parts_have_the_bytes_of_ones_packed_whole(layout, kin
     got = torch.cat(list(weights.pieces()))
     whole = [
         Packer(kernels, place.packer.name).pack(weights._stored(place.linear.weights), None, gated)
-        for place in weights._places.values()
+        for place in weights._ranges.values()
         for gated in [place.gated]
     ]
     assert torch.equal(got, torch.cat([one.data.view(torch.uint8).flatten() for one in whole]))
@@ -158,8 +157,7 @@ def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, 
     path.write_bytes(data)
     if not direct:
         monkeypatch.setattr("quickbeam.models.weight_reader._direct", lambda _: None)
-    pages = [(0, 2), (2, 3), (4, 7)]
-    extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in pages]
+    extents = [Extent(first * ALIGNED, last * ALIGNED) for first, last in [(0, 2), (2, 3), (4, 7)]]
     known = 0
 
     def parts(extent, turn):
@@ -179,15 +177,14 @@ def test_extents_come_in_their_order_again_and_again(tmp_path, buffers, direct, 
 
 
 def test_a_file_system_without_direct_reads_is_read(tmp_path, monkeypatch):
-    path, opened = tmp_path / "data", os.open
+    path = tmp_path / "data"
     path.write_bytes(bytes(range(256)) * 16)
 
     def refuse(name, flags, *more):
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return opened(name, flags, *more)
 
-    monkeypatch.setattr(os, "open", refuse)
+    before(monkeypatch, os, "open", refuse)
     file = File(path)
     assert not file.direct
     room = torch.zeros(256, dtype=torch.uint8)

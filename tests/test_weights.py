@@ -8,7 +8,7 @@ import torch
 
 import quantised
 from cases import refuses
-from kernels import best_set, every_set, linear, load, number, rows_that_depend_on_others
+from kernels import best_set, dependent_rows, every_set, linear, load, number
 from quantised import quantise
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import INT4, INT8, Packed
@@ -29,8 +29,7 @@ def uneven(outputs, inputs):
 
 
 def rows(n, inputs):
-    """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal
-    ones."""
+    """Rows of many sizes: one of zeros, one huge number, tiny ones, a row of equal ones."""
     x = number(n, inputs, seed=3)
     for row, change in enumerate((0.0, 1e30, 1e-35)):
         if n > row + 1:
@@ -62,7 +61,7 @@ def test_rows_do_not_depend_on_others_or_threads(isa, name, epilogue, threads):
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = Packed(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
     product = partial(linear, load(isa), packed, epilogue=epilogue)
-    assert rows_that_depend_on_others(product, rows(64, 96)) == 0
+    assert dependent_rows(product, rows(64, 96)) == 0
     x = rows(40, 96)
     threads(1)
     alone = product(x)
@@ -86,8 +85,8 @@ def test_one_scale_for_all_rows_is_seen():
         scale = x.float().abs().max() / 127
         return (x.float() / scale).round() @ weight.dense.T * scale
 
-    assert rows_that_depend_on_others(mistaken, rows(64, 64)) > 1000
-    assert rows_that_depend_on_others(lambda x: quantised.product(x, weight), rows(64, 64)) == 0
+    assert dependent_rows(mistaken, rows(64, 64)) > 1000
+    assert dependent_rows(lambda x: quantised.product(x, weight), rows(64, 64)) == 0
 
 
 @every_set
@@ -110,9 +109,9 @@ def test_weights_of_sixteen_levels_keep_them(signed):
     step = torch.rand(40, 6, 1, generator=generator) * 0.01 + 0.001
     low = -step * (8 if signed else 15 * torch.rand(40, 6, 1, generator=generator))
     weight = levels * step.half().float() + low.half().float()
-    found = quantise(weight.flatten(1).bfloat16(), INT4)
-    assert torch.equal(found.values.long(), levels)
-    torch.testing.assert_close(found.scales.float(), step[..., 0], rtol=4e-3, atol=0)
+    got = quantise(weight.flatten(1).bfloat16(), INT4)
+    assert torch.equal(got.values.long(), levels)
+    torch.testing.assert_close(got.scales.float(), step[..., 0], rtol=4e-3, atol=0)
 
 
 @best_set

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cases import few, refuses
+from cases import FULL, few, raising, refuses
 from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
@@ -56,11 +56,11 @@ def test_the_embedded_model_answers_alike(name):
     llm.close()
 
 
-def logits(folder, name, told):
-    llm = LLM(str(folder), "ar", weights=name, progress=lambda stage, fraction: told.append(stage))
-    found = Target(llm.model).prefill(ids(20))
+def logits(folder, name, stages):
+    llm = LLM(str(folder), "ar", weights=name, progress=lambda stage, _: stages.append(stage))
+    got = Target(llm.model).prefill(ids(20))
     llm.close()
-    return found
+    return got
 
 
 @needs_kernels
@@ -68,40 +68,38 @@ def logits(folder, name, told):
 def test_kept_weights_give_the_same_bits(toy_folder, name, cache, monkeypatch):
     monkeypatch.setattr("quickbeam.models.compiled.SMALL", 0)
     stage = "packing weights" if name == BFLOAT16 else f"quantising to {name}"
-    right, found = None, list[bool]()
+    right, made = None, list[bool]()
     for _ in range(3):
-        told = list[str]()
-        same = logits(toy_folder, name, told)
+        stages = list[str]()
+        same = logits(toy_folder, name, stages)
         right = same if right is None else right
         assert torch.equal(same, right)
-        found.append(stage in told)
+        made.append(stage in stages)
         (file,) = (cache / "weights").glob(f"*-{name}-*.safetensors")
-        if len(found) == 2:
+        if len(made) == 2:
             file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
-    assert found == [True, False, True]
+    assert made == [True, False, True]
 
 
 @needs_kernels
 def test_small_weights_are_packed_anew_and_others_as_they_change(toy_folder, cache, tmp_path):
-    logits(toy_folder, BFLOAT16, told := list[str]())
-    assert not list((cache / "weights").glob("*.safetensors")) and "packing weights" not in told
-    folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
-    before = logits(folder, INT8, told)
+    logits(toy_folder, BFLOAT16, stages := list[str]())
+    assert not list((cache / "weights").glob("*.safetensors")) and "packing weights" not in stages
+    folder, stages = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
+    before = logits(folder, INT8, stages)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     model.save_pretrained(folder)
-    told.clear()
-    assert not torch.equal(logits(folder, INT8, told), before) and f"quantising to {INT8}" in told
+    stages.clear()
+    assert not torch.equal(logits(folder, INT8, stages), before)
+    assert f"quantising to {INT8}" in stages
     assert len(list((cache / "weights").glob("*.safetensors"))) == 1
 
 
 @needs_kernels
 def test_a_full_disk_is_a_warning(toy_folder, cache, monkeypatch, caplog):
-    def full(file):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raising(FULL))
     with caplog.at_level(logging.WARNING):
         logits(toy_folder, INT8, [])
     assert all(one in caplog.text for one in ("can't be kept", "No space left", "QUICKBEAM_CACHE"))

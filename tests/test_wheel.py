@@ -32,6 +32,7 @@ REPORT = (
     "from quickbeam.models.native import library as l; k = l.kernels(); print(l.__file__, "
     "l.build.cached(k.name), k.name, sep='\\n')"
 )
+IMAGE = ROOT / "deploy" / "Dockerfile"
 
 
 def make_wheel(folder, **environment):
@@ -45,8 +46,7 @@ def make_wheel(folder, **environment):
 
 
 def install(wheel, folder):
-    """The Python of a fresh environment with the wheel in it; the rest comes from the one that runs
-    the tests."""
+    """The Python of a fresh environment with the wheel; the rest is that of the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     given = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
@@ -65,7 +65,6 @@ def test_a_wheel_brings_kernels_for_machines_without_a_compiler(tmp_path):
     names, inside = zipfile.ZipFile(wheel).namelist(), "quickbeam/models/native/"
     made = [f"lib/{build.file_name(name)}" for name in build.platform_sets()]
     assert {inside + one for one in (*made, *(path.name for path in build.sources()))} <= {*names}
-
     python = install(wheel, tmp_path / "fresh")
     asked = {"CXX": "/nonexistent", "QUICKBEAM_KERNELS": "native"}
     asked["QUICKBEAM_CACHE"] = str(tmp_path / "cache")
@@ -116,23 +115,17 @@ def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    found = json.loads(run("doctor", "--json"))
-    checks = {finding["check"]: finding for finding in found["findings"]}
-    assert found["can_run"] and checks["packages"]["status"] == "ok", found
-    assert not [finding for finding in found["findings"] if "can't be checked" in finding["text"]]
+    report = json.loads(run("doctor", "--json"))
+    checks = {finding["check"]: finding for finding in report["findings"]}
+    assert report["can_run"] and checks["packages"]["status"] == "ok", report
+    assert not [finding for finding in report["findings"] if "can't be checked" in finding["text"]]
     if not wheel.name.endswith("any.whl"):
         assert checks["kernels"]["text"].startswith("native")
     shown = run("demo", "--max-tokens", "24", "--svg", "demo.svg")
     assert shown.count("the same tokens") == 2 and (tmp_path / "demo.svg").is_file()
-    told = "import quickbeam; print(quickbeam.__file__)"
-    where = captured([str(python), "-c", told], cwd=tmp_path)
+    code = "import quickbeam; print(quickbeam.__file__)"
+    where = captured([str(python), "-c", code], cwd=tmp_path)
     assert Path(where.stdout.strip()).is_relative_to(tmp_path / "fresh")
-
-
-# --- the steps of `deploy/Dockerfile`, run without Docker ---
-
-
-IMAGE = ROOT / "deploy" / "Dockerfile"
 
 
 def instructions():
@@ -158,7 +151,7 @@ def test_the_steps_of_the_image_make_a_server_that_answers(tmp_path):
     port = str(ports.getsockname()[1])
     ports.close()
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    said = dict[str, str]()
+    settings = dict[str, str]()
     for word, rest in instructions():
         if word == "RUN" and "apt-get" not in rest:
             done = captured(["sh", "-ec", here(rest)], env=environment)
@@ -180,11 +173,11 @@ def test_the_steps_of_the_image_make_a_server_that_answers(tmp_path):
                 for name, _, value in (one.partition("=") for one in here(rest).split())
             }
         else:
-            said[word] = rest
-    command = [port if one == "8000" else one for one in json.loads(said["ENTRYPOINT"])]
+            settings[word] = rest
+    command = [port if one == "8000" else one for one in json.loads(settings["ENTRYPOINT"])]
     command[0] = shutil.which(command[0], path=environment["PATH"])
     assert command[0] is not None and command[0].startswith(str(tmp_path))
-    health = json.loads(said["HEALTHCHECK"].partition("CMD ")[2].replace("8000", port))
+    health = json.loads(settings["HEALTHCHECK"].partition("CMD ")[2].replace("8000", port))
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as server:
         try:
             until = time.monotonic() + 600  # the first start fetches the model

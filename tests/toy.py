@@ -1,5 +1,5 @@
 """A toy target and drafter with known distributions, and the means to hold sampled output against
-the exact one: of a tree policy, `chi_square(sample_sequences(model, grow, …), exact_probs(model))`
+the exact one: of a tree policy, `chi_square(samples(model, grow, …), exact_probs(model))`
 must not be tiny."""
 
 import itertools
@@ -49,13 +49,12 @@ class ToyModel:
 
 
 def path_tokens(tree, node):
-    """Tokens below the root, down to `node`."""
     return [tree.token[n] for n in tree.path(node)[1:]]
 
 
 def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
     """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without
-    replacement side by side. Where it grows is partly chance, partly the estimated worth of a slot.
+    replacement side by side. Where it grows is partly random, partly the estimated worth of a slot.
     `prune`: drop a drawn token whose probability is below it, which no policy may do."""
     tree = TokenTree(context[-1])
     worth = [1.0]
@@ -68,23 +67,22 @@ def random_tree(model, context, rng, budget=12, certain=0.35, prune=0.0):
         if rng.random() < certain and len(taken) < model.vocab:
             token = rng.choice([token for token in range(model.vocab) if token not in taken])
             tree.add(node, token, "certain")
-            chance = 0.3
+            prob = 0.3
         elif sum(weights) > 0:
             token = rng.choices(range(model.vocab), weights)[0]
-            chance = weights[token] / sum(weights)
-            if chance < prune:
+            prob = weights[token] / sum(weights)
+            if prob < prune:
                 continue
             tree.add(node, token, "drawn", probs=q)
         else:
             continue
-        worth.append(worth[node] * chance)
-        worth[node] *= 1 - chance
+        worth.append(worth[node] * prob)
+        worth[node] *= 1 - prob
     return tree
 
 
-def sample_sequences(model, grow, verify=verify_residual, count=5000, length=3, seed=0, probs=None):
-    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `probs`:
-    the target's (the model's own)."""
+def samples(model, grow, verify=verify_residual, count=5000, length=3, seed=0, probs=None):
+    """First tokens of `count` answers to [0]. `probs`: the target's (the model's own)."""
     target = probs or model.target
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +130,7 @@ def chi_square(counts, probs):
     return float(chi2.sf(off, len(cells) - 1))
 
 
-def reference_verify(tree, probs, generator, mistake=""):
+def plain_verify(tree, probs, generator, mistake=""):
     """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, which the
     tests must find. Random numbers are spent as `verify_residual` does."""
     path = [0]
@@ -152,10 +150,10 @@ def reference_verify(tree, probs, generator, mistake=""):
             if q is not None and mistake != "siblings stay in Q":
                 left = [0.0 if t in tried else weight for t, weight in enumerate(proposal)]
                 proposal = normalised(left)
-            chance = min(1.0, residual[token] / proposal[token])
+            prob = min(1.0, residual[token] / proposal[token])
             if mistake == "accept with Q":
-                chance = proposal[token]
-            if uniform(generator) < chance:
+                prob = proposal[token]
+            if uniform(generator) < prob:
                 path.append(child)
                 break
             tried.append(token)

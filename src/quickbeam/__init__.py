@@ -26,8 +26,7 @@ __all__ = [
     "__version__",
 ]
 
-# Imported on first access: torch and transformers take seconds to import, and `quickbeam --help`
-# should not wait for them.
+# imported on first access: `quickbeam --help` should not wait seconds for torch and transformers
 _HOME = {
     "LLM": "quickbeam.llm",
     "AsyncLLM": "quickbeam.aio",

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
 from quickbeam.drafters.base import Drafter
-from quickbeam.drafting import Asked, Drafting
+from quickbeam.drafting import Drafting, DraftOptions
 from quickbeam.engine.budget import MAX_NODES_SLOW
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.loop import Client, EngineThread
@@ -21,13 +21,13 @@ from quickbeam.engine.sequence import Request
 from quickbeam.engine.stream import Stream
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import preset
 from quickbeam.models.chat_template import for_template
 from quickbeam.models.memory import free_memory
-from quickbeam.models.opening import Opened
-from quickbeam.options import Budget, Calls, Chats, Options, check_options, temperature_class
+from quickbeam.models.opening import LoadedModel
+from quickbeam.options import Budget, CallArgs, ChatArgs, Options, check_options, temperature_class
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, bad_word_ids
 
@@ -60,7 +60,7 @@ class Answering:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: LoadedModel,
         name: str,
         drafting: Drafting,
         method: str = "auto",
@@ -74,7 +74,7 @@ class Answering:
         self.name, self.method, self.budget, self.drafting = name, method, budget, drafting
         self.engine = Engine(opened.model, **engine)
         self.thread = EngineThread(self.engine)
-        self._grammars = Compiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
+        self._grammars = GrammarCompiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
         self._kv_memory = kv_memory
         self._bound_memory()
 
@@ -115,8 +115,7 @@ class Answering:
     def room(self, prompt: int, method: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
 
-        Context lengths and the memory for keys and values limit it. Loads the drafter if `method`
-        needs it.
+        Context lengths and the memory for keys and values limit it. Loads the drafter if needed.
         """
         drafter = self.prepare(self.drafting.method(method or self.method))
         return min(most for most, *_ in self.engine.limits(drafter)) - prompt
@@ -129,7 +128,7 @@ class Answering:
             self.thread.call(partial(self._load_drafter, asked))
         return self.drafting.drafter if self.drafting.drafts(method) else None
 
-    def _load_drafter(self, asked: Asked) -> None:
+    def _load_drafter(self, asked: DraftOptions) -> None:
         self.drafting.prepare(asked, self.model, self.tokenizer)
         self._bound_memory()
 
@@ -138,11 +137,11 @@ class Answering:
         self,
         prompts: str | list[int],
         params: SamplingParams | None = ...,
-        **options: Unpack[Calls],
+        **options: Unpack[CallArgs],
     ) -> Completion: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: Many = ..., **options: Unpack[Calls]
+        self, prompts: list[str] | list[list[int]], params: Many = ..., **options: Unpack[CallArgs]
     ) -> list[Completion]: ...
     def generate(
         self, prompts: Any, params: Any = None, *, progress: bool | None = None, **options: Any
@@ -161,11 +160,11 @@ class Answering:
 
     @overload
     def chat(
-        self, messages: Sequence[Message], params: One = ..., **options: Unpack[Chats]
+        self, messages: Sequence[Message], params: One = ..., **options: Unpack[ChatArgs]
     ) -> Completion: ...
     @overload
     def chat(
-        self, messages: Sequence[Sequence[Message]], params: Many = ..., **options: Unpack[Chats]
+        self, messages: Sequence[Sequence[Message]], params: Many = ..., **options: Unpack[ChatArgs]
     ) -> list[Completion]: ...
     def chat(
         self,
@@ -270,8 +269,7 @@ class Answering:
             choice,
             tenant,
         )
-        sequence = self.engine.new_sequence(request)
-        return Stream(self.thread, sequence, self.name, name, client)
+        return Stream(self.thread, self.engine.new_sequence(request), self.name, name, client)
 
     def encode_chat(
         self,
@@ -294,8 +292,7 @@ class Answering:
                 "command line, `generate` in Python)"
             )
         try:
-            chosen = arguments.get("chat_template")
-            template = self.tokenizer.get_chat_template(chosen, tools=tools)
+            template = self.tokenizer.get_chat_template(arguments.get("chat_template"), tools=tools)
             ids = self.tokenizer.apply_chat_template(
                 for_template(template, messages),
                 tools=None if tools is None else list(tools),

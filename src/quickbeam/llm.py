@@ -49,8 +49,7 @@ class LLM(Answering):
     - `shortlist`: about how many tokens that part has. None takes the default of
       `drafters/vocabulary.py`. A call may give its own.
     - `max_running`: how many answers run side by side, 32 by default; the others wait their turn.
-    - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
-      free.
+    - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of the free.
     - `memory_of_answers`: memory for prompts and answers that are over, in bytes or as in `"64MB"`;
       0 for none. Later answers draft from them. `keep`: a file that holds them from one process to
       the next; it is written when the model is closed.
@@ -58,7 +57,7 @@ class LLM(Answering):
     - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
       everything on one device.
     - `weights`: `bfloat16`, or `int8` or `int4` (on a CPU). The model is quantised at the first
-      load, and the result is kept in the cache folder. The promise about answers then holds for the
+      load, and the result is kept in the cache folder. Answers are then exactly those of the
       quantised model.
     - `draft_weights`: the same for a smaller model that drafts. None takes the model's own format,
       which changes no answer.
@@ -117,9 +116,8 @@ class LLM(Answering):
             progress(f"loading {name}", None)
         how = {"progress": progress, "trust_remote_code": trust_remote_code}
         opening = partial(open_model, self.folder, torch_dtype, place, weights=weights, **how)
-        opened = in_own_thread(
-            partial(opening, memory=limit, device_map=device_map, revision=revision)
-        )
+        own: dict[str, Any] = {"memory": limit, "device_map": device_map, "revision": revision}
+        opened = in_own_thread(partial(opening, **own))
         if drafter == MTP and named is None and not runs_mtp(opened.model):
             drafter, method = None, stand_in(asked, False)
         how |= {"model": self.folder, "weights": draft_weights}

@@ -1,5 +1,4 @@
-"""What this machine is: its processor's name, the cores that this process may use, and how threads
-share them."""
+"""This machine: its processor's name, the cores that a process may use, how threads share them."""
 
 from __future__ import annotations
 
@@ -42,6 +41,14 @@ def usable_cores() -> int:
         return cores
 
 
+def fulfil(result: Future[T], work: Callable[[], T]) -> None:
+    """Set a future's result to what `work` returns, or its exception to what that raises."""
+    try:
+        result.set_result(work())
+    except BaseException as error:
+        result.set_exception(error)
+
+
 def in_own_thread(work: Callable[[], T], stack: int = 0) -> T:
     """Return what `work` returns, called in a thread that ends with it. Raises what it raises.
 
@@ -52,15 +59,8 @@ def in_own_thread(work: Callable[[], T], stack: int = 0) -> T:
     does, does it here. An interrupt does not wait for the work's end. `stack`: bytes of its stack,
     of which only those that are used take memory; 0 for the usual size.
     """
-    result = Future[T]()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=run, name="quickbeam-work", daemon=True)
+    result, name = Future[T](), "quickbeam-work"
+    thread = threading.Thread(target=fulfil, args=(result, work), name=name, daemon=True)
     with _starting:
         before = threading.stack_size(stack)
         thread.start()

@@ -85,8 +85,8 @@ def has_mtp(place: Path) -> bool:
         if place.suffix == ".gguf":
             with open(place, "rb") as file:
                 start = file.read(GGUF_HEADER)
-            said = any(f"{one}.nextn_predict_layers".encode() in start for one in GGUF_HEADS)
-            return said and b".nextn.eh_proj.weight" in start
+            known = any(f"{one}.nextn_predict_layers".encode() in start for one in GGUF_HEADS)
+            return known and b".nextn.eh_proj.weight" in start
         config = json.loads((place / "config.json").read_text(encoding="utf-8"))
         part = SimpleNamespace(**(config.get("text_config") or config))
         names = [name for name in _names(place) if is_mtp(name, part)]

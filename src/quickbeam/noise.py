@@ -2,8 +2,7 @@
 
 A number depends on the seed, the choice, the position and the token, and on nothing else.
 
-At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution at
-that place,
+At a place each token x has a Gumbel number g(x). With p the target's distribution there,
 
     emitted  =  argmax over x of  log p(x) + g(x)
 
@@ -24,7 +23,7 @@ distribution. Then
     the e of each other token    =  that least e + an exponential number of its own
 
 This is how 64 independent exponential numbers are distributed, because they have no memory. A chunk
-is skipped if the sum of its largest log p and its largest g is below the best sum found elsewhere.
+is skipped if the sum of its largest log p and its largest g is below the best sum elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Numbers = Any  # an array, or a tensor on the CPU
+ArrayLike = Any  # an array, or a tensor on the CPU
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
@@ -72,18 +71,15 @@ def uniform(high: Array, low: Array) -> Array:
     They are the middles of 2^52 equal parts of the interval.
     """
     whole = (high << np.uint64(20)) | (low >> np.uint64(12))
-    found: Array = (whole.astype(np.float64) + 0.5) * 2.0**-52
-    return found
+    return (whole.astype(np.float64) + 0.5) * 2.0**-52  # type: ignore[no-any-return]
 
 
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
-# of a row that is perturbed: its position, the least probability of a token that counts, and the
-# floor that a token's result must exceed
-Place = tuple[int, float, float]
+# of a perturbed row: its position, the least probability that counts, the floor of results
+NoisePlace = tuple[int, float, float]
 Row = tuple[list[int], list[float]]  # tokens, and their results
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
-# can't exceed this share of the estimate. Where a quarter of the row's floor is more, that is the
-# share.
+# can't exceed this share of it, or where a quarter of the row's floor is more, that share.
 CUT = 0.02
 USUAL = 2.3  # exp(-g) is below this 9 times in 10
 TINY = 2.0**-120  # the lowest bar that a token is held against
@@ -115,11 +111,9 @@ class Noise:
         self._places: OrderedDict[int, Peaks] = OrderedDict()
 
     def peaks(self, position: int) -> Peaks:
-        """Return the largest number of each chunk `[chunks]` at a position, and the token that has
-        it `[chunks]`.
+        """Return each chunk's largest number `[chunks]` at a position, and its token `[chunks]`.
 
-        In the last chunk that token may lie beyond the vocabulary. Positions count the tokens of
-        prompt and answer from 0.
+        The last token may lie beyond the vocabulary. Positions count prompt and answer from 0.
         """
         if position not in self._places:
             self._places[position] = self._find_peaks(position)
@@ -143,10 +137,9 @@ class Noise:
             peaks, owners = self.peaks(position)
             chunks = tokens[here] // CHUNK
             largest[here], whose[here] = peaks[chunks], owners[chunks]
-        found: Array = np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
-        return found
+        return np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
 
-    def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
+    def largest(self, scores: ArrayLike, position: int, scale: float = 1.0) -> int:
         """Return the token with the largest `scale * scores[token]` + number at a position.
 
         `scores` is `[vocab]`. Returns -1 where a score is NaN or the largest is infinite. The
@@ -160,25 +153,23 @@ class Noise:
         if not np.isfinite(tops.max()):  # the maximum is NaN if any score is
             return -1
         bounds = tops.astype(np.float64) * scale + self.peaks(position)[0][: len(tops)]
-        first = (
-            np.argpartition(-bounds, LIKELY)[:LIKELY]
-            if len(bounds) > LIKELY
-            else np.arange(len(bounds))
-        )
+        first = np.arange(len(bounds))
+        if len(bounds) > LIKELY:
+            first = np.argpartition(-bounds, LIKELY)[:LIKELY]
         best, token = _best_of(self, scores, position, scale, first)
         bounds[first] = -np.inf
         others = (bounds > best).nonzero()[0]
         if len(others):
-            found, other = _best_of(self, scores, position, scale, others)
-            if found > best:
+            second, other = _best_of(self, scores, position, scale, others)
+            if second > best:
                 return other
         return token
 
     def perturb(
         self,
-        rows: Numbers,
-        tokens: Numbers | None,
-        places: Sequence[Place],
+        rows: ArrayLike,
+        tokens: ArrayLike | None,
+        places: Sequence[NoisePlace],
         temperature: float,
         most: int,
     ) -> list[Row]:
@@ -209,11 +200,9 @@ class Noise:
             spots.append(((lifted > bar) & (q >= low)).nonzero()[0])
             sizes.append(len(spots[-1]))
         columns = np.concatenate(spots)
-        gumbels = self.of(
-            columns if tokens is None else tokens[columns],
-            np.repeat(np.array([position for position, *_ in places]), sizes),
-        )
-        found, first = list[Row](), 0
+        positions = np.repeat(np.array([position for position, *_ in places]), sizes)
+        gumbels = self.of(columns if tokens is None else tokens[columns], positions)
+        perturbed, first = list[Row](), 0
         for q, spot, size, (_, _, floor) in zip(rows, spots, sizes, places, strict=True):
             probs = q[spot] * np.exp(temperature * gumbels[first : first + size])
             first += size
@@ -221,8 +210,8 @@ class Noise:
             order = np.argsort(-probs, kind="stable")[:most]
             order = order[probs[order] > floor]
             names = spot[order] if tokens is None else tokens[spot[order]]
-            found.append((names.tolist(), probs[order].tolist()))
-        return found
+            perturbed.append((names.tolist(), probs[order].tolist()))
+        return perturbed
 
     def forget(self) -> None:
         """Drop the cached places. Nothing is lost, since every number can be computed again."""

@@ -12,8 +12,7 @@ from quickbeam.params import COUPLED, SamplingParams
 FULL, FREQUENCY, CLUSTERS, ROUTER, BESIDE = "full", "frequency", "clusters", "router", "+context"
 # the parts of the vocabulary that a drafter may score (`drafters/vocabulary.py`)
 VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", CLUSTERS, ROUTER)
-# `frequency+context` where the drafter comes with a list of frequent tokens, else the full
-# vocabulary
+# `frequency+context` where the drafter comes with a list of frequent tokens, else `full`
 SHORTENED = "shortened"
 # nodes of a draft tree, the root included; auto: as many as pay, by measured cost
 Budget: TypeAlias = int | Literal["auto"]
@@ -33,13 +32,13 @@ class Options(TypedDict, total=False):
     shortlist: int | None
 
 
-class Calls(Options, total=False):
+class CallArgs(Options, total=False):
     """What a call of `generate` may set."""
 
     progress: bool | None
 
 
-class Chats(Calls, total=False):
+class ChatArgs(CallArgs, total=False):
     """What a call of `chat` may set."""
 
     template: dict[str, Any] | None
@@ -52,8 +51,7 @@ class Setting(NamedTuple):
 
     - `method`, `vocab`, `shortlist`: as in `LLM`.
     - `temperature_class`: a class of temperatures, from 0 to 4. It is negative where children are
-      drawn
-      (`coupling="residual"`).
+      drawn (`coupling="residual"`).
     - `constrained`: whether a grammar constrains the answer.
     """
 
@@ -75,8 +73,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def temperature_class(params: SamplingParams) -> int:
     """Return the class of temperatures that `Setting.temperature_class` holds."""
-    found = min(math.ceil(params.temperature / 0.4), 4)
-    return found if params.coupling == COUPLED else -found
+    level = min(math.ceil(params.temperature / 0.4), 4)
+    return level if params.coupling == COUPLED else -level
 
 
 def plain_vocab(vocab: str) -> str:

@@ -108,11 +108,7 @@ class SamplingParams:
     @property
     def penalises(self) -> bool:
         """Whether earlier tokens change the logits of a node."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def bans(self) -> bool:

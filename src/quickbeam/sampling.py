@@ -45,8 +45,7 @@ class Bans:
         self._output += tokens
 
     def after(self, path: Sequence[int]) -> list[int]:
-        """Return the banned ids for the token that follows output and `path`, in no particular
-        order."""
+        """Return the ids that are banned after output and `path`, in no particular order."""
         length = len(self._output) + len(path)
         banned = [*self._ends] if length < self._min_tokens else []
         text = (*self._output[-MOST_BAD:], *path)
@@ -90,8 +89,7 @@ class TokenCounts:
 
 
 class Sampler:
-    """One request's way from raw logits to the distribution over the next token, at any node of a
-    tree.
+    """From raw logits to one request's distribution over the next token, at any node of a tree.
 
     Call `extend` with every emitted token, the next root included. The `path` of a node is the
     tokens below the root, down to the node itself. It is empty for the root.
@@ -151,8 +149,7 @@ class Sampler:
     def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """Return float32 logits `[vocab]` of a node with bias, penalties and bans applied.
 
-        `logits` are the raw logits `[vocab]` and stay unchanged. Raises `DeadEnd` where the grammar
-        and the other bans leave no token.
+        `logits`: raw `[vocab]`, unchanged. Raises `DeadEnd` where grammar and bans leave no token.
         """
         params = self.params
         if not params.adjusts_logits:
@@ -176,8 +173,7 @@ class Sampler:
         return scores if self.grammar is None else self.grammar.ban(scores, path)
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
-        """Return the most probable token at a node with raw logits `[vocab]`: what temperature 0
-        emits.
+        """Return the most probable token for raw logits `[vocab]`: what temperature 0 emits.
 
         Raises `QuickbeamError` for NaN logits.
         """
@@ -200,11 +196,9 @@ class Sampler:
         return token
 
     def probs(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Return the distribution `[vocab]` (float32) over the next token at a node with raw logits
-        `[vocab]`.
+        """Return the distribution `[vocab]` (float32) over the next token for raw logits `[vocab]`.
 
-        At temperature 0 the most probable token has probability 1. Raises `QuickbeamError` for NaN
-        logits.
+        At temperature 0 the best token has probability 1. Raises `QuickbeamError` for NaN logits.
         """
         params, scores = self.params, self.process(logits, path)
         if params.greedy:
@@ -215,8 +209,7 @@ class Sampler:
         _require_finite(bool(peak.isfinite()))
         if 0 < params.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -math.inf)
-        # The largest score is 0 before the division, so nothing overflows upwards; the floor keeps
-        # 1/temperature finite in float32.
+        # the largest score is 0, so nothing overflows; the floor keeps 1/temperature finite
         probs = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
         if params.top_p < 1:
             probs = nucleus(probs, params.top_p, params.top_k)
@@ -233,7 +226,7 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
     tokens are not noticed. Raises `InvalidInput` for a word that has no tokens, or more than
     `MOST_BAD`.
     """
-    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    unique: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
         bare = word.lstrip(" ") or word
         for text in (bare, f" {bare}"):
@@ -247,8 +240,8 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
                     f"bad_words: {word[:20]!r}… has {len(ids)} tokens: a word may have at most "
                     f"{MOST_BAD}"
                 )
-            found[ids] = None
-    return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]
+            unique[ids] = None
+    return [list(ids) for ids in unique if not any(ids[i:] in unique for i in range(1, len(ids)))]
 
 
 def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:

@@ -20,8 +20,7 @@ class TokenTree:
     - `probs`: for a drawn node, the distribution `q` `[vocab]` that it was drawn from, before the
       tokens of earlier siblings are removed. For a deterministic proposal (n-grams, last logits) it
       is `None`: all probability is on its token.
-    - `children`: for each node, its children by token, in the order of proposal. Siblings never
-      share a token.
+    - `children`: for each node, its children by token, in the order of proposal.
     """
 
     def __init__(self, root: int) -> None:
@@ -72,15 +71,9 @@ class TokenTree:
     def first(self, count: int) -> TokenTree:
         """Return a tree of the first `count` nodes."""
         tree = TokenTree(self.token[0])
-        for node in range(1, min(count, len(self))):
-            tree.add(
-                self.parent[node],
-                self.token[node],
-                self.source[node],
-                self.value[node],
-                self.probs[node],
-                self.probability[node],
-            )
+        lists = self.parent, self.token, self.source, self.value, self.probs, self.probability
+        for entries in list(zip(*lists, strict=True))[1:count]:
+            tree.add(*entries)
         return tree
 
     def child(self, node: int, token: int) -> int | None:

@@ -1,7 +1,6 @@
 """The acceptance rules: they decide which drafted tokens stay.
 
-Both rules keep the output lossless. Each yields the distribution of plain decoding. This module
-knows nothing of models.
+Both are lossless: each yields the distribution of plain decoding. Nothing here knows of models.
 
 **Equality** (`verify_equal`, coupled sampling). Once the target's logits at a place are known, the
 token emitted there is known too. At temperature 0 it is the most probable token. Otherwise it is
@@ -11,8 +10,7 @@ prompt, parameters and seed. So a draft tree may be chosen in any way, even by l
 
 **Residual rule** (`verify_residual`). This is the rule of the papers. It is for children that were
 drawn with random numbers of their own. They must not be drawn with the noise that chooses the
-answer. The children would then tell which token the target is going to emit, and the rule requires
-that they are independent of it.
+answer. They would then depend on the token that the target emits, which the rule forbids.
 
 At a node with target distribution `p` and children y1..yk, each yi was proposed from a distribution
 Qi that depends only on tokens drawn before yi:
@@ -29,8 +27,7 @@ without the tokens of all earlier siblings, renormalised: children are drawn wit
 
 If all children are deterministic proposals, the rule amounts to this: draw a token from p, and
 follow the child that holds it if there is one. `verify_residual` does exactly that in this case.
-Each emitted token then takes one random number, whatever the tree was. So a seed gives the answer
-that plain decoding gives.
+Each emitted token then takes one random number, whatever the tree was, as in plain decoding.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ class Verdict(NamedTuple):
 def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
     """Follow the emitted tokens down the tree from the root, as long as a child holds the next one.
 
-    `emitted(node)` returns the token that follows `node`. It is called for accepted nodes only, the
-    root included.
+    `emitted(node)` returns the token after `node`. It is called for the root and accepted nodes.
     """
     path = [0]
     while True:

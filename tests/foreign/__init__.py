@@ -5,8 +5,6 @@ at the same address, so the addresses in operations and batches hold there, too,
 copied. The memory is that of `memory.cpp`, which Python is started with (`run`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

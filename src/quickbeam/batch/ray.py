@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from quickbeam.batch.run import CHAT, COMPLETIONS, RESPONSES, Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve.app import Answering
+from quickbeam.serve.app import InProcessServer
 
 # CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
 # room for the tasks that read and write data.
@@ -28,7 +28,7 @@ def environment(threads: int) -> dict[str, Any]:
     return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
 
-class Replica(Answering):
+class BatchReplica(InProcessServer):
     """A model in a process of its own. `options` are arguments of `LLM`."""
 
     def __init__(self, name: str | None, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ async def replicas(
     """
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        kind: Any = ray.remote(Replica).options(
+        kind: Any = ray.remote(BatchReplica).options(
             num_cpus=CPUS,
             num_gpus=0,
             max_restarts=RESTARTS,
@@ -54,11 +54,11 @@ async def replicas(
             runtime_env=environment(threads),
         )
         actors = [kind.remote(name, options) for _ in range(count)]
-        owed = [0] * count
+        pending = [0] * count
 
         async def answer(url: str, body: dict[str, Any]) -> Reply:
-            least = min(range(count), key=owed.__getitem__)
-            owed[least] += 1
+            least = min(range(count), key=pending.__getitem__)
+            pending[least] += 1
             try:
                 reply: Reply = await actors[least].answer.remote(url, body)
                 return reply
@@ -66,7 +66,7 @@ async def replicas(
                 why = str(error).strip().splitlines()[-1]
                 raise QuickbeamError(f"a replica failed: {why}") from error
             finally:
-                owed[least] -= 1
+                pending[least] -= 1
 
         yield answer
     finally:
@@ -87,17 +87,14 @@ class QuickbeamActor:
         self._column, self._params = column, dict(params or {})
         self._field = column if column in FIELDS else "prompt"
         self._loop = asyncio.new_event_loop()
-        self._answering = Answering(LLM(**options))
+        self._answering = InProcessServer(LLM(**options))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of columns with the columns `answer` and `error` added."""
         replies = self._loop.run_until_complete(self._all(batch[self._column]))
-        good = [reply.status == 200 for reply in replies]
-        texts = [_text(one.body) if ok else None for one, ok in zip(replies, good, strict=True)]
-        errors = [
-            None if ok else one.body["error"]["message"]
-            for one, ok in zip(replies, good, strict=True)
-        ]
+        good = [(one.status == 200, one.body) for one in replies]
+        texts = [_text(body) if ok else None for ok, body in good]
+        errors = [None if ok else body["error"]["message"] for ok, body in good]
         return {**batch, "answer": texts, "error": errors}
 
     async def _all(self, values: Iterable[Any]) -> list[Reply]:

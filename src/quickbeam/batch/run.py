@@ -19,7 +19,7 @@ SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # field of a short line, and 
 ENVELOPE = {"method", "url", "body"}
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """One line of a file of requests; `id` is a hash of everything that it asks."""
 
     line: int  # from 1
@@ -30,7 +30,7 @@ class Request(NamedTuple):
     fault: str | None = None  # why the line is not a valid request
 
 
-def read(path: Path) -> Iterator[Request]:
+def read(path: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a file in order. Raises `InvalidInput` if the file can't be read."""
     try:
         with path.open("rb") as file:
@@ -44,7 +44,7 @@ def read(path: Path) -> Iterator[Request]:
         raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
 
 
-def parse(number: int, line: bytes) -> Request:
+def parse(number: int, line: bytes) -> BatchRequest:
     """Return the request of one line: OpenAI's, or `messages` or `prompt` with parameters beside.
 
     Without a `custom_id` it is named after its line. Without a seed it gets one derived from what
@@ -60,17 +60,17 @@ def parse(number: int, line: bytes) -> Request:
         if not isinstance(given, str) or not given:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
         name = given
-        url, body = _asked(fields)
+        url, body = _endpoint_and_body(fields)
     except (ValueError, RecursionError) as error:
         digest = _digest(name, hashlib.sha256(line.strip()).hexdigest())
-        return Request(number, name, digest, "", {}, f"line {number}: {error}")
+        return BatchRequest(number, name, digest, "", {}, f"line {number}: {error}")
     digest = _digest(name, url, body)
     if body.get("seed") is None and body.get("seeds") is None:
         body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
-    return Request(number, name, digest, url, body)
+    return BatchRequest(number, name, digest, url, body)
 
 
-def _asked(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _endpoint_and_body(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the endpoint and the body that a line names. Raises `ValueError` if it is wrong."""
     if not fields.keys() & ENVELOPE:
         kinds = [kind for kind in SHORT if kind in fields]
@@ -103,8 +103,8 @@ def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
 
 
 def _digest(*parts: Any) -> str:
-    asked = json.dumps(parts, sort_keys=True).encode()
-    return f"batch_req_{hashlib.sha256(asked).hexdigest()[:32]}"
+    text = json.dumps(parts, sort_keys=True).encode()
+    return f"batch_req_{hashlib.sha256(text).hexdigest()[:32]}"
 
 
 def _refuse_constant(name: str) -> None:
@@ -154,7 +154,7 @@ def check(source: Path, journal: Journal) -> int:
 
 
 async def run(
-    requests: Iterable[Request],
+    requests: Iterable[BatchRequest],
     answer: Answer,
     journal: Journal,
     window: int,
@@ -165,13 +165,13 @@ async def run(
     `answered` is called after each. An error that `answer` raises ends the run; what was written
     stays, and the next run continues from there.
     """
-    asked = dict[asyncio.Future[Reply], Request]()
+    pending = dict[asyncio.Future[Reply], BatchRequest]()
 
     async def take() -> None:
-        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         # errors come last, so that answers that arrived with them are written first
         for one in sorted(done, key=lambda one: one.exception() is not None):
-            journal.write(_record(asked.pop(one), one.result()))
+            journal.write(_record(pending.pop(one), one.result()))
             answered()
 
     try:
@@ -182,18 +182,18 @@ async def run(
                 journal.write(_record(request, None))
                 answered()
                 continue
-            asked[asyncio.ensure_future(answer(request.url, request.body))] = request
-            if len(asked) >= window:
+            pending[asyncio.ensure_future(answer(request.url, request.body))] = request
+            if len(pending) >= window:
                 await take()
-        while asked:
+        while pending:
             await take()
     finally:
-        for one in asked:
+        for one in pending:
             one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
 
 
-def _record(request: Request, reply: Reply | None) -> dict[str, Any]:
+def _record(request: BatchRequest, reply: Reply | None) -> dict[str, Any]:
     """Return OpenAI's record of a reply; None stands for a line that is not a valid request."""
     error = response = None
     if reply is None:

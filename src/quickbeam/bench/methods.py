@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `quickbeam --help` imports this file, and torch takes secon
     from quickbeam.engine.result import Completion
     from quickbeam.llm import LLM
 
-Runner = Union["LLMRunner", "Peer"]  # a loaded method
+MethodRunner = Union["LLMRunner", "Peer"]  # a loaded method
 Messages = Sequence[dict[str, str]]
 PEERS = ("hf", "hf-pld")  # transformers' generate as it comes, and its prompt lookup
 KNOWN = ", ".join([*METHODS, *PEERS])
@@ -140,7 +140,7 @@ def load_runners(
     loading: dict[str, Any],
     progress: Callable[[str, float | None], None] | None = None,
     raw: bool = False,
-) -> tuple[dict[str, Runner], str, Any]:
+) -> tuple[dict[str, MethodRunner], str, Any]:
     """Load what the methods need with these arguments of `LLM`.
 
     Returns the methods in the order of `items`, the model's name, and what is read from disk.
@@ -148,7 +148,7 @@ def load_runners(
     own, peers = ([item for item in items if item.is_peer is peer] for peer in (False, True))
     # each method has its own of these
     given = {k: v for k, v in loading.items() if k not in ("budget", "vocab", "shortlist")}
-    runners, name, disk = dict[str, Runner](), loading["model"] or DEFAULT, None
+    runners, name, disk = dict[str, MethodRunner](), loading["model"] or DEFAULT, None
     folder, device = loading["model"], loading["device"]
     if own:
         from quickbeam.llm import LLM

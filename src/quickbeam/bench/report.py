@@ -194,8 +194,7 @@ def environment(device: str, dtype: str) -> dict[str, object]:
         commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "quickbeam": quickbeam.__version__}
-    program = Path(sys.argv[0]).name.replace("__main__.py", "quickbeam")
-    command = " ".join([program, *sys.argv[1:]])
+    command = " ".join([Path(sys.argv[0]).name.replace("__main__.py", "quickbeam"), *sys.argv[1:]])
     known = {"command": command, "date": date.today().isoformat(), "commit": commit, **versions}
     cores = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     kernels = describe(device, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quickbeam.bench.methods import MethodItem, Question, Runner
+from quickbeam.bench.methods import MethodItem, MethodRunner, Question
 from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
@@ -57,7 +57,7 @@ def begin(items: Sequence[MethodItem], params: SamplingParams) -> Results:
     return Results(names, reference, compared if reference in compared else [], params)
 
 
-def warm_up(runners: Mapping[str, Runner], params: SamplingParams) -> None:
+def warm_up(runners: Mapping[str, MethodRunner], params: SamplingParams) -> None:
     """Let every method answer a prompt that isn't counted: first calls compile and allocate."""
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_TOKENS))
     for runner in runners.values():
@@ -66,7 +66,7 @@ def warm_up(runners: Mapping[str, Runner], params: SamplingParams) -> None:
 
 def run(
     questions: Sequence[Question],
-    runners: Mapping[str, Runner],
+    runners: Mapping[str, MethodRunner],
     results: Results,
     progress: Callable[[str, float], object] = lambda stage, done: None,
 ) -> Iterator[None]:
@@ -114,7 +114,7 @@ def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]
 
 
 def gap(
-    runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
+    runner: MethodRunner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
 ) -> float | None:
     """Return the best token's score after the prompt and `answered`, less the second best's.
 

@@ -30,7 +30,7 @@ COLUMNS |= {"p95 ms a token": "p95_tpot_ms", "MAT": "mean_accepted_tokens"}
 
 
 @dataclass
-class Asked:
+class TimedRequest:
     """One request, and what became of it: when its first and last token came, in seconds since the
     run began. The client goes away after `leaves_after` tokens, or never."""
 
@@ -60,7 +60,7 @@ class Run:
 
     load: int
     method: str
-    answers: list[Asked] = field(default_factory=list)
+    answers: list[TimedRequest] = field(default_factory=list)
     seconds: float = 0.0
     decoding_seconds: float = 0.0
     decoding_tokens: int = 0
@@ -79,60 +79,61 @@ def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -
 
 
 def requests(
-    prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0
-) -> list[Asked]:
+    prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int
+) -> list[TimedRequest]:
     """Return the prompts as requests that arrive all at once, or `rate` a second (Poisson).
 
     The clients of a share `cancel` of them go away after a random number of tokens, at most half of
     `max_tokens`.
     """
-    rng, clock, asked = random.Random(seed), 0.0, list[Asked]()
+    rng, clock, asked = random.Random(0), 0.0, list[TimedRequest]()
     for i, ids in enumerate(prompts):
         clock += rng.expovariate(rate) if rate is not None else 0.0
         leaves = int((i + 1) * cancel) > int(i * cancel)
         after = rng.randint(1, max(1, max_tokens // 2))
-        asked.append(Asked(ids, clock, after if leaves else None))
+        asked.append(TimedRequest(ids, clock, after if leaves else None))
     return asked
 
 
-class Client:
+@dataclass(eq=False)
+class BenchClient:
     """The client of one request. It follows the answer on the engine's thread."""
 
-    def __init__(
-        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Client]
-    ) -> None:
-        self.asked, self._began, self._thread, self._ended = asked, began, thread, ended
-        self.stream: Stream | None = None
+    request: TimedRequest
+    began: float
+    thread: EngineThread
+    ended: SimpleQueue[BenchClient]
+    stream: Stream | None = None
 
     def notify(self, sequences: Sequence[SequenceState]) -> None:
         """Note what a step brought, and go away where the client does."""
-        (sequence,), one = sequences, self.asked
-        at, token_ids = time.perf_counter() - self._began, sequence.output.token_ids
+        (sequence,), one = sequences, self.request
+        at, token_ids = time.perf_counter() - self.began, sequence.output.token_ids
         if len(token_ids) > len(one.token_ids):
             one.first, one.last, one.token_ids = one.first or at, at, list(token_ids)
         if sequence.over:
             one.steps, one.nodes = sequence.statistics.steps, sequence.statistics.nodes
-            self._ended.put(self)
+            self.ended.put(self)
         elif one.leaves_after is not None and len(token_ids) >= one.leaves_after:
             one.cancelled = True
-            self._thread.cancel(sequence)
+            self.thread.cancel(sequence)
 
 
 def serve(
-    llm: LLM, asked: Sequence[Asked], item: MethodItem, params: SamplingParams, load: int
+    llm: LLM, asked: Sequence[TimedRequest], item: MethodItem, params: SamplingParams, load: int
 ) -> Run:
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    engine, ended = llm.engine, SimpleQueue[Client]()
+    engine, ended = llm.engine, SimpleQueue[BenchClient]()
     engine.scheduler.most = load
-    run, waiting, running = Run(load, item.name), list(asked), set[Client]()
+    run, waiting, running = Run(load, item.name), list(asked), set[BenchClient]()
     seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
     began = time.perf_counter()
     try:
         while waiting or running:
             while waiting and waiting[0].arrives <= time.perf_counter() - began:
-                one = Client(replace(waiting.pop(0)), began, llm.thread, ended)
-                one.stream = llm.stream(one.asked.ids, params, client=one, **item.options())
+                one = BenchClient(replace(waiting.pop(0)), began, llm.thread, ended)
+                one.stream = llm.stream(one.request.ids, params, client=one, **item.options())
                 running.add(one)
             left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
             with suppress(Empty):
@@ -140,7 +141,7 @@ def serve(
                 running.remove(one)
                 if one.stream is not None and one.stream.error is not None:
                     raise one.stream.error
-                run.answers.append(one.asked)
+                run.answers.append(one.request)
     finally:
         for one in running:
             if one.stream is not None:
@@ -153,7 +154,7 @@ def serve(
 
 def measure(
     llm: LLM,
-    asked: Sequence[Asked],
+    asked: Sequence[TimedRequest],
     items: Sequence[MethodItem],
     loads: Sequence[int],
     params: SamplingParams,

@@ -22,7 +22,7 @@ from quickbeam.bench.methods import (
     spread,
 )
 from quickbeam.cli.common import (
-    Target,
+    ModelOptions,
     check_models,
     check_output,
     loading_progress,
@@ -41,7 +41,7 @@ HELP = f"Comma-separated {SYNTAX}. Names: {KNOWN}; vocabularies: {', '.join(VOCA
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionOptions:
     """What is asked, of each question its first turn."""
 
     questions: Path | None = None
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Load(Asked):
+class ThroughputOptions(QuestionOptions):
     """What is asked, and how much at once."""
 
     concurrency: str = "1,4,16"
@@ -67,7 +67,7 @@ class Load(Asked):
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportOptions:
     """What is compared, and where the figures go."""
 
     methods: str = field(default="ar,pld,logitspec,auto", metadata={"help": HELP})
@@ -86,9 +86,9 @@ commands = typer.Typer(help="Measure. Without a command: methods, one request at
 @command
 def bench(
     context: typer.Context,
-    asked: Asked,
-    target: Target,
-    report: Report,
+    asked: QuestionOptions,
+    target: ModelOptions,
+    report: ReportOptions,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
 ) -> None:
     """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall.
@@ -97,7 +97,9 @@ def bench(
         compare(asked, target, report, params)
 
 
-def compare(asked: Asked, target: Target, given: Report, params: SamplingParams) -> None:
+def compare(
+    asked: QuestionOptions, target: ModelOptions, given: ReportOptions, params: SamplingParams
+) -> None:
     """Load the methods, ask the questions, then show and write the figures."""
     items, questions = prepare(asked, target, given, params)
     with loading_progress(target.model, target.drafter) as loading:
@@ -138,9 +140,9 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
 @commands.command()
 @command
 def throughput(
-    load: Load,
-    target: Target,
-    report: Report = Report("ar,logitspec,auto"),
+    load: ThroughputOptions,
+    target: ModelOptions,
+    report: ReportOptions = ReportOptions("ar,logitspec,auto"),
     params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
 ) -> None:
     """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out
@@ -180,7 +182,7 @@ def throughput(
 
 
 def prepare(
-    asked: Asked, target: Target, report: Report, params: SamplingParams
+    asked: QuestionOptions, target: ModelOptions, report: ReportOptions, params: SamplingParams
 ) -> tuple[list[MethodItem], list[Question]]:
     """Return the entries of `--methods` and the questions, or refuse them before torch is
     imported."""
@@ -201,7 +203,7 @@ def prepare(
 
 
 def known(
-    asked: Asked, target: Target, params: SamplingParams, device: str, model: str
+    asked: QuestionOptions, target: ModelOptions, params: SamplingParams, device: str, model: str
 ) -> dict[str, Any]:
     """Return when, where and with what settings a measurement was made, for its JSON."""
     from quickbeam.bench.report import environment

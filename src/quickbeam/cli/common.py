@@ -34,7 +34,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelOptions:
     """How a model and its drafter are loaded: arguments of `LLM`, all but the method."""
 
     model: str | None = field(
@@ -86,7 +86,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Loading(Target):
+class LoadOptions(ModelOptions):
     """How a model is loaded to answer with a method."""
 
     method: str = field(
@@ -131,7 +131,7 @@ def check_models(*names: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaOptions:
     """How many answers are computed at a time, and whether by replicas on Ray."""
 
     max_running: int = field(default=32, metadata={"min": 1})
@@ -143,7 +143,7 @@ class Replicas:
     threads: int = field(default=1, metadata={"min": 1})
     """With --ray: of each replica."""
 
-    def check(self, loading: Loading) -> None:
+    def check(self, loading: LoadOptions) -> None:
         """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here."""
         if self.replicas > 1 and not self.ray:
             raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
@@ -162,7 +162,7 @@ def needs(extras: str, what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Follow:
+class GrammarOptions:
     """What an answer has to follow: at most one of these."""
 
     json_schema: str | None = field(default=None, metadata={"metavar": "FILE|JSON"})

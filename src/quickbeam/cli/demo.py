@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from quickbeam.cli.common import Loading, check_output, harmless, save, stderr
+from quickbeam.cli.common import LoadOptions, check_output, harmless, save, stderr
 from quickbeam.hub import DEFAULT
 from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams
@@ -59,7 +59,7 @@ EXAMPLES = {
 WORDS = "ar: plain decoding, one token a step · MAT: mean accepted tokens a step"
 
 
-class Answer(NamedTuple):
+class SourcedAnswer(NamedTuple):
     """A completion, and the source that drafted each of its tokens; None for the target itself."""
 
     completion: Completion
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemoOptions:
     """What is shown."""
 
     max_tokens: int = field(default=160, metadata={"min": 1})
@@ -76,7 +76,7 @@ class Shown:
     """Draw what is shown here, as a picture."""
 
 
-def demo(loading: Loading, given: Shown) -> None:
+def demo(loading: LoadOptions, given: DemoOptions) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     if given.svg is not None:
         check_output("--svg", given.svg)
@@ -108,13 +108,13 @@ def demo(loading: Loading, given: Shown) -> None:
 
 def answer(
     llm: LLM, method: str, prompt: str, params: SamplingParams, doing: str = "answering"
-) -> Answer:
+) -> SourcedAnswer:
     steps: list[StepRecord] = []
     messages = [{"role": "user", "content": prompt}]
     with stderr().status(f"{doing} with {method}"):
         stream = llm.chat_stream(messages, params, method=method, observer=steps.append)
         completion = stream.result()
-    return Answer(completion, sources(len(completion.token_ids), steps))
+    return SourcedAnswer(completion, sources(len(completion.token_ids), steps))
 
 
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
@@ -126,7 +126,7 @@ def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
     return [None] * (tokens - len(drafters)) + drafters
 
 
-def panel(answer: Answer, tokenizer: Any) -> Panel:
+def panel(answer: SourcedAnswer, tokenizer: Any) -> Panel:
     """Return an answer's text, its tokens in the colours of what drafted them, and its speed."""
     completion, s = answer.completion, answer.completion.statistics
     speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s"

@@ -102,8 +102,8 @@ def lacking(extra: str = "") -> list[str]:
 
     missing = []
     for one in map(Requirement, metadata.requires("quickbeam") or ()):
-        due = one.marker is None or one.marker.evaluate({"extra": extra})
-        if due and ("extra" in str(one.marker)) == bool(extra):
+        required = one.marker is None or one.marker.evaluate({"extra": extra})
+        if required and ("extra" in str(one.marker)) == bool(extra):
             try:
                 fits = one.specifier.contains(metadata.version(one.name), prereleases=True)
             except metadata.PackageNotFoundError:
@@ -169,7 +169,7 @@ def doctor(
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PullOptions:
     """What is fetched or listed."""
 
     name: str = field(
@@ -180,7 +180,7 @@ class Pulled:
     """Fetch nothing: say what is in the cache."""
 
 
-def pull(given: Pulled) -> None:
+def pull(given: PullOptions) -> None:
     """Fetch an embedded model into the cache, unless it is there, and print its folder."""
     if given.list:
         for name, entry in hub.EMBEDDED.items():

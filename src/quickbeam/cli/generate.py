@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from quickbeam.cli.common import (
-    Follow,
-    Loading,
+    GrammarOptions,
+    LoadOptions,
     check_output,
     follow,
     save,
@@ -37,7 +37,7 @@ HELP = (
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatOptions:
     """How the model is spoken to."""
 
     system: str | None = None
@@ -47,7 +47,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Conversation):
+class GenerateOptions(ChatOptions):
     """What is answered, and what is written."""
 
     prompt: str = field(metadata={"argument": True})
@@ -60,7 +60,9 @@ class Asked(Conversation):
     """Write every step's draft tree here, for `quickbeam inspect`."""
 
 
-def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Follow) -> None:
+def generate(
+    asked: GenerateOptions, loading: LoadOptions, params: SamplingParams, wanted: GrammarOptions
+) -> None:
     """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
     answer so far."""
     if asked.raw and asked.system is not None:
@@ -111,13 +113,13 @@ def read(prompt: str) -> str:
     return text
 
 
-def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
+def chat(given: ChatOptions, loading: LoadOptions, params: SamplingParams = LONGER) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
     with loading.load() as llm:  # closing it writes what --keep keeps
         talk(llm, given, params)
 
 
-def talk(llm: LLM, given: Conversation, params: SamplingParams) -> None:
+def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
     """Answer line by line, up to the end of the input."""
     opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)

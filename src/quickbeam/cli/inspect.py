@@ -21,7 +21,7 @@ COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
 
 
 @dataclass(frozen=True)
-class Shown:
+class InspectOptions:
     """What is shown, and how."""
 
     trace: Path = field(metadata={"argument": True, "metavar": "FILE.json"})
@@ -30,7 +30,7 @@ class Shown:
     """Draw every step's tree, as one page."""
 
 
-def inspect(given: Shown) -> None:
+def inspect(given: InspectOptions) -> None:
     """Show what was drafted and what became of it: by source, and with --html tree by tree."""
     from quickbeam.engine.trace import read_trace
 

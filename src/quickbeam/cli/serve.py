@@ -20,7 +20,7 @@ from tqdm import tqdm
 from quickbeam import hub
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.run import Answer, check, read, run
-from quickbeam.cli.common import Loading, Replicas, needs, say
+from quickbeam.cli.common import LoadOptions, ReplicaOptions, needs, say
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
@@ -33,7 +33,7 @@ AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
 @dataclass(frozen=True)
-class Served:
+class ServeOptions:
     """What is served, and how it starts."""
 
     served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME"})
@@ -42,7 +42,9 @@ class Served:
     """Share the computed beginning of prompts that begin alike."""
 
 
-def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: Served) -> None:
+def serve(
+    loading: LoadOptions, settings: ServeSettings, replicas: ReplicaOptions, given: ServeOptions
+) -> None:
     """Serve a model over HTTP to OpenAI's clients; a page to try it is at /. Ctrl-C or SIGTERM
     finishes what is under way."""
     replicas.check(loading)
@@ -64,13 +66,11 @@ def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: 
             from quickbeam.serve import ray
         wanted = {**loading.arguments(), **more, **asdict(replicas)}
         del wanted["ray"]
-        said = f"{name} at http://{settings.host}:{settings.port}, on Ray"
-        return ray.run(settings, wanted, lambda: say(said))
+        where = f"{name} at http://{settings.host}:{settings.port}, on Ray"
+        return ray.run(settings, wanted, lambda: say(where))
     runner = Runner(settings)
     server.run(
-        runner,
-        lambda: loading.load(**more),
-        ready=lambda address: say(greeting(runner, address)),
+        runner, lambda: loading.load(**more), ready=lambda address: say(greeting(runner, address))
     )
 
 
@@ -95,7 +95,7 @@ def greeting(runner: Runner, address: str) -> str:
 
 
 @dataclass(frozen=True)
-class Files:
+class BatchFiles:
     """What is answered, and where answers go."""
 
     source: Path = field(metadata={"argument": True, "metavar": "IN.jsonl"})
@@ -106,7 +106,7 @@ class Files:
     """What requests call the model."""
 
 
-def batch(files: Files, loading: Loading, replicas: Replicas) -> None:
+def batch(files: BatchFiles, loading: LoadOptions, replicas: ReplicaOptions) -> None:
     """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
     lost, and none is made twice.
 
@@ -131,7 +131,7 @@ def batch(files: Files, loading: Loading, replicas: Replicas) -> None:
 
 
 async def answer(
-    files: Files, journal: Journal, total: int, loading: Loading, replicas: Replicas
+    files: BatchFiles, journal: Journal, total: int, loading: LoadOptions, replicas: ReplicaOptions
 ) -> None:
     """Answer all requests that have no answer yet, with a model here or replicas on Ray."""
     answering: AbstractAsyncContextManager[Answer]
@@ -142,9 +142,9 @@ async def answer(
         answering = ray.replicas(replicas.replicas, files.served_name, wanted, replicas.threads)
     else:
         with needs("serve", "answering requests"):
-            from quickbeam.serve.app import Answering
+            from quickbeam.serve.app import InProcessServer
         llm = loading.load(max_running=replicas.max_running)
-        answering = Answering(llm, files.served_name)
+        answering = InProcessServer(llm, files.served_name)
     shown = {"unit": "answer", "disable": not sys.stderr.isatty()}
     async with answering as one:
         with tqdm(total=total, initial=len(journal.done), **shown) as bar:

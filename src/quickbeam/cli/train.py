@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from quickbeam.cli import bench
-from quickbeam.cli.common import Target, check_models, loading_progress, progress_bar, say
+from quickbeam.cli.common import ModelOptions, check_models, loading_progress, progress_bar, say
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 
@@ -19,7 +19,7 @@ METHODS = "ar,logitspec,dyspec:4,dyspec,auto"
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageOptions:
     """Which stages are carried out."""
 
     only: str | None = field(default=None, metadata={"choices": ("text", "drafter", "shortlist")})
@@ -32,7 +32,7 @@ class Stages:
     """Longest answer of the bench."""
 
 
-def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) -> None:
+def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: StageOptions) -> None:
     """Make a block drafter for a model, from text that the model writes itself; then measure how
     fast the methods are with it. Draft with it by --drafter OUT.
 
@@ -45,35 +45,30 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
         make_shortlist(plan, shortlist)
         return
     try:
-        _carry_out(plan, stages)
+        if stages.only != "drafter":
+            write_text(plan)
+            gc.collect()
+        if stages.only != "text":
+            make_drafter(plan)
+            gc.collect()
+        if stages.only is None:
+            bench.compare(
+                bench.QuestionOptions(limit=stages.limit),
+                ModelOptions(model=plan.model, drafter=str(plan.out)),
+                bench.ReportOptions(METHODS, plan.out / "bench.json"),
+                SamplingParams(max_tokens=stages.max_tokens),
+            )
     except KeyboardInterrupt:
         say(f"stopped: {plan.out} keeps what was done, and the same command goes on")
         raise
 
 
-def _carry_out(plan: Plan, stages: Stages) -> None:
-    if stages.only != "drafter":
-        write_text(plan)
-        gc.collect()
-    if stages.only == "text":
-        return
-    make_drafter(plan)
-    gc.collect()
-    if stages.only is None:
-        bench.compare(
-            bench.Asked(limit=stages.limit),
-            Target(model=plan.model, drafter=str(plan.out)),
-            bench.Report(METHODS, plan.out / "bench.json"),
-            SamplingParams(max_tokens=stages.max_tokens),
-        )
-
-
 def write_text(plan: Plan) -> None:
     """Write text until there is enough."""
     with loading_progress(plan.model):
-        from quickbeam.train.stages import TextStage, written
+        from quickbeam.train.stages import TextStage, existing_text
 
-        there = written(plan)
+        there = existing_text(plan)
         if there is not None and there.tokens >= plan.tokens:
             return
         stage = TextStage(plan)
@@ -119,8 +114,7 @@ def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
     with loading_progress(plan.model) as report:
         from quickbeam.train.shortlist import ShortlistTraining
 
-        training = ShortlistTraining(plan.model, plan.out, how, plan.recipe.seed)
-        figures = training.run(report)
+        figures = ShortlistTraining(plan.model, plan.out, how, plan.recipe.seed).run(report)
     for count, (listed, both) in figures.items():
         say(
             f"held-out recall of {count:,} rows and the context: {both:.4f}, of a "

@@ -1,2 +1,1 @@
-"""Sources of candidate tokens. They know the text so far, but not the tree that their tokens go
-into."""
+"""Sources of candidate tokens. They know the text so far, but not where their tokens go."""

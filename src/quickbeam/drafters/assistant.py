@@ -12,7 +12,7 @@ the head reads of its parent. The equations are those of transformers' `Gemma4As
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
-from quickbeam.drafters.folder import (
-    check_tensors,
-    named_errors,
-    read_tensors,
-    refuse_other_target,
-)
+from quickbeam.drafters.folder import check_tensors, named_errors, read_tensors, refuse_other_target
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
 from quickbeam.drafters.shortlist.layout import Layout, Scores
-from quickbeam.drafters.shortlist.native import NativeBlocks, rows_format
-from quickbeam.drafters.shortlist.shortlist import Shortlist, usable_kernels
+from quickbeam.drafters.shortlist.native import NativeHead, rows_format
+from quickbeam.drafters.shortlist.shortlist import Shortlist, head_kernels
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Model, inference
 from quickbeam.models.checkpoint import ModelConfig, read_config, read_json
@@ -124,9 +119,9 @@ class OrderedHead:
         self._weight, self._layout, self._top = weight, layout, min(top, layout.clusters)
         self._rank: Callable[[torch.Tensor], torch.Tensor] = partial(F.linear, weight=centroids)
         self._native = None
-        if (found := usable_kernels(weight)) is not None:
-            self._native = NativeBlocks(weight, layout, found)
-            self._rank = NativeLinear(found, NativePacker(found)(centroids), logits=True)
+        if (kernels := head_kernels(weight)) is not None:
+            self._native = NativeHead(weight, layout, kernels)
+            self._rank = NativeLinear(kernels, NativePacker(kernels)(centroids), logits=True)
 
     def __call__(self, features: Sequence[torch.Tensor]) -> list[Scores]:
         """Return the scores of each call's rows `[n, d]`."""
@@ -168,8 +163,7 @@ class AssistantState(DrafterState):
 class AssistantDrafter(Drafter):
     """A drafter that attends to the target's keys and values.
 
-    `passes` run its layers, `head` scores what they give. `layer`: the hidden states that it reads
-    (`Model.watch`).
+    `passes` run its layers, `head` scores what they give. `layer`: whose hidden states it reads.
     """
 
     needs_hidden = True
@@ -251,8 +245,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
                 f"an assistant needs the native kernels, and this model runs on "
                 f"{model.describe()}; name another drafter"
             )
-        described = gemma4(Config(config, model.dtype))
-        stack = replace(described, head=Linear((Tensor(JOIN),)))
+        stack = replace(gemma4(Config(config, model.dtype)), head=Linear((Tensor(JOIN),)))
         for of in stack.attentions:
             kept = model.pool.shapes[of.source or 0]
             if kept.key_dim != of.head_dim or of.heads % kept.kv_heads:
@@ -266,8 +259,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
         }
         _check_shapes(stored, whole, config, stack)
         parameters = DrafterParameters(config, model.dtype, stored)
-        wide = model.dtype is torch.float32
-        weights = FLOAT32 if wide else rows_format(parameters(TABLE))
+        weights = FLOAT32 if model.dtype is torch.float32 else rows_format(parameters(TABLE))
         passes = AssistantPasses(parameters, stack, model.pool, weights)
         head = _head(parameters, whole, model.pool)
     drafter = AssistantDrafter(passes, head, model, model.config.num_hidden_layers + 1)
@@ -289,9 +281,7 @@ def _sources(whole: Any, config: Any, model: Model) -> dict[str, int]:
     return {target.layer_types[i]: i for i in range(count)}
 
 
-def _check_shapes(
-    stored: Mapping[str, torch.Tensor], whole: Any, config: Any, stack: Stack
-) -> None:
+def _check_shapes(stored: dict[str, torch.Tensor], whole: Any, config: Any, stack: Stack) -> None:
     width, d = whole.backbone_hidden_size, config.hidden_size
     shapes = expected(stack, config) | {JOIN: [d, 2 * width], SPLIT: [width, d]}
     for of in stack.attentions:
@@ -310,8 +300,7 @@ def _head(parameters: DrafterParameters, whole: Any, pool: PagePool) -> Head:
     if whole.use_ordered_embeddings:
         size = len(table) // whole.num_centroids
         layout = Layout(parameters.given[ORDER].long(), 0, size, len(table))
-        top = whole.centroid_intermediate_top_k
-        return OrderedHead(table, layout, parameters(CENTROIDS), top)
+        return OrderedHead(table, layout, parameters(CENTROIDS), whole.centroid_intermediate_top_k)
     name = FLOAT32 if table.dtype is torch.float32 else None
     product = NativeLinear(pool.kernels, NativePacker(pool.kernels, name)(table), logits=True)
 

@@ -1,4 +1,4 @@
-"""The interface of candidate sources and drafters: what they are told and what they return."""
+"""The interface of candidate sources and drafters: what they are given and what they return."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Context:
     """What is known of one sequence before a step: the committed tokens and the request's settings.
 
     - `ids`: prompt and output so far. The last one becomes the root of the next tree.
-    - `logits`: `[vocab]` raw target logits that the last id was chosen from, on the target's
-      device.
+    - `logits`: raw `[vocab]`, that the last id was chosen from, on the target's device.
     - `temperature`: the request's; 0 is greedy.
     - `generator`: draws children, on the CPU, where drafts may not look at the noise.
     - `states`: what each source keeps of this sequence, by the source's name.
@@ -191,10 +190,8 @@ class DraftProbs(NamedTuple):
     - `tokens`: `[s]` int64, the token of each column. `None`: column i is token i. A token without
       a column has probability 0. If a token has several columns, one of them holds its probability.
     - `vocab`: how many tokens the vocabulary has.
-    - `forced`: by row, the only token that a grammar allows there. The values of such a row mean
-      nothing.
-    - `confidence`: for each row, how likely the drafter expects its next token to be accepted;
-      empty where it does not say.
+    - `forced`: by row, the only token that a grammar allows; such a row's values mean nothing.
+    - `confidence`: by row, how likely its next token is accepted, as the drafter expects; or empty.
     """
 
     values: torch.Tensor
@@ -252,9 +249,7 @@ class DrafterState(SourceState):
         `(chunk + 1) * tokens - 1`. None if the state does not hold them."""
         return None
 
-    def adopt(
-        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         """Begin with shared chunks of `tokens` tokens each.
 
         `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last adopted
@@ -309,8 +304,7 @@ class Drafter(Source):
 
         They are at the request's `draft_temperature`, over the tokens that were scored. One batched
         call serves all requests. Each node is requested at most once a tree, after its parent, and
-        the root comes first. A distribution that is not finite is returned as zeros: nothing is
-        proposed there.
+        the root comes first. One that is not finite is returned as zeros.
         """
 
 
@@ -323,8 +317,8 @@ def probs_of(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.T
     # The largest logit is subtracted first, so that the division can't overflow upwards. The floor
     # keeps 1/temperature finite in float32, as in `Sampler.probs`.
     if isinstance(temperature, torch.Tensor) or temperature != 1:
-        heat = torch.as_tensor(temperature, dtype=torch.float32, device=scores.device)
-        scores = (scores - scores.amax(-1, keepdim=True)).div_(heat.clamp(min=1e-30))
+        divisor = torch.as_tensor(temperature, dtype=torch.float32, device=scores.device)
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(divisor.clamp(min=1e-30))
     probs = scores.softmax(-1)
     if probs.device.type != "cpu":
         return probs.nan_to_num_(0.0)

@@ -21,12 +21,12 @@ from quickbeam.drafters.feature import (
     in_parts,
     score,
 )
-from quickbeam.drafters.folder import rope_of
+from quickbeam.drafters.folder import rope_parameters
 from quickbeam.drafters.native import (
     CompiledDrafter,
     DrafterParameters,
     NativePacker,
-    usable_kernels,
+    network_kernels,
 )
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.base import Batch, Chain, Model, inference
@@ -34,7 +34,7 @@ from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.compiled import NativeLinear, kv_shapes
 from quickbeam.models.families import FAMILIES
 from quickbeam.models.families.reading import Config
-from quickbeam.models.gathered import Behind, GatheredStep, behind
+from quickbeam.models.gathered import GatheredStep, UncommittedTokens, uncommitted
 from quickbeam.models.kv import SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import RowList
@@ -62,7 +62,7 @@ class TorchBlocks(TorchPasses):
 
         `hidden`: the target's hidden states `[n, len(taps) * target_size]` of all rows.
         """
-        step = GatheredStep([*map(behind, batch.parts)], self.pool)
+        step = GatheredStep([*map(uncommitted, batch.parts)], self.pool)
         fused = self.network.fuse(hidden)
         for i in range(self.network.config.depth):
             self.write(step, i, *self.network.key_value(i, fused, step.positions))
@@ -73,21 +73,22 @@ class TorchBlocks(TorchPasses):
         Returns the rows that draft, `[b, drafted, d]`.
         """
         depths, visible = range(len(self._visible)), self._visible
-        step = GatheredStep([Behind(one, depths, visible=visible) for one in caches], self.pool)
+        blocks = [UncommittedTokens(one, depths, visible=visible) for one in caches]
+        step = GatheredStep(blocks, self.pool)
 
         def attend(i: int, query: torch.Tensor, *key_value: torch.Tensor) -> torch.Tensor:
             self.write(step, i, *key_value)
             return self.attend(step, i, query)
 
         rows = self.network(anchors, [cache.length for cache in caches], attend)
-        return self.network.drafting(rows)  # type: ignore[no-any-return]
+        return rows[:, len(visible) - self.network.config.drafted :]  # type: ignore[no-any-return]
 
     def near(
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the columns of `logits` `[drafted, s]` that are likely, and their tokens.
 
-        In some row they are at most `within` below the largest, or NaN. `tokens`: as of `Scored`.
+        In some row they are at most `within` below the largest, or NaN. `tokens`: see `HeadLogits`.
         """
         floors = logits.amax(-1, keepdim=True) - within
         columns = (~(logits < floors)).any(0).nonzero()[:, 0]
@@ -111,10 +112,10 @@ class NativeBlocks:
     `name`: as of `NativePacker`.
     """
 
-    def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None = None) -> None:
+    def __init__(self, network: BlockNetwork, kernels: Kernels, name: str | None) -> None:
         self.config, self._head = network.config, network.head
         self._pack, self._markov = NativePacker(kernels, name), network.markov
-        fields = {"rope_parameters": rope_of(self.config.rope), "attention_bias": False}
+        fields = {"rope_parameters": rope_parameters(self.config.rope), "attention_bias": False}
         config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
         described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
         stack = replace(described, head=Linear((Tensor("model.fc.weight"),)))
@@ -195,7 +196,7 @@ class BlockState(FeatureState):
 
     `cache`: keys and values of committed tokens before the anchor, and of nothing else. Of the tree
     that is being grown: `rows` `[drafted, d]`, `scores` `[drafted, s]`: U of `tokens` `[s]`, and
-    `sure`, by depth: logits of the confidence, by the rows alone.
+    `confidence`, by depth: its logits, by the rows alone.
     """
 
     def __init__(
@@ -203,11 +204,9 @@ class BlockState(FeatureState):
     ) -> None:
         super().__init__(cache, ids, shortlist)
         self.rows = self.scores = torch.empty(0)
-        self.tokens, self.sure = torch.empty(0, dtype=torch.int64), list[float]()
+        self.tokens, self.confidence = torch.empty(0, dtype=torch.int64), list[float]()
 
-    def adopt(
-        self, chunks: Sequence[object], tokens: int, hidden: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         super().adopt(chunks, tokens, hidden)
         if chunks and self.waiting:  # a row depends on its own token alone: the last is read
             self.unread.drop(1)
@@ -224,8 +223,8 @@ class BlockDrafter(FeatureDrafter):
     keys and values stay, and runs the block of the anchor, which is the root. All other requests of
     the tree are answered without a pass: the distribution after a node depends on its depth and its
     token. It is over those of the scored tokens whose logit is near the likeliest one's at some
-    depth: at most `within` below it, the Markov head left out. Nodes
-    as deep as the block is long get zeros: nothing is proposed there.
+    depth: at most `within` below it, the Markov head left out. Nodes as deep as the block is long
+    get zeros: nothing is proposed there.
 
     The drafter takes the network over, and makes `model` return the hidden states that it reads
     (`Model.watch`). `native`: let the native kernels run the network where they can. `weights`: the
@@ -249,16 +248,16 @@ class BlockDrafter(FeatureDrafter):
         self.head_size, self.within = network.config.hidden_size, within
         model.watch(network.config.taps)
         # weights of rows for the confidence, and what each token before adds
-        self._sure: tuple[torch.Tensor, Sequence[float]] | None = None
+        self._confidence: tuple[torch.Tensor, Sequence[float]] | None = None
         if self.network.config.confidence:
             proj = self.network.confidence_head["proj"]
             (weight,), bias = (proj.get_parameter(name).float() for name in ("weight", "bias"))
             every = self.network.before(torch.arange(self.vocab_size, device=self.device))
             adds = torch.mv(every, weight[self.head_size :]) + bias
-            self._sure = weight[: self.head_size], array("f", adds.tolist())
-        found = usable_kernels(model, network) if native else None
+            self._confidence = weight[: self.head_size], array("f", adds.tolist())
+        kernels = network_kernels(model, network) if native else None
         self.passes: NativeBlocks | TorchBlocks = (
-            TorchBlocks(network, model) if found is None else NativeBlocks(network, found, weights)
+            NativeBlocks(network, kernels, weights) if kernels else TorchBlocks(network, model)
         )
         self.pool = self.passes.pool
 
@@ -306,10 +305,9 @@ class BlockDrafter(FeatureDrafter):
                 state = states[i]
                 if scored.tokens is None:  # the whole head, which may be padded
                     logits = logits[:, : self.vocab_size]
-                found = self.passes.near(logits, scored.tokens, self.within)
-                state.scores, state.tokens = found
-                if self._sure is not None:
-                    state.sure = (state.rows.float() @ self._sure[0]).tolist()
+                state.scores, state.tokens = self.passes.near(logits, scored.tokens, self.within)
+                if self._confidence is not None:
+                    state.confidence = (state.rows.float() @ self._confidence[0]).tolist()
 
     def _probs(self, request: DraftRequest) -> DraftProbs:
         state, tree, nodes = request.state, request.tree, request.nodes
@@ -318,11 +316,12 @@ class BlockDrafter(FeatureDrafter):
         deepest = len(state.scores) - 1
         places = [(min(tree.depth[node], deepest), tree.token[node]) for node in nodes]
         logits = self.passes.follow(state, places)
-        probs, sure = probs_of(logits, request.context.draft_temperature), list[float]()
+        probs, confidence = probs_of(logits, request.context.draft_temperature), list[float]()
         for i, node in enumerate(nodes):
             if tree.depth[node] > deepest:
                 probs[i] = 0
-        if self._sure is not None:
-            logit = [state.sure[depth] + self._sure[1][token] for depth, token in places]
-            sure = [0.5 + 0.5 * math.tanh(0.5 * one) for one in logit]
-        return DraftProbs(probs, state.tokens, self.vocab_size, confidence=sure)
+        if self._confidence is not None:
+            own, adds = state.confidence, self._confidence[1]
+            summed = [own[depth] + adds[token] for depth, token in places]
+            confidence = [0.5 + 0.5 * math.tanh(0.5 * logit) for logit in summed]
+        return DraftProbs(probs, state.tokens, self.vocab_size, confidence=confidence)

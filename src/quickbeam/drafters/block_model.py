@@ -24,20 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.eagle_model import Beside, Norm
+from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
 from quickbeam.drafters.folder import (
     SIZES,
     TargetParts,
     assemble,
     layer_fields,
     named_errors,
-    read_config,
     read_tensors,
     refuse_other_target,
     write_folder,
 )
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
+from quickbeam.models.checkpoint import read_json
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
@@ -56,8 +56,7 @@ NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those 
 class BlockConfig:
     """The shape of a block drafter, of `depth` layers.
 
-    - `taps`: which hidden states of the target it reads (`models.hf_attention.Features`), each
-      `target_size` wide.
+    - `taps`: which hidden states of the target it reads (`Features`), each `target_size` wide.
     - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
     - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).
@@ -134,21 +133,21 @@ class BlockConfig:
         }
 
 
-class Layer(nn.Module):
+class BlockLayer(nn.Module):
     """A decoder layer with norms of queries and keys, as Qwen3's."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         d, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
         self._size = size
-        self.input_layernorm = Norm(d, config.eps)
-        self.post_attention_layernorm = Norm(d, config.eps)
+        self.input_layernorm = RMSNorm(d, config.eps)
+        self.post_attention_layernorm = RMSNorm(d, config.eps)
         rows = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
         heads: dict[str, nn.Module] = {
             k: nn.Linear(d, n * size, bias=False) for k, n in rows.items()
         }
         heads["o_proj"] = nn.Linear(config.heads * size, d, bias=False)
-        norms = {name: Norm(size, config.eps) for name in ("q_norm", "k_norm")}
+        norms = {name: RMSNorm(size, config.eps) for name in ("q_norm", "k_norm")}
         self.self_attn = nn.ModuleDict(heads | norms)
         up = {name: nn.Linear(d, inner, bias=False) for name in ("gate_proj", "up_proj")}
         self.mlp = nn.ModuleDict(up | {"down_proj": nn.Linear(inner, d, bias=False)})
@@ -171,7 +170,7 @@ class Layer(nn.Module):
         return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
 
 
-class BlockNetwork(Beside):
+class BlockNetwork(DrafterNetwork):
     """The network of a block drafter. `d` is `hidden_size`."""
 
     def __init__(
@@ -180,8 +179,8 @@ class BlockNetwork(Beside):
         super().__init__(embedding, head)
         self.config, d = config, config.hidden_size
         self.fc = nn.Linear(len(config.taps) * config.target_size, d, bias=False)
-        self.hidden_norm, self.norm = Norm(d, config.eps), Norm(d, config.eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.depth))
+        self.hidden_norm, self.norm = RMSNorm(d, config.eps), RMSNorm(d, config.eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.depth))
         if config.markov_rank:
             first = nn.Embedding(config.vocab_size, config.markov_rank)
             second = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
@@ -227,10 +226,6 @@ class BlockNetwork(Beside):
             x = x + layer.feed_forward(x)
         return self.norm(x).unflatten(0, inputs.shape)  # type: ignore[no-any-return]
 
-    def drafting(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of blocks' rows that draft a token, `[b, drafted, d]`."""
-        return rows if self.config.from_anchor else rows[:, 1:]
-
     @property
     def markov(self) -> tuple[torch.Tensor, torch.Tensor]:
         """W1 and W2, `[vocab, r]` each; r is 0 without a Markov head."""
@@ -260,8 +255,7 @@ class BlockNetwork(Beside):
     def confidence(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """Return logits `[n]` of the probability that a drafted token is accepted.
 
-        `rows`: `[n, d]`, of `drafting`. `previous`: `[n]`, the tokens before. Returns None without
-        a head for it.
+        `rows`: `[n, d]`, those that draft. `previous`: `[n]`, the tokens before. None: no head.
         """
         if not self.config.confidence:
             return None
@@ -270,9 +264,8 @@ class BlockNetwork(Beside):
         head: Any = self.confidence_head
         return head["proj"](rows)[..., 0]  # type: ignore[no-any-return]
 
-    def _layer(self, i: int) -> Layer:
-        layer: Any = self.layers[i]
-        return layer  # type: ignore[no-any-return]
+    def _layer(self, i: int) -> BlockLayer:
+        return self.layers[i]  # type: ignore[return-value]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors` in DSpark's layout."""
@@ -281,18 +274,17 @@ class BlockNetwork(Beside):
 
 def is_block(folder: Path) -> bool:
     """Whether `folder` holds a block drafter. Reads only its configuration."""
-    record = read_config(folder)
+    record = read_json(folder / "config.json")
     return "block_size" in record and ("dflash_config" in record or "target_layer_ids" in record)
 
 
 def load_block(folder: Path, target: TargetParts) -> BlockNetwork:
     """Load the block drafter in `folder`, in the layout of DFlash or DSpark, for a target.
 
-    Raises `InvalidInput` for another target's drafter, and where a tensor is missing, has another
-    shape, or has no place in the network.
+    Raises `InvalidInput` for another target's drafter, and for tensors that don't fit the network.
     """
     with named_errors(folder):
-        config = BlockConfig.of(read_config(folder), target.size, target.vocab)
+        config = BlockConfig.of(read_json(folder / "config.json"), target.size, target.vocab)
         check_layers(config.taps, target.layers)
         refuse_other_target(config.hidden_size, target=target.size)
         if not 0 <= config.mask_token < target.vocab:

@@ -21,13 +21,13 @@ from quickbeam.drafters.folder import (
     check_tensors,
     layer_fields,
     named_errors,
-    read_config,
     read_tensors,
     refuse_other_target,
 )
 from quickbeam.drafters.shortlist.layout import require_distinct
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
+from quickbeam.models.checkpoint import read_json
 
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
@@ -49,12 +49,9 @@ def is_eagle(folder: Path) -> bool:
     Reads only its configuration and tensor names.
     """
     try:
-        record = read_config(folder)
-        return (
-            record.get("model_type") == MODEL_TYPE
-            or "speculators_model_type" in record
-            or "fc.weight" in read_tensors(folder)
-        )
+        record = read_json(folder / "config.json")
+        named = record.get("model_type") == MODEL_TYPE or "speculators_model_type" in record
+        return named or "fc.weight" in read_tensors(folder)
     except InvalidInput:
         return False
 
@@ -70,7 +67,7 @@ def load_eagle(folder: Path, target: TargetParts) -> EagleHead:
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
     target, or holds a variant that `EagleHead` can't represent.
     """
-    record, fields = read_config(folder), dict[str, Any]()
+    record, fields = read_json(folder / "config.json"), dict[str, Any]()
     parts: Parts = {}
     ignored = set[str]()
     with named_errors(folder):

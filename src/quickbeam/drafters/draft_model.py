@@ -2,8 +2,7 @@
 
 With another one, a target's token is read and proposed as the drafter's token of the same bytes
 (2502.05202, token-level intersection). One without such a token is read as the drafter spells its
-bytes, and is never proposed. Whatever is mapped wrongly costs acceptance, as tokens are verified by
-their equality.
+bytes, and is never proposed. Whatever is mapped wrongly costs acceptance, no more.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.base import Batch, Chain, Draft, Model, Passed, inference
+from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed, inference
 from quickbeam.models.kv import Pool
 from quickbeam.models.token_texts import TokenTexts
 from quickbeam.tree import TokenTree
@@ -26,7 +25,6 @@ from quickbeam.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 LEAST = 0.5  # of the smaller vocabulary's tokens that both must have
-Spelling = tuple[bool, bytes]  # whether a token is a special one, and its bytes
 
 
 class Translation:
@@ -34,8 +32,7 @@ class Translation:
 
     `shared`: `[s]` int64, the target's tokens that the drafter has, too. `columns`: `[s]`, the ids
     that the drafter has for them. `sizes`: how many tokens the target's logits have, and the
-    drafter's. `partner`: from the first to the second. Raises `InvalidInput` where they share too
-    few.
+    drafter's. `partner`: from the first to the second. Raises `InvalidInput` for too few.
     """
 
     def __init__(self, target: Any, drafter: Any, sizes: tuple[int, int]) -> None:
@@ -44,14 +41,14 @@ class Translation:
         self._texts, self.vocab_size = TokenTexts(target), sizes[0]
         self.partner = {token: theirs[one] for one, token in ours.items() if one in theirs}
         smaller = min(len(ours), len(theirs))
-        told = f"{len(self.partner):,} of {smaller:,} tokens"
+        shared = f"{len(self.partner):,} of {smaller:,} tokens"
         if len(self.partner) < LEAST * smaller:
             raise InvalidInput(
-                f"the drafter has another tokenizer, and shares {told} with the target "
+                f"the drafter has another tokenizer, and shares {shared} with the target "
                 f"({len(self.partner) / smaller:.0%}): it takes {LEAST:.0%}; use a drafter whose "
                 "tokenizer is more like the target's"
             )
-        logger.info("the drafter shares %s with the target", told)
+        logger.info("the drafter shares %s with the target", shared)
         self.shared = torch.tensor(list(self.partner))
         self.columns = torch.tensor(list(self.partner.values()))
 
@@ -73,8 +70,8 @@ class Translation:
         return self._spelt[token]
 
 
-def _tokens(tokenizer: Any, size: int) -> dict[Spelling, int]:
-    """Return the ids below `size` by what they stand for."""
+def _tokens(tokenizer: Any, size: int) -> dict[tuple[bool, bytes], int]:
+    """Return the ids below `size`, by whether a token is a special one and its bytes."""
     texts = TokenTexts(tokenizer)
     special = {i for i, one in tokenizer.added_tokens_decoder.items() if one.special}
     ids = sorted((i for i in tokenizer.get_vocab().values() if i < size), reverse=True)
@@ -83,7 +80,7 @@ def _tokens(tokenizer: Any, size: int) -> dict[Spelling, int]:
 
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
-# each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
+# each of them. The engine lets drafters catch up from this many on (`growing.CATCH_UP`).
 GAP = 32
 
 
@@ -111,8 +108,9 @@ class LMState(DrafterState):
     def accepted(self) -> list[int]:
         """Return the nodes of the last shadow that were run and accepted, its root first."""
         path, node = list[int](), 0
-        for token in [] if self.shadow is None else self.ids[self.cache.length : -1]:
-            assert self.shadow is not None
+        if self.shadow is None:
+            return path
+        for token in self.ids[self.cache.length : -1]:
             child = self.shadow.child(node, token) if path else 0
             if child is None or child >= self.done or self.shadow.token[child] != token:
                 break
@@ -137,15 +135,13 @@ class LMState(DrafterState):
         self.ids = self.ids[-1 - tail :]
 
     def share(self, chunk: int, tokens: int) -> Any:
-        whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
         # a text can't go on behind a recurrent model's keys and values alone
-        if self._model.pool.state_pages > 0 or self._translation is not None:
+        unshared = self._model.pool.state_pages > 0 or self._translation is not None
+        if unshared or self.skipped or (chunk + 1) * tokens > self.cache.length:
             return None
-        return self.cache.share(chunk, tokens) if whole else None
+        return self.cache.share(chunk, tokens)
 
-    def adopt(
-        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         self.cache.adopt(chunks, tokens)
 
     def release(self) -> None:
@@ -175,17 +171,14 @@ class LMDrafter(Drafter):
     pool: Pool
 
     def __init__(
-        self,
-        model: Model,
-        vocab_size: int,
-        translation: Translation | None = None,
+        self, model: Model, vocab_size: int, translation: Translation | None = None
     ) -> None:
         self.model, self.pool, self.context_length = model, model.pool, model.context_length
         self._vocab_size, self._shared = vocab_size, min(model.vocab_size, vocab_size)
         self.translation = translation
         if translation is not None:
-            both = translation.shared, translation.columns
-            self._tokens, self._columns = (one.to(self.model.device) for one in both)
+            self._tokens = translation.shared.to(model.device)
+            self._columns = translation.columns.to(model.device)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
         return LMState(self.model, ids, self.translation)
@@ -197,9 +190,7 @@ class LMDrafter(Drafter):
             last, (ours, own) = len(state.ids) - 1, state.prompt
             if end is not None and (self.translation is None or end < ours):
                 last = min(own * end // ours - state.skipped, last)
-            if not self._fits(state, 0):
-                continue
-            if last - state.cache.length >= max(least, GAP):
+            if self._fits(state, 0) and last - state.cache.length >= max(least, GAP):
                 self._read(state, last)
 
     @inference
@@ -209,12 +200,10 @@ class LMDrafter(Drafter):
         See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
         the root, or where a node's parent was never requested.
         """
-        batch, followed = Batch(), [self._follow(request) for request in requests]
-        for request, rows in zip(requests, followed, strict=True):
-            if rows:
-                state = request.state
-                batch.parts.append(Draft(state.cache, state.shadow, state.done))
-        passed = iter(self.model.forward(batch) if batch.parts else ())
+        followed = [self._follow(request) for request in requests]
+        states = [request.state for request, rows in zip(requests, followed, strict=True) if rows]
+        parts: list[Part] = [Draft(state.cache, state.shadow, state.done) for state in states]
+        passed = iter(self.model.forward(Batch(parts)) if parts else ())
         return [
             self._probs(request, rows, next(passed) if rows else None)
             for request, rows in zip(requests, followed, strict=True)
@@ -252,8 +241,7 @@ class LMDrafter(Drafter):
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
         """Commit the accepted nodes of the last shadow, and start a new one.
 
-        The new shadow is the chain of the committed tokens that were not run yet. Returns it, and
-        the map from the root to its last node.
+        It is the chain of committed tokens that were not run yet. Returns it, and the root's place.
         """
         cache, ids = state.cache, state.ids
         if path := state.accepted():
@@ -297,10 +285,8 @@ def same_tokens(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int,
     one tokenizer knows is allowed in the other model's padding: after the last token of its
     tokenizer, yet within its logits.
     """
-    ours, theirs = (
-        {i: token for token, i in tokenizer.get_vocab().items()}
-        for tokenizer in (target_tokenizer, drafter_tokenizer)
-    )
+    ours = {i: token for token, i in target_tokenizer.get_vocab().items()}
+    theirs = {i: token for token, i in drafter_tokenizer.get_vocab().items()}
     ends = max(ours, default=-1), max(theirs, default=-1)
     return all(
         ours.get(i) == theirs.get(i)

@@ -15,7 +15,7 @@ from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_passes import NativeEagle, TorchEagle
 from quickbeam.drafters.feature import FeatureDrafter, FeatureState, choose_scorers, in_parts, score
-from quickbeam.drafters.native import usable_kernels
+from quickbeam.drafters.native import network_kernels
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Batch, Chain, Draft, Model, Part, inference
 from quickbeam.models.kv import SequenceCache
@@ -59,9 +59,7 @@ class EagleState(FeatureState):
             self.shadow = None
         self.routed = self.root_routed = None
 
-    def adopt(
-        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         super().adopt(chunks, tokens, hidden)
         if chunks:  # the last row depends on the token after it, too, and is computed anew
             self.cache.truncate(self.cache.length - 1)
@@ -71,7 +69,7 @@ class EagleState(FeatureState):
         self.shadow, self.out, self.feature = None, torch.empty(0), torch.empty(0)
 
 
-class Work(NamedTuple):
+class EagleInput(NamedTuple):
     """A sequence's part of a pass, and what its rows read besides tokens (`TorchEagle.run`)."""
 
     state: EagleState
@@ -129,11 +127,11 @@ class EagleDrafter(FeatureDrafter):
             state.tree, state.place = request.tree, {0: 0}
             state.shadow = TokenTree(request.tree.token[0])
             state.out, state.feature = state.out[:1], state.feature[:1]
-        works = [self._below(request) for request in requests if list(request.nodes) != [0]]
+        inputs = [self._below(request) for request in requests if list(request.nodes) != [0]]
         # all passes go before any change: a call that fails is made again
-        for work, out, feature in list(self._run(works)):
-            work.state.out = torch.cat([work.state.out, out])
-            work.state.feature = torch.cat([work.state.feature, feature])
+        for (state, *_), out, feature in list(self._run(inputs)):
+            state.out = torch.cat([state.out, out])
+            state.feature = torch.cat([state.feature, feature])
         return self._distributions(requests)
 
     def _read(self, states: Sequence[EagleState], early: bool = True) -> None:
@@ -144,20 +142,20 @@ class EagleDrafter(FeatureDrafter):
         tree is requested, so that row is left out.
         """
         for part in in_parts(states, lambda state: state.readable(early)):
-            works = list[Work]()
+            inputs = list[EagleInput]()
             for state, count in part:
                 at = state.cache.length
                 wanted = int(not early and state.waiting == count)
                 rows = Chain(state.cache, state.ids[at + 1 : at + 1 + count], wanted)
-                works.append(Work(state, rows, state.unread.first(count)))
-            for (state, chain, _), out, feature in self._run(works):
+                inputs.append(EagleInput(state, rows, state.unread.first(count)))
+            for (state, chain, _), out, feature in self._run(inputs):
                 state.unread.drop(chain.rows)
                 state.cache.commit(range(chain.rows - chain.wanted))
                 if chain.wanted:
                     state.shadow = TokenTree(state.ids[-1])
                     state.out, state.feature = out[-1:], feature[-1:]
 
-    def _below(self, request: DraftRequest) -> Work:
+    def _below(self, request: DraftRequest) -> EagleInput:
         state, tree, nodes = request.state, request.tree, request.nodes
         if tree is not state.tree or state.shadow is None or nodes[0] == 0:
             raise ValueError("a new tree: ask for its root first, and alone")
@@ -168,17 +166,19 @@ class EagleDrafter(FeatureDrafter):
         for node, parent in zip(nodes, above, strict=True):
             if node not in state.place:  # known where a failed call is made again
                 state.place[node] = state.shadow.add(parent, tree.token[node], self.name)
-        return Work(state, Draft(state.cache, state.shadow, run), state.out[above])
+        return EagleInput(state, Draft(state.cache, state.shadow, run), state.out[above])
 
-    def _run(self, works: Sequence[Work]) -> Iterator[tuple[Work, torch.Tensor, torch.Tensor]]:
-        """Run the works, and yield each with its outputs and the features that the head reads."""
-        groups: dict[Shortlist | None, list[Work]] = {}  # works with the same router: one pass
-        for work in works:
-            shortlist = work.state.shortlist
-            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(work)
+    def _run(
+        self, inputs: Sequence[EagleInput]
+    ) -> Iterator[tuple[EagleInput, torch.Tensor, torch.Tensor]]:
+        """Run the inputs, and yield each with its outputs and the features that the head reads."""
+        groups: dict[Shortlist | None, list[EagleInput]] = {}  # of the same router: one pass
+        for one in inputs:
+            shortlist = one.state.shortlist
+            groups.setdefault(None if shortlist is None else shortlist.shared, []).append(one)
         for shared, group in groups.items():
-            batch, first = Batch([work.part for work in group]), 0
-            hidden = torch.cat([work.hidden for work in group])
+            batch, first = Batch([one.part for one in group]), 0
+            hidden = torch.cat([one.hidden for one in group])
             out, feature, scores = self.passes.run(batch, hidden, shared if batch.wanted else None)
             for state, part, _ in group:
                 if shared is not None and part.wanted:
@@ -196,10 +196,10 @@ class EagleDrafter(FeatureDrafter):
         states, probs = [request.state for request in requests], dict[int, DraftProbs]()
         features = [one.state.feature[-len(one.nodes) :] for one in requests]
         for scored in score(states, features, [one.routed for one in states], self.passes):
-            heats = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
-            same = len(set(heats)) == 1
-            heat = heats[0] if same else torch.tensor(heats, device=scored.logits.device)[:, None]
-            values = probs_of(scored.logits, heat)
+            each = [requests[i].context.draft_temperature for i, n in scored.of for _ in range(n)]
+            same, device = len(set(each)) == 1, scored.logits.device
+            temperature = each[0] if same else torch.tensor(each, device=device)[:, None]
+            values = probs_of(scored.logits, temperature)
             tokens = self.tokens if scored.tokens is None else scored.tokens
             for i, part in scored.split(values):
                 probs[i] = DraftProbs(part, tokens, self.vocab_size)
@@ -211,15 +211,12 @@ def eagle_drafter(
 ) -> EagleDrafter:
     """Take a network over as a drafter of `model`.
 
-    `native`: let the native kernels run it where they can. `weights`: the format that they keep its
-    weights in; None: 8 bits.
+    `native`: let the native kernels run it where they can. `weights`: their format; None: 8 bits.
     """
     config = network.config
     network = network.to(model.device, model.dtype).eval().requires_grad_(False)
-    found = usable_kernels(model, network) if native else None
-    passes: Any = (
-        TorchEagle(network, model) if found is None else NativeEagle(network, found, weights)
-    )
+    kernels = network_kernels(model, network) if native else None
+    passes = NativeEagle(network, kernels, weights) if kernels else TorchEagle(network, model)
     tokens: Any = network.tokens if config.own_head else None
     head_size = None if config.own_head else config.hidden_size
     return EagleDrafter(passes, model, config.layers, head_size, tokens)

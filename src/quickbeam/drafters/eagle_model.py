@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.drafters.folder import rope_of
+from quickbeam.drafters.folder import rope_parameters
 from quickbeam.models.angles import Angles
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,8 +29,7 @@ MODEL_TYPE = "quickbeam-eagle"
 class EagleConfig:
     """The shape of a feature drafter, general enough for the published ones.
 
-    - `layers`: which hidden states of the target it reads (`hf_attention.Features`), each
-      `target_size` wide.
+    - `layers`: which hidden states of the target it reads (`Features`), each `target_size` wide.
     - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
       input, each after a norm of its own, once one linear layer has fused the hidden states.
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
@@ -53,8 +52,7 @@ class EagleConfig:
     feature_norms: bool = False  # norm each hidden state before they are fused
     fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
     norm_before_residual: bool = False  # the residual is the normed hidden state (`attention` only)
-    # add the embedding to the residual, after a linear layer of its own (`attention` only;
-    # quickbeam's own addition)
+    # add the embedding to the residual, after a linear layer (`attention` only; our own addition)
     lift: bool = False
     final_norm: bool = True  # a norm before the head
     # the final norm also applies to the output that stands in for the next hidden state
@@ -68,7 +66,7 @@ class EagleConfig:
         return self.draft_vocab_size is not None
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """RMS norm over the last dimension, in the weight's format: autocast gives it bfloat16."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -80,7 +78,7 @@ class Norm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
 
 
-class Beside(nn.Module):
+class DrafterNetwork(nn.Module):
     """A network beside a target whose `embedding` and `head` it uses.
 
     These two are not among its parameters and are not saved.
@@ -104,7 +102,7 @@ class Beside(nn.Module):
     @cached_property
     def angles(self) -> Angles:
         """Of its layers. They stay float32, whatever the module is moved to."""
-        return Angles(rope_of(self.config.rope), self.config.head_dim)
+        return Angles(rope_parameters(self.config.rope), self.config.head_dim)
 
     def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply the rotary angles of `positions` `[..., n]` to `[..., n, heads, head_dim]`."""
@@ -113,11 +111,10 @@ class Beside(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class EagleHead(Beside):
+class EagleHead(DrafterNetwork):
     """The feature drafter's network, with the target's `embedding` and `head` or its own.
 
-    Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
-    sequence.
+    Below, `d` is `hidden_size`. Tensors have leading dimensions `...`, the last of the sequence.
     """
 
     def __init__(
@@ -129,26 +126,26 @@ class EagleHead(Beside):
         wide = config.join == "attention"
         if wide:
             self.fc = nn.Linear(len(config.layers) * config.target_size, d, bias=config.fc_bias)
-            self.hidden_norm = Norm(d, config.eps)
+            self.hidden_norm = RMSNorm(d, config.eps)
             if config.lift:
                 self.lift = nn.Linear(d, d, bias=False)
             if config.fused_norm:
-                self.fused_norm = Norm(len(config.layers) * config.target_size, config.eps)
+                self.fused_norm = RMSNorm(len(config.layers) * config.target_size, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.feature_norms:
             self.feature_norms = nn.ModuleList(
-                Norm(config.target_size, config.eps) for _ in config.layers
+                RMSNorm(config.target_size, config.eps) for _ in config.layers
             )
         if wide:
-            self.input_norm = Norm(d, config.eps)
+            self.input_norm = RMSNorm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
         self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
-        self.mlp_norm = Norm(d, config.eps)
+        self.mlp_norm = RMSNorm(d, config.eps)
         self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, d, bias=False)
         if config.final_norm:
-            self.norm = Norm(d, config.eps)
+            self.norm = RMSNorm(d, config.eps)
         if config.own_embedding:
             self.own_embedding = nn.Embedding(config.vocab_size, d)
         if config.draft_vocab_size is not None:

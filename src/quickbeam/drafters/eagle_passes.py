@@ -19,7 +19,7 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.models.angles import STEP
 from quickbeam.models.base import Batch, Chain, Model
 from quickbeam.models.compiled import NativeLinear
-from quickbeam.models.gathered import GatheredStep, behind
+from quickbeam.models.gathered import GatheredStep, uncommitted
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape
@@ -28,7 +28,7 @@ from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
 
 
-class Passed(NamedTuple):
+class EagleOutput(NamedTuple):
     """What a pass returns, one row each; the first two are empty where nothing was wanted.
 
     - `out`: `[n, d]`, stands in for the next hidden state. `feature`: `[n, d]`, for the head.
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
     routed: torch.Tensor | None = None
 
 
-NOTHING = Passed(torch.empty(0), torch.empty(0))
+NOTHING = EagleOutput(torch.empty(0), torch.empty(0))
 
 
 class TorchEagle(TorchPasses):
@@ -49,14 +49,14 @@ class TorchEagle(TorchPasses):
     def __init__(self, network: EagleHead, model: Model) -> None:
         super().__init__(network, 1, model)
 
-    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         """Run the layer once, and the router of `shortlist` where one is given.
 
         `hidden`: what each row reads besides its token. In chains that is the target's hidden state
         after the token before, `[n, len(layers) * target_size]`, in trees the output of the
         parent's row, `[n, d]`.
         """
-        network, step = self.network, GatheredStep([*map(behind, batch.parts)], self.pool)
+        network, step = self.network, GatheredStep([*map(uncommitted, batch.parts)], self.pool)
         if isinstance(batch.parts[0], Chain):
             hidden = network.fuse(hidden)
         embedded = network.embedding(torch.tensor(batch.tokens, device=hidden.device))
@@ -69,7 +69,7 @@ class TorchEagle(TorchPasses):
         if shortlist is not None and shortlist.router is not None:
             routed = shortlist.router(hidden[batch.wanted], embedded[batch.wanted])
         out = network(hidden, embedded, step.positions, attend)
-        return Passed(out, network.feature(out), routed)
+        return EagleOutput(out, network.feature(out), routed)
 
 
 class NativeEagle:
@@ -78,7 +78,7 @@ class NativeEagle:
     `name`: as of `NativePacker`.
     """
 
-    def __init__(self, network: EagleHead, kernels: Kernels, name: str | None = None) -> None:
+    def __init__(self, network: EagleHead, kernels: Kernels, name: str | None) -> None:
         config, self.network, self.kernels = network.config, network, kernels
         self.pack = NativePacker(kernels, name)
         self._shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
@@ -99,7 +99,7 @@ class NativeEagle:
         """The whole head, packed where it is needed: shortlists have rows of their own."""
         return self.pack.head(self.network.head)
 
-    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         """See `TorchEagle.run`."""
         listed, committed = list_rows(batch), isinstance(batch.parts[0], Chain)
         router = None if shortlist is None else shortlist.native_router
@@ -113,9 +113,8 @@ class NativeEagle:
             routed = given["routed"] = torch.empty(wanted, router.clusters)
         if (last := max(listed.positions)) >= len(self._angles[0]):
             self._angles = self.network.angles.at(torch.arange((last // STEP + 1) * STEP))
-        program = self._program(committed, bool(wanted), router)
-        program.run(listed, given, self._angles)
-        return Passed(out, feature, routed)
+        self._program(committed, bool(wanted), router).run(listed, given, self._angles)
+        return EagleOutput(out, feature, routed)
 
     def _make(self, committed: bool, wanted: bool, router: NativeRouter | None) -> Program:
         network, config, program = self.network, self.network.config, Program(self.kernels)
@@ -152,9 +151,8 @@ class NativeEagle:
         state, residual = program.buffer(d, True), program.buffer(d, True)
         token, normed, joined = program.buffer(d), program.buffer(d), program.buffer(2 * d)
         wide = config.join == "attention"
-        states = program.given(
-            "states", len(config.layers) * config.target_size if committed else d
-        )
+        width = len(config.layers) * config.target_size if committed else d
+        states = program.given("states", width)
         embedding: Any = network.embedding
         program.embed(embedding.weight.detach(), token)
         if committed:

@@ -14,19 +14,18 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, HeadUse
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist, ShortlistState
 from quickbeam.models.base import Model, inference
-from quickbeam.models.gathered import GatheredStep, Layer, RowPool
+from quickbeam.models.gathered import AttentionParams, GatheredStep, RowPool
 from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most rows of committed tokens that one pass runs
-# How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
-# that follow the root.
+# How many of the likeliest tokens of the last logits a shortlist takes up: hints at what follows.
 OFFERED = 16
-APART = 2  # the most sequences of a call that each have their context's tokens scored
+MAX_SEPARATE = 2  # the most sequences of a call that each have their context's tokens scored
 
 
-class Unread:
+class HiddenQueue:
     """A queue of hidden states of committed tokens that were not read, one row a token."""
 
     def __init__(self) -> None:
@@ -37,8 +36,7 @@ class Unread:
         return self._count
 
     def append(self, hidden: torch.Tensor) -> None:
-        """Append a copy of the rows `[k, width]` of the next k tokens: a slice would keep the whole
-        pass's in memory."""
+        """Append a copy of the next tokens' rows `[k, width]`: a slice would keep the pass."""
         self._parts.append(hidden.clone())
         self._count += len(hidden)
 
@@ -47,13 +45,11 @@ class Unread:
         self._parts, self._count = list(parts), sum(map(len, parts))
 
     def first(self, count: int) -> torch.Tensor:
-        """Return the first `count` rows."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0][:count]
 
     def drop(self, count: int) -> None:
-        """Drop the first `count` rows."""
         left = self.first(self._count)[count:]
         self.reset([left.clone()] if len(left) else [])
 
@@ -61,8 +57,7 @@ class Unread:
 class FeatureState(DrafterState):
     """What such a drafter keeps of one sequence.
 
-    - `cache`: keys and values of committed tokens. `unread`: hidden states of committed tokens that
-      have none yet.
+    - `cache`: keys and values of committed tokens. `unread`: hidden states of the others.
     - `shortlist`: what its head may score, or None. `scorer`: what it scores for this tree, the
       same or its frequent tokens alone. `used`: how the head was used.
     - `tree`: the tree that is being grown.
@@ -73,7 +68,7 @@ class FeatureState(DrafterState):
     def __init__(
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
-        self.cache, self.ids, self.unread = cache, list(ids), Unread()
+        self.cache, self.ids, self.unread = cache, list(ids), HiddenQueue()
         self.shortlist, self.used = shortlist, HeadUse()
         self.scorer = shortlist
         self._unseen: list[int] = []  # committed tokens that the shortlist has yet to read
@@ -107,9 +102,7 @@ class FeatureState(DrafterState):
         whole = (chunk + 1) * tokens <= self.cache.length
         return self.cache.share(chunk, tokens) if whole else None
 
-    def adopt(
-        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor]) -> None:
         if chunks:
             self.cache.adopt(chunks, tokens)
         self.unread.reset(hidden)
@@ -155,7 +148,7 @@ class TorchPasses:
         self.network, size = network, network.config.head_dim
         shapes = [KVShape(network.config.kv_heads, size, size)] * layers
         self.pool = RowPool(shapes, model.dtype, model.device)
-        self._layers = [Layer(i, size**-0.5, None, None, None) for i in range(layers)]
+        self._layers = [AttentionParams(i, size**-0.5) for i in range(layers)]
         self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
 
     def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -185,7 +178,7 @@ def in_parts(
         yield part
 
 
-class Scored(NamedTuple):
+class HeadLogits(NamedTuple):
     """Logits that one product gave.
 
     `of`: which states, by number, and how many rows each has. `logits`: `[n, s]`, their rows one
@@ -207,7 +200,7 @@ def score(
     features: Sequence[torch.Tensor],
     routed: Sequence[torch.Tensor | None],
     passes: Any,
-) -> Iterator[Scored]:
+) -> Iterator[HeadLogits]:
     """Yield the logits of all states' `features` `[n, d]`, product by product.
 
     One product of the whole head of `passes` serves all sequences without a shortlist, and one of
@@ -232,16 +225,16 @@ def score(
             counted = states[i].used
             counted.calls, counted.tokens = counted.calls + 1, counted.tokens + count
             counted.seconds += seconds
-        yield Scored([(i, len(features[i])) for i in group], logits, tokens)
+        yield HeadLogits([(i, len(features[i])) for i in group], logits, tokens)
 
 
 def choose_scorers(requests: Sequence[DraftRequest]) -> None:
     """Choose what is scored for the trees whose roots are requested, to their ends.
 
     Sequences that share a shortlist without a router have its frequent tokens scored in one
-    product, if they are more than `APART`: the tokens of each one's context would take a product of
-    its own, which costs more than they bring. Where children are drawn, the answer depends on what
-    is scored. So those sequences score what they do alone.
+    product, if they are more than `MAX_SEPARATE`: the tokens of each one's context would take a
+    product of its own, which costs more than they bring. Where children are drawn, the answer
+    depends on what is scored. So those sequences score what they do alone.
     """
 
     def common(one: DraftRequest) -> ShortlistState | None:
@@ -251,7 +244,7 @@ def choose_scorers(requests: Sequence[DraftRequest]) -> None:
     counts = Counter(map(common, requests))
     for request in requests:
         state, shared = request.state, common(request)
-        if shared is not None and counts[shared] > APART:
+        if shared is not None and counts[shared] > MAX_SEPARATE:
             state.scorer = shared
         else:
             state.scorer = state.shortlist

@@ -22,7 +22,6 @@ from torch import nn
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
-from quickbeam.models.checkpoint import read_json
 from quickbeam.models.families.reading import NotDescribed
 
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
@@ -61,16 +60,16 @@ class TargetParts(NamedTuple):
 
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
-    said = {name: value for name, value in fields.items() if value is not None}
-    said.setdefault("num_key_value_heads", said["num_attention_heads"])
-    said.setdefault("head_dim", said["hidden_size"] // said["num_attention_heads"])
-    sizes = {field: int(said[name]) for field, name in SIZES.items()}
-    rope = {name: said[name] for name in ROPE if name in said}
-    Angles(rope_of(rope), sizes["head_dim"])  # raises for unknown ones
-    return sizes | {"eps": float(said.get("rms_norm_eps", 1e-6)), "rope": rope}
+    given = {name: value for name, value in fields.items() if value is not None}
+    given.setdefault("num_key_value_heads", given["num_attention_heads"])
+    given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+    sizes = {field: int(given[name]) for field, name in SIZES.items()}
+    rope = {name: given[name] for name in ROPE if name in given}
+    Angles(rope_parameters(rope), sizes["head_dim"])  # raises for unknown ones
+    return sizes | {"eps": float(given.get("rms_norm_eps", 1e-6)), "rope": rope}
 
 
-def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters`, of which `fields` may have older names."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
@@ -79,11 +78,6 @@ def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     if rope.get("factor") is None and border and length:
         rope["factor"] = length / border
     return rope
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of `config.json`, none where there is no file. Raises as `read_json`."""
-    return read_json(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

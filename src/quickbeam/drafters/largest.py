@@ -9,8 +9,7 @@ from ctypes import c_float, c_int64
 import torch
 
 from quickbeam.models.native.library import cached_kernels
-
-Row = tuple[list[int], list[float]]  # tokens, and their numbers
+from quickbeam.noise import Row
 
 
 def largest(
@@ -25,8 +24,7 @@ def largest(
     count, rounded to float32; -inf by default. `tokens`: the token of each column `[s]` int64; None
     means that column i is token i.
 
-    float32 on a CPU is read once by the native kernels, where they run. Of equal numbers they take
-    the first column.
+    float32 on a CPU is read by the native kernels, where they run; of equal numbers the first.
     """
     count = min(count, rows.shape[-1])
     floors = floors or [-math.inf] * len(rows)
@@ -35,11 +33,11 @@ def largest(
         return largest_plain(rows, count, floors, tokens)
     rows, tokens = rows.contiguous(), None if tokens is None else tokens.contiguous()
     at, size, names = rows.data_ptr(), rows.shape[1], None if tokens is None else tokens.data_ptr()
-    found, values = (c_int64 * count)(), (c_float * count)()
+    best, values = (c_int64 * count)(), (c_float * count)()
     ranked = list[Row]()
     for floor in floors:
-        kept = kernels.ranked(at, size, names, count, floor, found, values)
-        ranked.append((found[:kept], values[:kept]))
+        kept = kernels.ranked(at, size, names, count, floor, best, values)
+        ranked.append((best[:kept], values[:kept]))
         at += 4 * size
     return ranked
 
@@ -51,7 +49,7 @@ def largest_plain(
     top = rows.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
     names = top.indices if tokens is None else tokens[top.indices]
     ranked = list[Row]()
-    for name, values, floor in zip(names.tolist(), top.values.tolist(), floors, strict=True):
+    for row, values, floor in zip(names.tolist(), top.values.tolist(), floors, strict=True):
         kept = sum(value > floor for value in values)
-        ranked.append((name[:kept], values[:kept]))
+        ranked.append((row[:kept], values[:kept]))
     return ranked

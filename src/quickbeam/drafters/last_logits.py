@@ -11,8 +11,7 @@ from quickbeam.drafters.largest import largest
 class LastLogits(Source):
     """Guesses the token after the root from the logits that chose the root (LogitSpec).
 
-    If a model ranks a token high but picks another one, it often emits the former next. The source
-    needs no state.
+    If a model ranks a token high but picks another one, it often emits the former next. Stateless.
     """
 
     name = "last_logits"

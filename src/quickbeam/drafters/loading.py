@@ -74,8 +74,8 @@ def load_drafter(
         drafter.folder = place
         return drafter
     weights = weights or target.weights
-    told: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
-    opened = open_model(str(place), target.dtype, target.device, weights=weights, **told)
+    options: dict[str, Any] = {"progress": progress, "trust_remote_code": trust_remote_code}
+    opened = open_model(str(place), target.dtype, target.device, weights=weights, **options)
     sizes = target.vocab_size, opened.model.vocab_size
     if not same_tokens(tokenizer, opened.tokenizer, sizes):
         translation = Translation(tokenizer, opened.tokenizer, sizes)
@@ -94,8 +94,7 @@ def _refuse_weights(name: str, weights: str | None) -> None:
 def _fetch(name: str, code: bool) -> Path:
     """Download a Hugging Face repository and return the folder. Raises as `local_folder`.
 
-    The older weight format is fetched only where there is no other. `code`: fetch Python files,
-    too.
+    The older weight format is fetched where there is no other. `code`: fetch Python files, too.
     """
     wanted = [*WANTED, *(["*.py"] if code else [])]
     folder = local_folder(name, None, wanted)

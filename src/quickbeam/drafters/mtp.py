@@ -2,8 +2,7 @@
 
 As in an EAGLE drafter, row j holds the hidden state after token j and the embedding of token j + 1,
 and predicts token j + 2 through the model's head. What comes out stands in for the next hidden
-state. So one head drafts as deep as asked; further heads of a checkpoint are left alone, as they
-were trained for one depth each.
+state. So one head drafts as deep as asked; further heads are left alone: each is for one depth.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.eagle import EagleDrafter
-from quickbeam.drafters.eagle_passes import Passed
+from quickbeam.drafters.eagle_passes import EagleOutput
 from quickbeam.drafters.folder import named_errors
 from quickbeam.drafters.native import CompiledDrafter, DrafterParameters, NativePacker
 from quickbeam.drafters.shortlist.shortlist import Shortlist
@@ -47,8 +46,7 @@ NO_HEAD = (
     "its files hold no MTP head of a known layout (Qwen3-Next's and Qwen3.5's, DeepSeek-V3's and "
     "GLM-4-MoE's, MiMo's); name another drafter"
 )
-# what a family reads of its first layer, of which the head is one more: full attention, and experts
-# where the model has any
+# what a family reads of its first layer, as the head is one: full attention, experts if there are
 FIRST_LAYER = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
@@ -109,19 +107,16 @@ def mtp_parameters(
         for name, one in named.items()
         if name.startswith(layer)
     }
-
     beside, method = joining(layout, width), method_of(config)
     shapes = expected(stack, config) | beside
     wanted = names(stack) - {stack.embedding} | beside.keys()
     for name in wanted:
-        if (found := located(name, named, files, method)) is not None:
-            stored[name] = found
+        if (one := located(name, named, files, method)) is not None:
+            stored[name] = one
     known = [(name, one.shape(files), shapes.get(name)) for name, one in stored.items()]
-    refuse_incomplete(
-        wanted - stored.keys(), [one for one in known if one[2] not in (None, one[1])]
-    )
-    given = {stack.embedding: embedding}
-    return DrafterParameters(config, embedding.dtype, given, stored, files)
+    mismatched = [one for one in known if one[2] not in (None, one[1])]
+    refuse_incomplete(wanted - stored.keys(), mismatched)
+    return DrafterParameters(config, embedding.dtype, {stack.embedding: embedding}, stored, files)
 
 
 class CompiledMtp(CompiledDrafter):
@@ -131,12 +126,7 @@ class CompiledMtp(CompiledDrafter):
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        stack: Stack,
-        layout: MtpLayout,
-        pages: PagePool,
-        name: str,
+        self, parameters: Parameters, stack: Stack, layout: MtpLayout, pages: PagePool, name: str
     ) -> None:
         self._layout = layout
         super().__init__(parameters, stack, pages, name)
@@ -169,8 +159,8 @@ class MtpPasses:
         stack: Stack,
         layout: MtpLayout,
         model: Model,
-        normed: bool = True,
-        weights: str | None = None,
+        normed: bool,
+        weights: str | None,
     ) -> None:
         kernels, head = library.kernels(), model.head
         assert kernels is not None and isinstance(head, NativeLinear)
@@ -187,16 +177,16 @@ class MtpPasses:
         self._width = int(model.config.hidden_size)
         self.logits = NativePacker(kernels, weights).head(head)
 
-    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None = None) -> Passed:
+    def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         listed = list_rows(batch)
         self._compiled.states = hidden.contiguous()
         self._compiled(listed)
-        found, d = self._compiled.hidden, self._width
-        return Passed(found[:, :d], found[:, -d:])
+        hidden, d = self._compiled.hidden, self._width
+        return EagleOutput(hidden[:, :d], hidden[:, -d:])
 
 
 def runs_mtp(model: Model) -> bool:
-    """Whether a head can run beside `model`, and takes no memory that others were promised."""
+    """Whether a head can run beside `model`, whose memory has no limit that it would exceed."""
     return isinstance(model, NativeModel) and model.streamed is None
 
 
@@ -222,8 +212,7 @@ def load_mtp(
 
 
 def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
-    config = model.config
-    files = TensorFiles(folder)
+    config, files = model.config, TensorFiles(folder)
     stack, one = mtp_stack(config, model.dtype)
     (head,) = {one.name for one in stack.head.weights}
     named = {name: name for name in files.names}
@@ -233,8 +222,7 @@ def _of_folder(folder: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout
         raise InvalidInput(NO_HEAD)
     stack, embedding = joined(stack, layout), model.embedding.weight
     assert isinstance(embedding, torch.Tensor)
-    parameters = mtp_parameters(files, named, layout, stack, one, embedding.detach())
-    return parameters, stack, layout
+    return mtp_parameters(files, named, layout, stack, one, embedding.detach()), stack, layout
 
 
 def _of_file(path: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
@@ -247,5 +235,5 @@ def _of_file(path: Path, model: Model) -> tuple[Parameters, Stack, MtpLayout]:
         raise InvalidInput(NO_HEAD)
     stack, config = mtp_stack(model.config, model.dtype)
     stack, beside = joined(stack, layout), joining(layout, int(config.hidden_size))
-    found = GgufParameters(file, name, config, stack, model.dtype, kernels, stored_name, beside)
-    return found, stack, layout
+    params = GgufParameters(file, name, config, stack, model.dtype, kernels, stored_name, beside)
+    return params, stack, layout

@@ -21,7 +21,7 @@ from quickbeam.models.stored import Stored, dense
 from quickbeam.models.tensor_files import TensorFiles
 
 
-def usable_kernels(model: Model, network: Any) -> Kernels | None:
+def network_kernels(model: Model, network: Any) -> Kernels | None:
     """Return the native kernels if they can run an EAGLE or block `network` beside `model`.
 
     Widths have to be even. Embeddings of other classes than PyTorch's may scale their rows.
@@ -45,11 +45,9 @@ class NativePacker:
     def __call__(
         self, *weights: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False
     ) -> Packed:
-        """Pack weights that are stacked one below the other, or with `gated` a gate's and the
-        rest's."""
+        """Pack weights stacked one below the other, or with `gated` a gate's and the rest's."""
         name = self._name or rows_format(torch.cat(weights))
-        packed: Packed = Packer(self.kernels, name).pack(list(weights), bias, gated)
-        return packed
+        return Packer(self.kernels, name).pack(list(weights), bias, gated)  # type: ignore[no-any-return]
 
     def head(self, head: Any) -> NativeLinear:
         """Return a head, packed. If the target keeps it quantised, its own rows are used."""
@@ -65,8 +63,7 @@ class NativePacker:
 class DrafterParameters(Parameters):
     """A drafter's own parameters by the names of its stack (`Parameters`).
 
-    `given`: those that are in memory. `stored`: where the others are in `files`. `dtype`: what all
-    are given in.
+    `given`: those that are in memory. `stored`: where the others are in `files`. `dtype`: of all.
     """
 
     def __init__(

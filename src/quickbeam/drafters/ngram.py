@@ -14,8 +14,7 @@ class NgramIndex(SourceState):
     """Finds the newest earlier occurrence of a suffix in one growing text.
 
     The work per token and per lookup is constant. Each n-gram of 1 to `MAX_N` tokens is mapped to
-    the position right after its newest occurrence. Continuations are read from the text itself and
-    never copied.
+    the position right after its newest occurrence. Continuations are read from the text itself.
 
     An n-gram is entered only when the token after it arrives. So the n-gram at the very end of the
     text can't hide an earlier occurrence, and a suffix never finds itself.
@@ -69,8 +68,7 @@ class NgramIndex(SourceState):
         `guessed`: the tokens that the matched suffix had beyond the text. Where the tokens after
         the match run out, the continuation goes on with what it has predicted itself, as LZ77
         copies past its own end: text that has begun to repeat itself with some period is continued
-        with it. (LogitSpec's pool instead takes an older occurrence there, whose continuation is
-        longer.)
+        with it. (LogitSpec's pool takes an older occurrence there, with a longer continuation.)
         """
         tokens = self.ids[match.position : match.position + length]
         if len(tokens) < length:

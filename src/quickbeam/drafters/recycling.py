@@ -1,4 +1,4 @@
-"""Token Recycling (2408.08696) as a drafter: what the target said after a token the last time.
+"""Token Recycling (2408.08696) as a drafter: what was likely after a token the last time.
 
 Each row of a pass tells which tokens are likely after the row's own. The paper keeps them, whether
 the row was accepted or not, and drafts from them when the token comes again. Here they are kept for
@@ -94,8 +94,8 @@ class TokenRecycling(Drafter):
         values = np.zeros((count, count, KEPT), np.float32)  # each row has columns of its own
         confidence = [0.0] * count
         for i, node in enumerate(nodes):
-            if found := known.after(_before(context, tree, node), tree.token[node]):
-                at, confidence[i] = found
+            if row := known.after(_before(context, tree, node), tree.token[node]):
+                at, confidence[i] = row
                 tokens[i], values[i, i] = known.row(at)
         probs = torch.from_numpy(values.reshape(count, -1))
         if context.draft_temperature != 1:

@@ -2,7 +2,7 @@
 
 Agents and users repeat tools, files and answers. What went on in an earlier text is drafted where
 the end of this one agrees with it. Drafts never change an answer. They change how long it takes, so
-each tenant has a memory of its own: nobody can measure what another one was told.
+each tenant has a memory of its own: nobody can measure what others were answered.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Texts:
 
     The texts lie in a ring of tokens, each in one piece, so the oldest are forgotten first. Slots
     of a table, chosen by the hash of `GRAM` tokens, say where these occurred last, and each
-    occurrence says where the one before was. What is found is compared with the text itself, so
-    that neither two n-grams of one slot nor tokens that were overwritten do any harm.
+    occurrence says where the one before was. A match is compared with the text itself, so that
+    neither two n-grams of one slot nor tokens that were overwritten do any harm.
 
     All numbers are stored plus one: 0 stands for nothing, and for the end of a text.
     """
@@ -124,23 +124,22 @@ class Texts:
         return int(differ[0]) if len(differ) else len(theirs)
 
     def _places(self, gram: Sequence[int]) -> list[int]:
-        found = list[int]()
+        places = list[int]()
         if len(gram) == GRAM:
             total = 0  # as in `_slots`, without the arrays: every step looks up a few
             for token in gram:
                 total = (total + token) * FACTOR & MASK
             place = int(self._newest[total >> (64 - self._bits)])
-            while place and len(found) < SCAN:
-                found.append(place - 1)
+            while place and len(places) < SCAN:
+                places.append(place - 1)
                 place = int(self._older[place - 1])
-        return found
+        return places
 
     def _slots(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         count, sums = len(tokens) - GRAM + 1, np.zeros(len(tokens) - GRAM + 1, np.uint64)
         for i in range(GRAM):
             sums = (sums + tokens[i : i + count].astype(np.uint64)) * np.uint64(FACTOR)
-        slots: npt.NDArray[np.int64] = (sums >> np.uint64(64 - self._bits)).astype(np.int64)
-        return slots
+        return (sums >> np.uint64(64 - self._bits)).astype(np.int64)  # type: ignore[no-any-return]
 
 
 class AnswerMemory:
@@ -170,7 +169,6 @@ class AnswerMemory:
         return self._texts[tenant]
 
     def forget(self) -> None:
-        """Forget all texts."""
         self._texts.clear()
 
     def close(self) -> None:
@@ -182,9 +180,9 @@ class AnswerMemory:
             part = self._keep.with_name(f".{self._keep.name}.{os.getpid()}.part")
             rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
             names = json.dumps([_name(tenant) for tenant in self._texts])
-            noted = {"kind": KIND, "model": self._model, "tenants": names}
+            metadata = {"kind": KIND, "model": self._model, "tenants": names}
             try:
-                save_file(rings, part, metadata=noted)
+                save_file(rings, part, metadata=metadata)
                 os.replace(part, self._keep)
             except (OSError, SafetensorError) as error:
                 part.unlink(missing_ok=True)
@@ -194,15 +192,15 @@ class AnswerMemory:
     def _read(self, path: Path) -> None:
         try:
             with safe_open(path, "np") as file:
-                noted = file.metadata() or {}
-                if noted.get("kind") != KIND:
+                metadata = file.metadata() or {}
+                if metadata.get("kind") != KIND:
                     raise ValueError("its metadata don't say so")
-                if noted["model"] != self._model:
+                if metadata["model"] != self._model:
                     raise InvalidInput(
-                        f"{path} keeps answers of {noted['model']}, not of {self._model}: name "
+                        f"{path} keeps answers of {metadata['model']}, not of {self._model}: name "
                         "another file, one for each model"
                     )
-                for i, name in enumerate(json.loads(noted["tenants"])):
+                for i, name in enumerate(json.loads(metadata["tenants"])):
                     texts, ring = self.of(_tenant(name)), file.get_tensor(str(i))
                     edges = np.flatnonzero(np.diff(ring > 0, prepend=False, append=False))
                     for begin, end in edges.reshape(-1, 2):

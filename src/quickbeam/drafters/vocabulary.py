@@ -54,7 +54,7 @@ def make_shortlist(
         raise InvalidInput(
             f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
         )
-    weight = rows_of(model.head, model)
+    weight = head_rows(model.head, model)
     if vocab == "context":
         return Shortlist(weight, Layout.nothing(model.vocab_size), window=size or WINDOW)
     artefact = _artefact(drafter, model, vocab)
@@ -70,12 +70,12 @@ def make_shortlist(
 def is_listed(drafter: Drafter) -> bool:
     """Whether `drafter` comes with a list of the most frequent tokens."""
     folder = drafter.folder
-    return drafter.head_size is not None and folder is not None and Artefact.there(folder)
+    return drafter.head_size is not None and folder is not None and Artefact.exists(folder)
 
 
 def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
     folder, size = drafter.folder, drafter.head_size
-    if folder is None or not Artefact.there(folder):
+    if folder is None or not Artefact.exists(folder):
         raise InvalidInput(
             f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with "
             "quickbeam train --only shortlist, or take --vocab full or context"
@@ -98,7 +98,7 @@ def _artefact(drafter: Drafter, model: Model, vocab: str) -> Artefact:
 
 
 @inference
-def rows_of(head: nn.Module, model: Model) -> torch.Tensor:
+def head_rows(head: nn.Module, model: Model) -> torch.Tensor:
     """Return the rows of a head, `[vocab, size]`."""
     rows = head.packed.rows() if isinstance(head, NativeLinear) else head.get_parameter("weight")
     return rows[: model.vocab_size].detach()

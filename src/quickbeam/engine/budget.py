@@ -3,8 +3,7 @@
 The aim is the most tokens a second. To maximise that ratio is to maximise
 `tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a node or a
 call is added only if its expected tokens at the recent rate are worth more than its time
-(`CostModel`). Whether drafting is worth its time with all its costs counted, and whether a drafter
-is, is compared (`Comparison`).
+(`CostModel`). Whether drafting and a drafter are worth their time is compared (`Comparison`).
 """
 
 from __future__ import annotations
@@ -116,9 +115,9 @@ class Comparison:
         if fastest != self.best:
             self.best, self._longer = fastest, dict.fromkeys(self._longer, 1)
         skipped = {self.best} | ({PLAIN} if self.speed(self.best) > self.CLEAR else set())
-        due = [mode for mode, rest in self._rest.items() if rest <= 0 and mode not in skipped]
-        self.mode = min(due, key=self._rest.__getitem__) if due else self.best
-        if due:
+        pending = [mode for mode, rest in self._rest.items() if rest <= 0 and mode not in skipped]
+        self.mode = min(pending, key=self._rest.__getitem__) if pending else self.best
+        if pending:
             turn = self.PLAIN_TURN if self.mode == PLAIN else self.TURN // sequences
             self._left, self._lost = 1 + max(1, turn), 0.0
 
@@ -130,7 +129,7 @@ class Budget:
     on) has records of its own. `limit` is the most nodes of a tree.
     """
 
-    DOUBT = 256  # the first step in which costs that allow no tree are doubted
+    RECHECK = 256  # the first step in which costs that allow no tree are checked
     HOLD = 4  # how many steps a marginal cost is kept, if the pass stays about as wide
     ACCEPTED = 0.7  # a guess: how often a drafter's token is accepted
 
@@ -140,7 +139,7 @@ class Budget:
         self._comparisons: dict[Hashable, dict[int, Comparison]] = {}  # by setting and load
         # the marginal cost of the last few steps: since which step, with how many rows beside
         self._held: tuple[int, int, MarginalCost | None] = 0, 0, None
-        self._step, self._doubted = 0, 0
+        self._step, self._rechecked = 0, 0
         self.begin()
 
     def begin(self, many: int = 1, tokens: int = 0, nodes: int = 1, prompts: int = 0) -> None:
@@ -156,17 +155,17 @@ class Budget:
         # seconds of this step without drafts and prompts
         self.plain = self.cost.alone(self._many, self._many) + reading + OVERHEAD
 
-    def doubt(self, model: Model) -> None:
+    def recheck_costs(self, model: Model) -> None:
         """Measure passes anew where by what they take now they were measured on a busy machine.
 
         To be called where no tree is worth its time: nothing else would correct the costs of
-        trees. It looks ever more seldom, and only where a few nodes are said to cost much.
+        trees. It looks ever more seldom, and only where a few nodes seem to cost much.
         """
-        if self._step < max(self.DOUBT, 2 * self._doubted):
+        if self._step < max(self.RECHECK, 2 * self._rechecked):
             return
         if self.cost.alone(FEW) <= STEEP * self.cost.alone(1):
             return
-        self._doubted = self._step
+        self._rechecked = self._step
         if model.streamed is None and self.cost.too_steep(model):
             self.cost = CostModel.kept(model, self.limit)
 

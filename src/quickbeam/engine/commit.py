@@ -11,7 +11,7 @@ import torch
 from quickbeam.engine.growing import TreeDraft, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.result import Statistics
-from quickbeam.engine.scheduler import Ready
+from quickbeam.engine.scheduler import ScheduledPart
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.grammar.masks import DeadEnd
@@ -33,14 +33,13 @@ def accept(
     """Choose a path of the tree losslessly (`verify.py`), by the `noise` of its places.
 
     Without noise the residual rule draws with `generator`, unless the answer is greedy. `position`
-    is that of the token after the root. Distributions are made only for the nodes that
-    verification visits.
+    is that of the token after the root. Only nodes that are visited get distributions.
 
     Raises `QuickbeamError` for NaN logits, and `DeadEnd` if no token may come after the root. If
     that happens deeper in the tree, the path ends before that node: the answer may be over by then.
     """
     logits, params, reached = passed.logits, sampler.params, 0
-    # the kernels have found the best tokens already, where nothing changes the logits
+    # the kernels have chosen the best tokens already, where nothing changes the logits
     known = passed.best if params.greedy and not params.adjusts_logits else None
 
     def below_root(node: int) -> list[int]:
@@ -79,7 +78,7 @@ class Commit:
     drafting: float
     verifying: float
 
-    def part(self, one: Ready, passed: Passed) -> int:
+    def part(self, one: ScheduledPart, passed: Passed) -> int:
         """Commit what the pass says of one sequence. Returns how many tokens its tree emitted.
 
         An error ends this sequence alone.
@@ -94,7 +93,7 @@ class Commit:
             fail(one.sequence, error)
             return 0
 
-    def _text(self, one: Ready, passed: Passed) -> None:
+    def _text(self, one: ScheduledPart, passed: Passed) -> None:
         sequence = one.sequence
         self._rows(sequence, list(range(one.part.rows)), passed)
         if sequence.scoring:

@@ -41,8 +41,7 @@ class CostModel:
     - `seconds`: of a pass, by rows, with nothing before its trees.
     - `per_token`: by a tree's nodes, the seconds that each token before it adds. Every node reads
       all these tokens, so a wide tree costs more in a long context.
-    - `per_sequence`: the seconds that a row adds if it belongs to another sequence and not to the
-      same tree.
+    - `per_sequence`: the seconds that a row adds if it belongs to another sequence than the tree.
 
     Calls belong to a `drafter`, by any name. Raises `ValueError` if no pass was measured.
     """
@@ -124,11 +123,11 @@ class CostModel:
         digest = hashlib.sha256(f"{what} {config}".encode()).hexdigest()[:16]
         path = cache_folder() / "costs" / f"{digest}.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            stored = json.loads(path.read_text(encoding="utf-8"))
             passes, tokens = (
-                {int(rows): float(at) for rows, at in table.items()} for table in found[:2]
+                {int(rows): float(at) for rows, at in table.items()} for table in stored[:2]
             )
-            measured = cls(passes, tokens, float(found[2]))
+            measured = cls(passes, tokens, float(stored[2]))
             if not measured.too_steep(model):
                 return measured
         except (OSError, ValueError, TypeError, AttributeError, LookupError):
@@ -207,15 +206,13 @@ class CostModel:
         """Record that a call for `sequences` sequences took `seconds`.
 
         The drafter first read `unread` tokens in it. Their time is left out, since they have to be
-        read once, whichever call does it. The first call of all does not count: weights may be
-        packed in it.
+        read once, whichever call does it. The first call does not count: it may pack weights.
         """
         if drafter not in self._calls:
             self._calls[drafter] = {}
             return
         seconds = max(self.LEAST * seconds, seconds - self.read(drafter, unread))
-        seen = self._calls[drafter]
-        seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
+        self._calls[drafter].setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
     def read(self, drafter: Hashable, tokens: int) -> float:
         """Return the expected seconds in which a drafter reads `tokens` tokens: by a median."""
@@ -256,11 +253,11 @@ def interpolate(table: dict[int, float], nodes: int) -> float:
     Beyond the widest key it grows in proportion, or as fast as it grew last where that is faster.
     """
     low, high, part = _bracket(table, nodes)
-    found = table[low] * (1 - part) + table[high] * part
+    value = table[low] * (1 - part) + table[high] * part
     if nodes <= high or len(table) < 2:
-        return found * max(1.0, nodes / high)
+        return value * max(1.0, nodes / high)
     below = list(table)[-2]
-    return found + (nodes - high) * max(found / high, (table[high] - table[below]) / (high - below))
+    return value + (nodes - high) * max(value / high, (table[high] - table[below]) / (high - below))
 
 
 def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:

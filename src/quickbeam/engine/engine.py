@@ -1,7 +1,6 @@
 """The engine: it answers all running sequences, step by step.
 
-In each step the trees grow side by side, one pass verifies all of them, and each sequence keeps its
-accepted path.
+In a step the trees grow side by side, one pass verifies them all, and each accepted path is kept.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.growing import Drafting, each_alone, fail, read
+from quickbeam.engine.growing import DraftStep, each_alone, fail, read_ahead
 from quickbeam.engine.prefix_cache import PrefixCache
-from quickbeam.engine.scheduler import Ready, Scheduler
+from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import Batch, Model, Passed, inference
@@ -28,7 +27,7 @@ from quickbeam.models.native.noise import NativeNoise
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import Noise
 
-MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
+MOST_ACTIVE = 32  # the most sequences side by side, by default
 MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
 
@@ -44,8 +43,7 @@ class Engine:
     - `memory`: what finished texts are kept in, for other answers to draft from; None for none.
     - `budget`: None measures the model's passes when the first tree needs it.
 
-    Every request ends with a reason or with an `error` of its own: a failure in one sequence does
-    not touch another.
+    Every request ends with a reason or an `error` of its own: no failure touches another sequence.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Engine:
         model.pool.limit = pages
         model.pool.spare = self.prefixes.evict
         self._budget, self._memory = budget, memory
-        self.left: list[SequenceState] = []  # those that ended in the last step
+        self.finished: list[SequenceState] = []  # those that ended in the last step
         # of all steps in which no prompt was read
         self.decoding_seconds, self.decoding_tokens = 0.0, 0
 
@@ -87,8 +85,7 @@ class Engine:
     def new_sequence(self, request: Request) -> SequenceState:
         """Return the sequence of a request, for `start`. May be called from any thread.
 
-        Raises `InvalidInput` if the request might not fit the context of the model or of its
-        drafter, or the memory.
+        Raises `InvalidInput` if it might not fit the model's or drafter's context, or the memory.
         """
         self.model.check_prompt(request.prompt)
         prompt, most = len(request.prompt), request.params.max_tokens
@@ -156,8 +153,7 @@ class Engine:
     def used(self) -> float:
         """The share of the pool that sequences hold.
 
-        What only the prefix cache holds counts as free. May be read from any thread, even during a
-        step.
+        What only the prefix cache holds counts as free. May be read from any thread, at any time.
         """
         pool = self.model.pool
         if not pool.limit:
@@ -180,7 +176,7 @@ class Engine:
         However it ends, the outputs hold all that was emitted. An error that belongs to no sequence
         ends all that were under way, and is raised. An observer must not call this.
         """
-        self.left = []
+        self.finished = []
         try:
             with without_cudnn(self.model.device):
                 self._step()
@@ -199,25 +195,25 @@ class Engine:
         reading = self.scheduler.to_read()
         prompts = sum(one.part.rows for one in reading)
         # draft
-        drafting = Drafting(self.model, lambda: self.budget, running, prompts)
+        drafting = DraftStep(self.model, lambda: self.budget, running, prompts)
         growing = drafting.grow()
         self._release_finished()  # those that failed: before anyone is preempted for their pages
-        ready = [Ready(one.sequence, one.part, one) for one in growing]
+        scheduled = [ScheduledPart(one.sequence, one.part, one) for one in growing]
         drafted = time.perf_counter()
         # verify
-        ready = self.scheduler.with_room(ready + reading)
-        passed = self._forward(ready)
+        scheduled = self.scheduler.with_room(scheduled + reading)
+        passed = self._forward(scheduled)
         verifying = time.perf_counter() - drafted
         # commit
         commit = Commit(self.prefixes, began, drafted - began, verifying)
         emitted = sum(
             commit.part(one, result)
-            for one, result in zip(ready, passed, strict=True)
+            for one, result in zip(scheduled, passed, strict=True)
             if result is not None and not one.sequence.over
         )
-        self._advance_drafters(ready)
+        self._advance_drafters(scheduled)
         seconds = time.perf_counter() - began
-        self._record_times(ready, seconds, verifying)
+        self._record_times(scheduled, seconds, verifying)
         if not prompts:
             self.decoding_seconds += seconds
             self.decoding_tokens += emitted
@@ -231,24 +227,23 @@ class Engine:
     def _leave(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over.
 
-        What was computed of its text goes to the prefix cache, the text itself to the memory of
-        finished ones; the rest is freed.
+        What was computed goes to the prefix cache, its text to the memory of finished ones.
         """
         if sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, sequence.read)
         if (texts := sequence.context.texts) is not None and sequence.started:
             texts.add(sequence.ids)
         self.scheduler.remove(sequence)
-        self.left.append(sequence)
+        self.finished.append(sequence)
 
-    def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
-        def run(some: Sequence[Ready]) -> Sequence[Passed]:
+    def _forward(self, scheduled: Sequence[ScheduledPart]) -> list[Passed | None]:
+        def run(some: Sequence[ScheduledPart]) -> Sequence[Passed]:
             passed = self.model.forward(Batch([one.part for one in some]))
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
             return passed
 
-        return each_alone(ready, run) if ready else []
+        return each_alone(scheduled, run) if scheduled else []
 
     def _reads_along(self, sequence: SequenceState) -> bool:
         """Whether the drafter should read the prompt along with the target.
@@ -263,12 +258,12 @@ class Engine:
             return False  # it reads the end of the prompt once a call is expected to pay
         return self._budget.asks(frozenset([request.setting]), many)
 
-    def _advance_drafters(self, ready: Sequence[Ready]) -> None:
+    def _advance_drafters(self, scheduled: Sequence[ScheduledPart]) -> None:
         """Let drafters read prompts, and hidden states that have waited for long.
 
         Whole chunks of texts that are read are entered in the prefix cache.
         """
-        for one in ready:
+        for one in scheduled:
             sequence = one.sequence
             if sequence.over or sequence.cache is None:
                 continue
@@ -279,24 +274,26 @@ class Engine:
                     least = 1 if along else MAX_UNREAD_HIDDEN
                     if state.waiting >= least and (along or drafter.needs_hidden):
                         cost = None if self._budget is None else self._budget.cost
-                        read(drafter, [sequence], cost, least, sequence.read)
+                        read_ahead(drafter, [sequence], cost, least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue
             if one.growing is None:
                 self.prefixes.remember(sequence, sequence.read)
 
-    def _record_times(self, ready: Sequence[Ready], seconds: float, verifying: float) -> None:
-        for one in ready:
+    def _record_times(
+        self, scheduled: Sequence[ScheduledPart], seconds: float, verifying: float
+    ) -> None:
+        for one in scheduled:
             if one.growing is None:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
                 one.sequence.statistics.experts += self.model.experts_read
-        trees = [one for one in ready if one.growing is not None]
+        trees = [one for one in scheduled if one.growing is not None]
         if self._budget is None or not trees:
             return
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
         reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        cost.observe(sum(one.part.rows for one in ready), verifying, reading, len(trees))
+        cost.observe(sum(one.part.rows for one in scheduled), verifying, reading, len(trees))

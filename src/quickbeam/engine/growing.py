@@ -1,7 +1,6 @@
 """The draft trees of one step, grown side by side.
 
-Each round asks which trees want a drafter's distributions, answers them in one call, and sends each
-tree its own.
+Each round answers all trees that want a drafter's distributions in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 CHEAP = 0.25  # of a plain step: what calls take at most that a lone request is not compared for
 UNPRICED = 16  # nodes of a tree under the measured budget whose method asks nothing of their costs
-CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
+CATCH_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 # Of these it reads at most twice as many as the answer may still have, and at most so many, if it
 # can leave out those before them: drafts gain little from the rest, and reading takes time.
 TAIL = 128
@@ -61,7 +60,7 @@ class TreeDraft:
         return self.sequence.context.marginal_cost is not None
 
 
-class Drafting:
+class DraftStep:
     """Grows the trees of one step.
 
     `budget` returns the budget, which may have to be measured first; it is asked for only if a
@@ -86,9 +85,8 @@ class Drafting:
     def budget(self) -> Budget:
         budget = self._make_budget()
         tokens = sum(len(one.ids) for one in self.running)
-        budget.begin(
-            len(self.running), tokens, sum(one.nodes for one in self.running), self._prompts
-        )
+        nodes = sum(one.nodes for one in self.running)
+        budget.begin(len(self.running), tokens, nodes, self._prompts)
         return budget
 
     @cached_property
@@ -147,7 +145,7 @@ class Drafting:
                 nodes = self.budget.limit if explore or cost.node(1) < 1 else 1
                 context.marginal_cost = replace(cost, explore=explore)
             if nodes == 1:
-                self.budget.doubt(self.model)
+                self.budget.recheck_costs(self.model)
         depth = sequence.remaining - 1
         # for the root alone nothing is looked for
         growth = (policy if nodes > 1 else NoDraft()).grow(context, nodes, depth)
@@ -188,13 +186,13 @@ class Drafting:
         cost = self.budget.cost if any(one.measured for one in asked) else None
         began = time.perf_counter()
         first = [one for one in asked if one.request.nodes[0] == 0]
-        behind = [one.sequence for one in first if _unread(one.sequence) > CAUGHT_UP]
+        behind = [one.sequence for one in first if _unread(one.sequence) > CATCH_UP]
         if behind:
             try:
                 for sequence in behind:
                     if cost is not None and drafter.skips and sequence.draft_state is not None:
                         sequence.draft_state.skip(min(TAIL, 2 * sequence.remaining))
-                read(drafter, behind, cost)
+                read_ahead(drafter, behind, cost)
             except Exception as error:
                 # the call meets it again, and tells which sequence it is
                 logger.info("a drafter can't catch up: %s", error)
@@ -227,8 +225,7 @@ class Drafting:
 def _modes(sequence: SequenceState) -> list[str]:
     """Return the modes that a sequence's steps can have, see `Comparison`.
 
-    Tokens that a grammar forces are drafted in any case. A policy that can't leave a call out is
-    always answered.
+    Forced tokens are drafted in any case. A policy that can't leave a call out is always answered.
     """
     policy, context = sequence.policy, sequence.context
     asks = [ASKED] if sequence.drafter is not None else []
@@ -241,7 +238,7 @@ def _unread(sequence: SequenceState) -> int:
     return 0 if sequence.draft_state is None else sequence.draft_state.waiting
 
 
-def read(
+def read_ahead(
     drafter: Drafter,
     sequences: Sequence[SequenceState],
     cost: CostModel | None = None,
@@ -256,15 +253,14 @@ def read(
     before, began = sum(map(_unread, sequences)), time.perf_counter()
     drafter.read(states, least, end)
     tokens = before - sum(map(_unread, sequences))
-    if cost is not None and tokens > CAUGHT_UP:
+    if cost is not None and tokens > CATCH_UP:
         cost.observe_read(drafter, tokens, time.perf_counter() - began)
 
 
 def each_alone(parts: Sequence[P], run: Callable[[Sequence[P]], Sequence[T]]) -> list[T | None]:
     """Return the results of `run` for all parts.
 
-    If it fails, it is run for one part at a time. Only the sequence that makes it fail ends, and
-    has None for a result.
+    If it fails, it is run for one part at a time: only sequences that make it fail end, with None.
     """
     try:
         return list(run(parts))

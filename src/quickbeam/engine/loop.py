@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import QuickbeamError
+from quickbeam.machine import fulfil
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class EngineLoop:
             self.engine.step()
         except BaseException as error:  # of an observer, or each sequence that it ended holds it
             logger.info("a step failed: %s", error)
-        self._notify([*self.engine.left, *self.engine.scheduler.active])
+        self._notify([*self.engine.finished, *self.engine.scheduler.active])
 
     def start(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
         self.clients[sequence] = clients
@@ -154,15 +155,8 @@ class EngineThread:
         the thread has failed or was left behind by a fork.
         """
         self.check()
-        result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as error:
-                result.set_exception(error)
-
-        self._put(run)
+        result = Future[T]()
+        self._put(partial(fulfil, result, function))
         return result.result()
 
     def check(self) -> None:
@@ -210,9 +204,8 @@ class EngineThread:
         self.check()
         with self._starting:
             if self._thread is None:
-                thread = threading.Thread(
-                    target=self._loop.run, name="quickbeam-engine", daemon=True
-                )
+                run, name = self._loop.run, "quickbeam-engine"
+                thread = threading.Thread(target=run, name=name, daemon=True)
                 thread.start()
                 _inboxes[thread] = self._loop.inbox
                 self._thread = thread  # alive by now, or `check` would take it for an ended one

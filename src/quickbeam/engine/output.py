@@ -24,8 +24,7 @@ class NullTokenizer:
 class Detokenizer:
     """Turns ids into pieces of text.
 
-    For ids that spell valid text, the pieces joined together are
-    `tokenizer.decode(ids, skip_special_tokens=...)`.
+    For ids of valid text, all pieces are `tokenizer.decode(ids, skip_special_tokens=...)`.
 
     Each time, only a window of the last few tokens is decoded: those that are not shown in full
     yet, and before them the last ones that are, since a token's spaces may depend on its
@@ -71,8 +70,7 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the text held back, at the end. An incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
-        # If the end of a run of bytes is incomplete, byte-fallback decoders show the whole run as
-        # U+FFFD, even characters shown before.
+        # byte-fallback decoders show a run of bytes with an incomplete end as U+FFFD, all of it
         if text.startswith(self._shown):
             return text[len(self._shown) :]
         return self._decode(self._window[self._context :])
@@ -136,8 +134,8 @@ class Output:
             self.close("stop")
         else:
             self._undecoded.append(token)
-            due = bool(self._stop) or len(self._undecoded) >= LATER
-            if due and self._decode():
+            decodes = bool(self._stop) or len(self._undecoded) >= LATER
+            if decodes and self._decode():
                 self.finish_reason = "stop"
             elif len(self.token_ids) >= self._max_tokens:
                 self.close("length")
@@ -172,8 +170,7 @@ class Output:
     def take(self) -> str:
         """Return the text that has become certain since the last call, for streaming.
 
-        Text that may be the beginning of a stop string waits until it is not, unless stop strings
-        stay in the text.
+        What may begin a stop string waits until it does not, unless stop strings stay in the text.
         """
         text = self.text
         held = 0
@@ -202,9 +199,9 @@ class Output:
         text = self._text + piece
         first = len(self._text) + 1  # where one that this piece completes ends, at least
         spans = [(text.find(one, max(0, first - len(one))), len(one)) for one in self._stop]
-        found = [span for span in spans if span[0] >= 0]
-        if stopped := bool(found) and len(self.token_ids) > self._min_tokens:
-            start, length = min(found)
+        matches = [span for span in spans if span[0] >= 0]
+        if stopped := bool(matches) and len(self.token_ids) > self._min_tokens:
+            start, length = min(matches)
             text = text[: start + length if self._include_stop else start]
         self._text = text
         return stopped

@@ -33,7 +33,7 @@ class Chunk:
     """One chunk of tokens, behind those of its parents.
 
     - `key`: its tokens.
-    - `held`: the target's keys and values.
+    - `kv`: the target's keys and values.
     - `edge`: the hidden states `[1, layers * d]` of the last token, if known.
     - `draft`: the drafter's rows, if known.
     - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
@@ -42,7 +42,7 @@ class Chunk:
 
     parent: Chunk | None = None
     key: tuple[int, ...] = ()
-    held: Any = None
+    kv: Any = None
     edge: torch.Tensor | None = None
     draft: Any = None
     hidden: torch.Tensor | None = None
@@ -76,7 +76,7 @@ class PrefixCache:
         For a drafter that reads the hidden states of every token, they end where neither its rows
         nor the hidden states are known.
         """
-        chunk, found, rows = self._root, list[Chunk](), True
+        chunk, chunks, rows = self._root, list[Chunk](), True
         drafted = drafter is not None and drafter.needs_hidden and drafter.pool is not None
         if drafted and drafter is not self.drafter:
             return []
@@ -88,11 +88,11 @@ class PrefixCache:
             if drafted and not rows and following.hidden is None:
                 break
             chunk = following
-            found.append(chunk)
-        while self._pool.state_pages and found and found[-1].snapshot is None:
-            found.pop()
-        self._touch(found)
-        return found
+            chunks.append(chunk)
+        while self._pool.state_pages and chunks and chunks[-1].snapshot is None:
+            chunks.pop()
+        self._touch(chunks)
+        return chunks
 
     def remember(self, sequence: SequenceState, tokens: int) -> None:
         """Enter the whole chunks among the first `tokens` ids of a sequence.
@@ -107,12 +107,12 @@ class PrefixCache:
             key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
             chunk = parent.children.get(key)
             if chunk is None or (chunk not in self._order):
-                held = cache.share(at, self.size)
+                kv = cache.share(at, self.size)
                 try:
-                    self._pool.keep(held)
+                    self._pool.keep(kv)
                 except NoRoom:
                     return
-                chunk = parent.children[key] = Chunk(parent, key, held, sequence.edges.get(at))
+                chunk = parent.children[key] = Chunk(parent, key, kv, sequence.edges.get(at))
                 self._order[chunk] = None
             elif chunk.edge is None:
                 chunk.edge = sequence.edges.get(at)
@@ -150,8 +150,8 @@ class PrefixCache:
         """
         pages, without = 0, set(kept)
         for chunk in list(self._order):
-            held, snapshot = chunk.held, chunk.snapshot
-            if chunk in without or held is None or not self._pool.idle(held):
+            kv, snapshot = chunk.kv, chunk.snapshot
+            if chunk in without or kv is None or not self._pool.idle(kv):
                 continue
             pages += -(-self.size // self._pool.page)
             if snapshot is not None and self._pool.idle([snapshot]):
@@ -163,7 +163,7 @@ class PrefixCache:
 
         Where all are held, a snapshot goes. Returns whether there was anything to drop.
         """
-        idle = (chunk for chunk in self._order if self._pool.idle(chunk.held))
+        idle = (chunk for chunk in self._order if self._pool.idle(chunk.kv))
         if (first := next(idle, None)) is not None:
             below = [first]
             for chunk in below:  # grows meanwhile
@@ -176,7 +176,6 @@ class PrefixCache:
         return oldest is not None
 
     def clear(self) -> None:
-        """Drop all chunks."""
         for chunk in list(self._order):
             self._drop(chunk)
 
@@ -184,11 +183,11 @@ class PrefixCache:
         del self._order[chunk]
         if chunk.parent is not None:
             chunk.parent.children.pop(chunk.key, None)
-        self._pool.drop(chunk.held)
+        self._pool.drop(chunk.kv)
         self._drop_snapshot(chunk)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
             self.drafter.pool.drop(chunk.draft)
-        chunk.held = chunk.draft = chunk.edge = chunk.hidden = None
+        chunk.kv = chunk.draft = chunk.edge = chunk.hidden = None
         chunk.children = {}
 
     def _touch(self, chunks: Sequence[Chunk]) -> None:

@@ -86,8 +86,7 @@ class Completion:
       `interrupted`, or `error`.
     - `seed`: the seed that a sampled answer was drawn with, given or not; None at temperature 0.
     - `logprobs`: one entry a token where they were asked for.
-    - `prompt_logprobs`: one entry a token of the prompt where they were asked for, None for the
-      first token.
+    - `prompt_logprobs`: one entry a token of the prompt where asked for, None for the first.
     """
 
     text: str

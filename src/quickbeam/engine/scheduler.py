@@ -19,7 +19,7 @@ MANY_PLACES = 8  # with so many places, the last one is kept for tenants that ho
 SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
 
 
-class Ready(NamedTuple):
+class ScheduledPart(NamedTuple):
     """A sequence with its part of the next pass.
 
     `growing` is its draft tree; None for a text that is read.
@@ -133,17 +133,16 @@ class Scheduler:
         """
         if self.pool.limit is None:
             return True
-        page = self.pool.page
-        scoring = sequence.scoring
-        found = [] if scoring else self.prefixes.find(sequence.ids, sequence.drafter)
-        known = len(found) * self.prefixes.size
-        needed = -(-(len(sequence.ids) - known + TREE) // page) + self.pool.most_state_pages
-        promised = sum(
+        chunks = [] if sequence.scoring else self.prefixes.find(sequence.ids, sequence.drafter)
+        known = len(chunks) * self.prefixes.size
+        needed = -(-(len(sequence.ids) - known + TREE) // self.pool.page)
+        needed += self.pool.most_state_pages
+        reserved = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
-        missing = needed + promised - (self.pool.free or 0)
+        missing = needed + reserved - (self.pool.free or 0)
         # shared chunks that it is going to hold can't be dropped for it
-        return missing <= 0 or missing <= self.prefixes.idle_pages(found)
+        return missing <= 0 or missing <= self.prefixes.idle_pages(chunks)
 
     def _prefix_in_prefill(self, sequence: SequenceState) -> bool:
         """Whether an active sequence is reading the same beginning right now.
@@ -176,17 +175,14 @@ class Scheduler:
             return
         assert sequence.cache is not None
         # looked up first, since making room for the sequence may drop chunks that it adopts
-        held, snapshot = [chunk.held for chunk in chunks], chunks[-1].snapshot
+        kv, snapshot = [chunk.kv for chunk in chunks], chunks[-1].snapshot
         if state is not None and drafter is prefixes.drafter:
             known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            parts = [
-                *(chunk.edge for chunk in known[-1:]),
-                *(chunk.hidden for chunk in chunks[len(known) :]),
-            ]
+            parts = [one.edge for one in known[-1:]] + [one.hidden for one in chunks[len(known) :]]
             hidden = [rows for rows in parts if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
-        sequence.cache.adopt(held, prefixes.size, snapshot)
+        sequence.cache.adopt(kv, prefixes.size, snapshot)
         sequence.chunks = list(chunks)
         if not sequence.statistics.preemptions:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
@@ -198,21 +194,20 @@ class Scheduler:
         self.active.remove(sequence)
         self.waiting.add(sequence)
 
-    def with_room(self, ready: list[Ready]) -> list[Ready]:
+    def with_room(self, scheduled: list[ScheduledPart]) -> list[ScheduledPart]:
         """Return the parts that can run.
 
-        If the pool runs short, trees shrink to their roots. If that is not enough, the latest
-        sequences are preempted.
+        If the pool runs short, trees shrink to roots, and then the latest sequences are preempted.
         """
-        if self._has_room(ready):
-            return ready
-        ready = [
+        if self._has_room(scheduled):
+            return scheduled
+        scheduled = [
             one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
             if isinstance(one.part, Draft)
             else one
-            for one in ready
+            for one in scheduled
         ]
-        while not self._has_room(ready):
+        while not self._has_room(scheduled):
             last = self.active[-1]
             if len(self.active) == 1:
                 pages = f"all {self.pool.limit} pages of keys and values are taken"
@@ -220,23 +215,23 @@ class Scheduler:
                 return []
             self.prefixes.remember(last, last.read)
             self.preempt(last)
-            ready = [one for one in ready if one.sequence is not last]
-        return ready
+            scheduled = [one for one in scheduled if one.sequence is not last]
+        return scheduled
 
-    def _has_room(self, ready: Sequence[Ready]) -> bool:
+    def _has_room(self, scheduled: Sequence[ScheduledPart]) -> bool:
         """Whether the parts fit, once what nobody holds is given up for them."""
         pool = self.pool
         if pool.limit is None:
             return True
         missing = sum(
-            one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in ready
+            one.part.cache.missing(one.sequence.read + one.part.rows + 1) for one in scheduled
         )
         while missing > (pool.free or 0) and pool.spare():
             pass
         # `free` is negative where the limit was lowered meanwhile
         return missing <= max(0, pool.free or 0)
 
-    def to_read(self) -> list[Ready]:
+    def to_read(self) -> list[ScheduledPart]:
         """Return the sequences whose text is read in this step, each with the part that is read.
 
         Where sequences run, or tenants may ask at any time, the passes over texts are short.
@@ -245,16 +240,16 @@ class Scheduler:
         tenants = {one.request.tenant for one in reading}
         room = self.model.chunk
         if len(reading) < len(self.active) or len(tenants) > 1:
-            room = self.model.beside
+            room = self.model.mixed_chunk
         elif tenants != {None}:
-            room = min(room, 2 * self.model.beside)
-        parts = list[Ready]()
+            room = min(room, 2 * self.model.mixed_chunk)
+        parts = list[ScheduledPart]()
         for one, count in zip(reading, shares([one.unread for one in reading], room), strict=True):
             if count and one.cache is not None:
                 end = one.read + count
                 last = not one.started and end == len(one.request.prompt)
                 wanted = count if one.scoring else int(last)
-                parts.append(Ready(one, Chain(one.cache, one.ids[one.read : end], wanted)))
+                parts.append(ScheduledPart(one, Chain(one.cache, one.ids[one.read : end], wanted)))
         return parts
 
 

@@ -46,8 +46,7 @@ class Request:
     """A request: a prompt in token ids, how it is answered, and by which method.
 
     - `budget`: nodes of a tree, the root included; None takes the measured budget.
-    - `setting`: the method and all that its drafts depend on. Acceptance rates and costs are
-      learned for each setting.
+    - `setting`: the method and all that its drafts depend on; rates and costs are learned for each.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
     - `tenant`: whose request it is. Tenants take turns; None for a program's own requests.
@@ -208,7 +207,7 @@ class SequenceState:
         """Record log-probabilities of the prompt's tokens.
 
         `logits` `[n, vocab]` are the raw ones after the last `n` tokens that were read. What is
-        known, as it may be after a set-back, stays.
+        known, as it may be after a preemption, stays.
         """
         prompt, known = self.request.prompt, self.prompt_logprobs
         assert known is not None
@@ -223,13 +222,11 @@ class SequenceState:
         `row(i)` returns the raw logits `[vocab]` that the i-th token was chosen from.
         """
         self.times.first = self.times.first or time.perf_counter()
-        taken = []
+        taken, top = [], self.params.logprobs or 0
         for i, token in enumerate(tokens):
             taken.append(token)
             if self.logprobs is not None:
-                self.logprobs.append(
-                    Logprob(token, *logprobs(row(i), token, self.params.logprobs or 0))
-                )
+                self.logprobs.append(Logprob(token, *logprobs(row(i), token, top)))
             if self.output.append(token):
                 break
         self.request.sampler.extend(taken)

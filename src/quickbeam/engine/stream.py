@@ -28,7 +28,7 @@ class Delta(NamedTuple):
         return Delta(*(old + new for old, new in parts))
 
 
-class News:
+class StreamEvents:
     """Wakes the thread that waits for a stream."""
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Stream(Iterator[str]):
         self._thread, self.sequence = thread, sequence
         self._model, self._method = model, method
         self._given = 0  # how many tokens `new` has returned
-        self._news = News()
+        self._events = StreamEvents()
         # before the request is put into the queue, so that an interrupt in between ends it
         weakref.finalize(self, thread.cancel, sequence).atexit = False
-        thread.submit(sequence, [self._news] if client is None else [self._news, client])
+        thread.submit(sequence, [self._events] if client is None else [self._events, client])
 
     def __next__(self) -> str:
         if piece := self._wait_for(self.sequence.output.take):
@@ -75,22 +75,22 @@ class Stream(Iterator[str]):
     def _wait_for(self, look: Callable[[], T]) -> T | None:
         """Return what `look` returns once that is something; None at the end. Raises an error."""
         while True:
-            self._news.changed.clear()
-            over = self._news.ended.is_set()  # before the look: there may be more until then
-            if found := look():
-                return found
+            self._events.changed.clear()
+            over = self._events.ended.is_set()  # before the look: there may be more until then
+            if result := look():
+                return result
             if over:
                 if self.error is not None:
                     raise self.error
                 return None
             self._thread.check()
-            self._news.changed.wait()
+            self._events.changed.wait()
 
     def result(self) -> Completion:
         """Wait for the whole answer and return it. Raises the error that ended it."""
-        if not self._news.ended.is_set():
+        if not self._events.ended.is_set():
             self._thread.check()
-            self._news.ended.wait()
+            self._events.ended.wait()
         if self.error is not None:
             raise self.error
         return self.completion
@@ -102,7 +102,7 @@ class Stream(Iterator[str]):
         """
         self.cancel()
         if not self._thread.inside:
-            self._news.ended.wait()
+            self._events.ended.wait()
 
     def cancel(self) -> None:
         """Do as `close` does, but never wait."""

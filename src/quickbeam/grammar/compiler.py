@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import trial
-from quickbeam.grammar.masks import Compiled, Masks
+from quickbeam.grammar.masks import CompiledGrammar, Masks
 from quickbeam.grammar.spec import Grammar
 from quickbeam.machine import in_own_thread
 
@@ -23,7 +23,7 @@ KEPT = 64  # how many compiled grammars are kept
 LIKE_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-class Compiler:
+class GrammarCompiler:
     """Compiles grammars for a tokenizer of transformers, and keeps those used last.
 
     `vocab` is the width of the model's logits, `eos` its end-of-sequence ids. The tokenizer is
@@ -56,12 +56,12 @@ class Compiler:
             )
         return Masks(compiled, self._vocab, ends, closing)
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return a grammar compiled, which may take seconds. Raises `InvalidInput` as `begin`."""
         with self._compiling:
             return self._compiled(grammar)
 
-    def _compiled(self, grammar: Grammar) -> Compiled:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -69,7 +69,7 @@ class Compiler:
                 "grammar: needs llguidance: pip install 'quickbeam[grammar]'"
             ) from error
         if self._tokenizer is None:
-            self._tokenizer = self._prepared()
+            self._tokenizer = self._convert_tokenizer()
         try:
             if grammar.kind == "json_schema":
                 text = LLMatcher.grammar_from_json_schema(
@@ -89,9 +89,9 @@ class Compiler:
         # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
             logger.info("%s: %r", grammar.kind, warning)
-        return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
+        return CompiledGrammar(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
-    def _prepared(self) -> LLTokenizer:
+    def _convert_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
         known = [token for token in self._eos if token < len(self._hf)]

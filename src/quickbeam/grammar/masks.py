@@ -25,7 +25,7 @@ class DeadEnd(InvalidInput):
     """No token may come next."""
 
 
-class Place(NamedTuple):
+class AllowedTokens(NamedTuple):
     """What may follow a path.
 
     - `banned`: `[vocab]` bool.
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     first: int
 
 
-class Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar compiled for one tokenizer.
 
     - `matcher`: a matcher that has read nothing yet.
@@ -60,25 +60,25 @@ class Masks:
       Where it must end, nothing else is.
 
     One matcher goes from path to path: it rolls back to where the two paths part and reads the
-    rest. What is allowed depends on the tokens alone. Places are cached until the answer grows.
+    rest. What is allowed depends on the tokens alone. Results are cached until it grows.
     """
 
     def __init__(
-        self, compiled: Compiled, vocab: int, ends: Collection[int], closing: Collection[int]
+        self, compiled: CompiledGrammar, vocab: int, ends: Collection[int], closing: Collection[int]
     ) -> None:
         self._compiled, self._vocab, self._ends = compiled, vocab, frozenset(ends)
         self._closing = [token for token in closing if token < vocab]
         self._text: list[int] = []  # the answer so far
         self._path: list[int] = []  # what the matcher has read after it
         self._over = False
-        self._places: dict[tuple[int, ...], Place] = {}
+        self._allowed: dict[tuple[int, ...], AllowedTokens] = {}
         self._forced: dict[tuple[int, ...], int | None] = {}
         self._reason = ""
-        self._matcher = self._begun()
+        self._matcher = self._new_matcher()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Record tokens that became output."""
-        self._places.clear()
+        self._allowed.clear()
         self._forced.clear()
         for token in tokens:
             self._over = self._over or token in self._ends
@@ -87,7 +87,7 @@ class Masks:
                 self._text.append(token)
                 self._path = self._path[1:]
 
-    def place(self, path: Sequence[int] = ()) -> Place | None:
+    def allowed(self, path: Sequence[int] = ()) -> AllowedTokens | None:
         """Return what may follow output and `path`, or None if the answer is over by then.
 
         Raises `DeadEnd` if no token may follow.
@@ -95,37 +95,37 @@ class Masks:
         if self._over or not self._ends.isdisjoint(path):
             return None
         key = tuple(path)
-        if key not in self._places:
-            self._places[key] = self._look(key)
-        return self._places[key]
+        if key not in self._allowed:
+            self._allowed[key] = self._compute(key)
+        return self._allowed[key]
 
     def ban(self, scores: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """Set the scores of banned tokens after `path` to minus infinity.
 
         `scores` `[vocab]` are changed in place and returned. Raises `DeadEnd` if no token is left.
         """
-        place = self.place(path)
-        if place is None:
+        allowed = self.allowed(path)
+        if allowed is None:
             return scores
-        scores.masked_fill_(place.banned.to(scores.device), -math.inf)
+        scores.masked_fill_(allowed.banned.to(scores.device), -math.inf)
         if scores.max() == -math.inf:
             where = f"after {len(self._text) + len(path)} tokens of the answer"
             raise DeadEnd(
-                f"grammar: it allows {place.left} tokens {where}, all ruled out by "
+                f"grammar: it allows {allowed.left} tokens {where}, all ruled out by "
                 "min_tokens, bad_words or logit_bias"
             )
         return scores
 
-    def find(self, path: Sequence[int] = ()) -> Place | None:
-        """Return `place`, for drafting: None also if no token may follow."""
+    def find(self, path: Sequence[int] = ()) -> AllowedTokens | None:
+        """Return `allowed`, for drafting: None also if no token may follow."""
         try:
-            return self.place(path)
+            return self.allowed(path)
         except DeadEnd:
             return None
 
-    def forces(self, place: Place) -> bool:
+    def forces(self, allowed: AllowedTokens) -> bool:
         """Whether only one token may come there and the answer goes on after it."""
-        return place.left == 1 and place.first not in self._ends
+        return allowed.left == 1 and allowed.first not in self._ends
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
         """Return the token that is forced after `path`, or None.
@@ -134,8 +134,8 @@ class Masks:
         """
         key = tuple(path)
         if key not in self._forced:
-            place = self.find(key) if key in self._places or self._is_written(key) else None
-            self._forced[key] = place.first if place is not None and self.forces(place) else None
+            known = self.find(key) if key in self._allowed or self._is_written(key) else None
+            self._forced[key] = known.first if known is not None and self.forces(known) else None
         return self._forced[key]
 
     def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
@@ -156,7 +156,7 @@ class Masks:
             return False
         return bool(self._ask(path, lambda matcher: matcher.compute_ff_tokens()))
 
-    def _look(self, path: tuple[int, ...]) -> Place:
+    def _compute(self, path: tuple[int, ...]) -> AllowedTokens:
         bits = self._ask(path, lambda matcher: matcher.compute_bitmask())
         if bits is None:
             where = f"after {len(self._text) + len(path)} tokens of the answer"
@@ -172,7 +172,7 @@ class Masks:
         np.logical_not(allowed[:shared], out=banned[:shared])
         if may_end:
             banned[self._closing] = False
-        return Place(
+        return AllowedTokens(
             torch.from_numpy(banned),
             self._vocab - int(np.count_nonzero(banned)),
             int(banned.argmin()),
@@ -188,7 +188,7 @@ class Masks:
             # many drafts may use up the matcher's limits, and some grammars can't be rolled back: a
             # new matcher reads the path from the beginning
             self._reason = str(self._matcher.get_error()).partition("\n")[0]
-            self._matcher = self._begun()
+            self._matcher = self._new_matcher()
         return None
 
     def _go(self, path: Sequence[int]) -> None:
@@ -201,7 +201,7 @@ class Masks:
             self._matcher.consume_tokens(ahead)
         self._path = list(path)
 
-    def _begun(self) -> LLMatcher:
+    def _new_matcher(self) -> LLMatcher:
         matcher = self._compiled.matcher.deep_copy()
         if self._text:
             matcher.consume_tokens(self._text)

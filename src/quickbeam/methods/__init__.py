@@ -28,8 +28,7 @@ class Preset:
 
     - `maker`: module and name of what makes the `Method` from its sources.
     - `sources`: names of the sources that propose tokens.
-    - `budget`: the most nodes of a draft tree, the root included; 0 leaves it to the measured cost
-      model.
+    - `budget`: the most nodes of a draft tree, the root included; 0: by the measured cost model.
     - `vocab`: what the drafter scores, one of `VOCABS` or `SHORTENED`.
     - `without`: the method that is used instead where there is no drafter.
     """
@@ -66,19 +65,16 @@ METHODS = {
 
 
 def preset(method: str) -> Preset:
-    """Return the preset of a method. Raises `InvalidInput` for an unknown name and lists the known
-    ones."""
+    """Return the preset of a method. Raises `InvalidInput` for an unknown name."""
     if method not in METHODS:
         raise InvalidInput(f"unknown method {method!r}; known: {', '.join(METHODS)}")
     return METHODS[method]
 
 
 def stand_in(method: str, drafter: bool) -> str:
-    """Return the name of the method to use: `method`, or without a `drafter` the one that stands
-    in.
+    """Return the method to use: `method`, or without a `drafter` the one that stands in.
 
-    Without a drafter, raises `InvalidInput` for an unknown method, and for one that needs a
-    drafter.
+    Without one, raises `InvalidInput` for an unknown method, and for one that needs a drafter.
     """
     if drafter:
         return method

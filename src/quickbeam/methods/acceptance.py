@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the classes of a drafter's probabilities
-SURE = (0.5, 0.8)  # bounds between the classes of a drafter's confidence
-RANKS = 4  # ranks among siblings that are told apart; the last stands for all further ones
+CONFIDENCES = (0.5, 0.8)  # bounds between the classes of a drafter's confidence
+RANKS = 4  # ranks among siblings that are distinguished; the last stands for all further ones
 # Drafters are underconfident in their first choice. On our own questions, first children of
 # probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
 # at 1. Later children were accepted about as often as their probability says.
@@ -26,13 +26,12 @@ RATES = {
     REMEMBERED: (0.25, 0.45, 0.65, 0.8, 0.9),
     GUESSED: (0.04, 0.025, 0.015, 0.01, 0.005),
 }
-# By how much their odds are multiplied if the token is the drafter's first choice. They are divided
-# if that is another token.
-AGREED = 4.0
+# their odds are multiplied by this if the token is the drafter's first choice, and else divided
+AGREEMENT_ODDS = 4.0
 
 # What the drafter's answer says of a token that another source proposed: it was not asked; the
 # token is its first choice; another token is.
-UNASKED, FIRST_CHOICE, OTHER_CHOICE = range(3)
+NOT_ASKED, FIRST_CHOICE, OTHER_CHOICE = range(3)
 
 
 class Evidence(NamedTuple):
@@ -48,7 +47,7 @@ class Evidence(NamedTuple):
         kind, size, _ = self.group
         choice = FIRST_CHOICE if first_choice else OTHER_CHOICE
         odds = RATES[kind][size] / (1 - RATES[kind][size])
-        odds *= AGREED if first_choice else 1 / AGREED
+        odds *= AGREEMENT_ODDS if first_choice else 1 / AGREEMENT_ODDS
         return Evidence((kind, size, choice), odds / (1 + odds))
 
 
@@ -58,8 +57,7 @@ drafter is there (`DraftProbs.confidence`) or None."""
 
 
 def as_printed(rank: int, probability: float, confidence: float | None = None) -> Evidence:
-    """Return DySpec's assumption: a child is accepted with the probability that its drafter gives
-    it."""
+    """Return DySpec's assumption: a child is accepted with its drafter's probability."""
     return Evidence(None, probability)
 
 
@@ -70,7 +68,7 @@ def drafted(rank: int, probability: float, confidence: float | None = None) -> E
     `DraftProbs`.
     """
     usual = probability if rank else 1 - (1 - probability) ** LIFT
-    kind = "drafted" if confidence is None else f"drafted {bisect_right(SURE, confidence)}"
+    kind = "drafted" if confidence is None else f"drafted {bisect_right(CONFIDENCES, confidence)}"
     return Evidence((kind, min(rank, RANKS - 1), bisect_right(EDGES, probability)), usual)
 
 
@@ -95,7 +93,7 @@ def elsewhere(kind: str, number: int) -> Evidence:
     text, that the token continues; of a guess from the last logits, its rank among them, from 1.
     """
     size = min(max(number, 1).bit_length(), len(RATES[kind])) - 1
-    return Evidence((kind, size, UNASKED), RATES[kind][size])
+    return Evidence((kind, size, NOT_ASKED), RATES[kind][size])
 
 
 class AcceptanceModel:

@@ -33,8 +33,7 @@ Growth = Generator[DraftRequest, DraftProbs | None, Grown]
 class Method(ABC):
     """Grows draft trees from the sources it was made with.
 
-    All sequences share what a method learns. What belongs to one tree is kept in the generator that
-    grows it.
+    All sequences share what a method learns. What belongs to one tree is kept in its generator.
 
     - `sources`: the sources of its candidates.
     - `priced`: whether it uses `Context.marginal_cost` where that is given, which is where it draws

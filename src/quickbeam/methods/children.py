@@ -1,7 +1,6 @@
 """The children that a drafter's distribution gives a node, in order, without replacement.
 
-**Drawn** (residual rule). Child i comes from the distribution without the tokens of earlier
-children, renormalised.
+**Drawn** (residual rule). Child i is drawn without the tokens of earlier ones, renormalised.
 
 **Deterministic** (coupled sampling, `noise.py`). Let q be a drafter's distribution at temperature
 1, and l its logits. For an answer at temperature 0, q(x) estimates how likely token x is the
@@ -24,27 +23,25 @@ import numpy as np
 import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.drafters.largest import Row, largest
-from quickbeam.noise import Array
+from quickbeam.drafters.largest import largest
+from quickbeam.noise import Array, Row
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import draw
 from quickbeam.tree import TokenTree
 
 ROUNDING = 1 - 1e-6  # a factor for bounds, so that float32 can't round them up
-FAINT = 1e-5  # share of the likeliest token's probability below which tokens don't count
-# The filters' bound, found on the drafter's distribution, is multiplied by this, because the
-# target's distribution may differ.
+NEGLIGIBLE = 1e-5  # share of the likeliest token's probability below which tokens don't count
+# factor for the filters' bound on the drafter's distribution, as the target's may differ
 MARGIN = 0.5
 
 
-class Drawn:
+class DrawnChildren:
     """Draws from row `row` of `distributions`, without replacement.
 
     - `left`: the mass that is not drawn yet. It is the probability that the next slot is reached
       once the node is: that all earlier draws are rejected, if a draw is accepted with its
       probability. It does not depend on the next token, so slots may be chosen by it.
-    - `probs`: the distribution `[vocab]` that the tokens are drawn from, as `TokenTree.probs` holds
-      it.
+    - `probs`: the distribution `[vocab]` that the tokens are drawn from, as in `TokenTree.probs`.
     """
 
     forced = False
@@ -74,7 +71,7 @@ class Drawn:
         return (column if self._tokens is None else int(self._tokens[column])), probability
 
 
-class Ranked:
+class RankedChildren:
     """Deterministic proposals: tokens with their probabilities, the likeliest first.
 
     `left` is the probability of the next one, 0 if there is none. `forced`: a grammar allows only
@@ -96,7 +93,7 @@ class Ranked:
         return self._children.pop() if self._children else None
 
 
-Children = Drawn | Ranked
+Children = DrawnChildren | RankedChildren
 
 
 def ask(
@@ -117,13 +114,13 @@ def ask(
     forced = distributions.forced
     if context.draws:
         return [
-            Ranked(([forced[i]], [1.0]), forced=True)
+            RankedChildren(([forced[i]], [1.0]), forced=True)
             if i in forced
-            else Drawn(distributions, i, context.generator)
+            else DrawnChildren(distributions, i, context.generator)
             for i in range(len(nodes))
         ]
     rows = proposals(context, distributions, [tree.depth[node] for node in nodes], count, least)
-    return [Ranked(row, i in forced) for i, row in enumerate(rows)]
+    return [RankedChildren(row, i in forced) for i, row in enumerate(rows)]
 
 
 def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) -> int | None:
@@ -133,9 +130,8 @@ def add_child(tree: TokenTree, node: int, children: Children, drafter: Drafter) 
         return None
     token, probability = child
     source = GRAMMAR if children.forced else drafter.name
-    return tree.add(
-        node, token, source, tree.value[node] * probability, children.probs, probability
-    )
+    value = tree.value[node] * probability
+    return tree.add(node, token, source, value, children.probs, probability)
 
 
 def proposals(
@@ -148,8 +144,7 @@ def proposals(
     """Return the `count` likeliest children after nodes of these depths, the likeliest first.
 
     They are chosen by `distributions`, and by the noise of their places where there is any.
-    `least`: for each node, what a child's probability must exceed for the child to count. A forced
-    token has probability 1.
+    `least`: of each node, what a child's probability must exceed. A forced token has probability 1.
     """
     floors = least or [0.0] * len(distributions.values)
     if context.noise is None:
@@ -169,17 +164,15 @@ def proposals(
 
 
 def ruled_out_below(q: Array, filters: SamplingParams) -> float:
-    """Return about how likely the least likely token is that top-k, top-p and min-p leave of `q`
-    `[vocab]`.
+    """Return about how likely the least likely token is that the filters leave of `q` `[vocab]`.
 
-    The probability is that of `q`, at temperature 1. Tokens less likely than `FAINT` times the
-    likeliest don't count.
+    By `q`, at temperature 1. Tokens below `NEGLIGIBLE` times the likeliest one's don't count.
     """
-    likely = np.sort(q[q > FAINT * q.max()].astype(np.float64))[::-1]
+    likely = np.sort(q[q > NEGLIGIBLE * q.max()].astype(np.float64))[::-1]
     if not len(likely):
         return 0.0
     likely = likely[: filters.top_k or None]
-    heated = (likely / likely[0]) ** (1 / max(filters.temperature, 1e-3))
-    before = heated.cumsum() - heated
-    kept = (before < filters.top_p * heated.sum()) & (heated >= filters.min_p)
+    tempered = (likely / likely[0]) ** (1 / max(filters.temperature, 1e-3))
+    before = tempered.cumsum() - tempered
+    kept = (before < filters.top_p * tempered.sum()) & (tempered >= filters.min_p)
     return float(likely[kept][-1])

@@ -1,5 +1,4 @@
-"""Trees within a grammar: no banned token is proposed, and forced tokens take no call of the
-drafter.
+"""Trees within a grammar: no banned token is proposed, and forced tokens need no drafter's call.
 
 A token is forced if it is the only one that the grammar allows. Where the grammar fixes the text
 that comes next, llguidance's masks allow the canonical tokens of the text and no others.
@@ -17,7 +16,7 @@ from itertools import zip_longest
 import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
-from quickbeam.grammar.masks import Masks, Place
+from quickbeam.grammar.masks import AllowedTokens, Masks
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.tree import TokenTree
 
@@ -38,11 +37,11 @@ def constrained(growth: Growth, context: Context, budget: int, max_depth: int) -
             grown: Grown = end.value
             break
         distributions = yield from _answer(masks, request, read)
-    lay_runs(grown.tree, context, budget, max_depth)
+    add_forced_runs(grown.tree, context, budget, max_depth)
     return grown
 
 
-def lay_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:
+def add_forced_runs(tree: TokenTree, context: Context, budget: int, max_depth: int) -> None:
     """Add the tokens that are forced below the tree's leaves, as long as there is room.
 
     Where nodes have marginal costs, only below leaves that are reached often enough.
@@ -70,14 +69,11 @@ def _answer(
     """
     tree = request.tree
     places = [masks.find(tree.tokens(node)) for node in request.nodes]
-    forced = {
-        row: place.first
-        for row, place in enumerate(places)
-        if place is not None and masks.forces(place)
-    }
-    rows = [row for row, place in enumerate(places) if place is not None and place.left > 1]
-    due = [request.nodes[row] for row in rows]
-    calls = [*_unread(tree, due, read), due] if due else []
+    known = [(row, place) for row, place in enumerate(places) if place is not None]
+    forced = {row: place.first for row, place in known if masks.forces(place)}
+    free = {row: place for row, place in known if place.left > 1}
+    next_nodes = [request.nodes[row] for row in free]
+    calls = [*_unread(tree, next_nodes, read), next_nodes] if next_nodes else []
     distributions: DraftProbs | None = None
     for nodes in calls:
         distributions = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
@@ -85,20 +81,14 @@ def _answer(
             break
         read.update(nodes)
     if distributions is None:
-        return (
-            None
-            if due and not forced
-            else DraftProbs(
-                torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced
-            )
-        )
-    masked = _masked(
-        distributions, [place for place in places if place is not None and place.left > 1]
-    )
+        if next_nodes and not forced:
+            return None
+        return DraftProbs(torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced)
+    masked = _masked(distributions, list(free.values()))
     values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
-        0, torch.tensor(rows, device=masked.device), masked
+        0, torch.tensor(list(free), device=masked.device), masked
     )
-    confidence = dict(zip(rows, distributions.confidence, strict=False))
+    confidence = dict(zip(free, distributions.confidence, strict=False))
     every = [confidence.get(row, 1.0) for row in range(len(places))] if confidence else ()
     return distributions._replace(values=values, forced=forced, confidence=every)
 
@@ -117,9 +107,8 @@ def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> lis
     return [sorted({node for node in call if node is not None}) for call in zip_longest(*ways)]
 
 
-def _masked(distributions: DraftProbs, places: Sequence[Place]) -> torch.Tensor:
-    """Return distributions `[m, s]` without the tokens that are banned at these places,
-    renormalised.
+def _masked(distributions: DraftProbs, places: Sequence[AllowedTokens]) -> torch.Tensor:
+    """Return distributions `[m, s]` without the tokens banned at these places, renormalised.
 
     A row is zero where all its tokens are banned.
     """

@@ -10,9 +10,9 @@ from collections.abc import Generator
 from heapq import heappop, heappush
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.drafters.largest import Row
 from quickbeam.methods.base import Grown, Growth, Method
 from quickbeam.methods.children import proposals
+from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
 
@@ -20,12 +20,10 @@ class DDTree(Method):
     """Best-first search over the product of marginals.
 
     A popped node enters the tree. Its next sibling, of the next rank, and its likeliest child are
-    pushed. Which nodes enter depends on the tokens themselves, so they are deterministic proposals,
-    never draws.
+    pushed. Which nodes enter depends on the tokens themselves, so they are never draws.
 
     The marginal of a depth is the drafter's distribution after the likeliest path of that length.
-    Of DFlash's drafters that is the paper's. Others know what was drafted before; PCTree and DySpec
-    use it.
+    Of DFlash's drafters that is the paper's. For others, PCTree and DySpec use what was drafted.
     """
 
     def __init__(self, drafter: Drafter) -> None:

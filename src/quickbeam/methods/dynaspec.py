@@ -1,5 +1,4 @@
-"""DynaSpec (2510.13847): the drafter scores only the part of its vocabulary that the context calls
-for.
+"""DynaSpec (2510.13847): the drafter scores the part of its vocabulary that the context calls for.
 
 In the paper's order, with the places where each step is:
 

@@ -1,15 +1,13 @@
 """DySpec (2410.11744): the tree is grown where acceptance is most likely.
 
-The paper's hypothesis is that a token is accepted about as often as the drafter's probability says.
-Three algorithms use it:
+The hypothesis: a token is accepted about as often as its drafter's probability says. It is used by
 
 - Alg. 1 (`sampled_tree`) spends a budget of nodes on the slots that are most likely to be reached.
 - Alg. 2 (`threshold_tree`) fills, layer by layer, all slots that are likely enough.
 - App. D.1, the deterministic search for the likeliest paths (`methods/search.py`).
 
 The first is for drawn children (residual rule): a slot is chosen by what is known before its token
-is drawn, so sampling stays exact. The last is for deterministic proposals, those of coupled
-sampling.
+is drawn, so sampling stays exact. The last is for deterministic proposals.
 """
 
 from __future__ import annotations
@@ -44,8 +42,8 @@ def sampled_tree(
     context: Context,
     budget: int,
     max_depth: int,
-    rate: Callable[[int, float], float] = lambda rank, probability: probability,
-    worth: Callable[[int, float], float] = lambda rank, peak: 1.0,
+    rate: Callable[[int, float], float],
+    worth: Callable[[int, float], float],
 ) -> Generator[DraftRequest, DraftProbs | None, tuple[TokenTree, dict[int, Draw]]]:
     """Grow a tree by Alg. 1, and return it with the draw of each node.
 
@@ -110,9 +108,8 @@ def threshold_tree(
         if not layer or free < 1:
             break
         least = [ROUNDING * threshold / tree.value[node] for node in layer]
-        children = dict(
-            zip(layer, (yield from ask(context, tree, layer, free, least)), strict=True)
-        )
+        answer = yield from ask(context, tree, layer, free, least)
+        children = dict(zip(layer, answer, strict=True))
         heap = [(-tree.value[node] * children[node].left, node) for node in layer]
         heapify(heap)
         layer = []

@@ -27,9 +27,7 @@ class Eagle2(Method):
         self.drafter, self.sources, self.width, self.depth = drafter, (drafter,), width, depth
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        search = Search(
-            self.drafter, context, budget - 1, max_depth, AcceptanceModel(), estimate=as_printed
-        )
+        search = Search(self.drafter, context, budget - 1, max_depth, AcceptanceModel(), as_printed)
         layer = [search.root] if search.size > 0 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:

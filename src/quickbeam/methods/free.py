@@ -1,5 +1,4 @@
-"""Candidates that take no call of a drafter: what the text repeats, how finished texts went on, and
-what the last logits nearly chose.
+"""Candidates without a call: what the text repeats, how finished texts went on, the last logits.
 
 They compete in one best-first search, by acceptance rates that are learned for each kind. N-grams
 are the source of prompt lookup and of LogitSpec (2507.01449, §3), the last logits are LogitSpec's.
@@ -13,19 +12,13 @@ from functools import partial
 from quickbeam.drafters.base import GRAMMAR, Context
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import MAX_N, Answers, Ngram, NgramIndex
-from quickbeam.methods.acceptance import (
-    GUESSED,
-    REMEMBERED,
-    REPEATED,
-    AcceptanceModel,
-    elsewhere,
-)
+from quickbeam.methods.acceptance import GUESSED, REMEMBERED, REPEATED, AcceptanceModel, elsewhere
 from quickbeam.methods.base import Growth, without_calls
 from quickbeam.methods.search import Candidate, Search, observe
 
 LONGEST = 16  # the most tokens of a continuation
 FARTHER = 128  # the same after the root, where the search is wide (`search.WIDE`)
-SURE = 2  # the fewest matching tokens for a guessed path to be continued from the text
+MIN_MATCH = 2  # the fewest matching tokens for a guessed path to be continued from the text
 GUESSES = 8  # how many of the best last logits may be guesses
 
 
@@ -58,16 +51,14 @@ class FreeCandidates:
         for one in [one for one in search.best if one.number not in self._matched]:
             self._matched.add(one.number)
             tail = self._tail(search, one)
-            if match := index.match(tail, SURE):
-                beyond = tail[-min(one.depth, len(tail)) :]
-                tokens = index.continuation(match, LONGEST, beyond)
+            if match := index.match(tail, MIN_MATCH):
+                tokens = index.continuation(match, LONGEST, tail[-min(one.depth, len(tail)) :])
                 self._continue(search, one, tokens, match.length)
             self._remember(search, one, LONGEST)
         search.rank()
 
     def _tail(self, search: Search, one: Candidate) -> tuple[int, ...]:
-        """Return the last tokens of the text that ends with `one`, as many as the longest n-gram
-        has."""
+        """Return the last tokens of the text that ends with `one`, as many as n-grams have."""
         return (*search.context.ids[-MAX_N:], *one.path)[-MAX_N:]
 
     def _remember(self, search: Search, one: Candidate, longest: int) -> None:

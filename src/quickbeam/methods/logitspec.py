@@ -41,8 +41,7 @@ class LogitSpec(Method):
     many further tokens as the branch added. A smaller tree is the beginning of a larger one. Nodes
     that two drafts share are added once.
 
-    Where a finished text agrees with the end of this one for longer, the chain is how that one went
-    on (`drafters/texts.py`).
+    Where a finished text agrees with this one's end for longer, the chain is how that went on.
 
     That is for a fixed budget, and its nodes carry no value. Where nodes have marginal costs, the
     same sources compete by their acceptance rates, as in `auto` (`methods/free.py`).

@@ -11,6 +11,8 @@ from quickbeam.methods.base import Growth, Method, without_calls
 from quickbeam.methods.free import FreeCandidates, free_tree
 from quickbeam.tree import TokenTree
 
+LENGTH = 10  # tokens of the chain, as elsewhere (transformers' `num_output_tokens`)
+
 
 def graft(
     tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int
@@ -31,24 +33,22 @@ def graft(
 
 
 class PromptLookup(Method):
-    """Drafts what followed the newest earlier occurrence of the longest n-gram that ends in the
-    root.
+    """Drafts what followed the newest occurrence of the longest n-gram that ends in the root.
 
-    It drafts `length` tokens at most. 10 is what prompt lookup drafts elsewhere too (transformers'
-    `num_output_tokens`), and where nodes have marginal costs, as many as are worth them.
+    It drafts `LENGTH` tokens at most; where nodes have marginal costs, those that are worth them.
     """
 
     priced = True
 
-    def __init__(self, ngram: Ngram, length: int = 10) -> None:
-        self.sources, self.length, self.model = (ngram,), length, AcceptanceModel()
+    def __init__(self, ngram: Ngram) -> None:
+        self.sources, self.model = (ngram,), AcceptanceModel()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         if context.marginal_cost is not None:
             return free_tree(context, budget, max_depth, self.model, FreeCandidates(context))
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
         match = index.match(context.ids[-MAX_N:])
-        wanted = min(self.length, budget - 1, max_depth)
+        wanted = min(LENGTH, budget - 1, max_depth)
         if match and wanted > 0:
             tokens = context.within((), index.continuation(match, wanted))
             graft(tree, 0, tokens, Ngram.name, budget, max_depth)

@@ -1,7 +1,6 @@
 """Best-first search for the likeliest paths (DySpec, 2410.11744, App. D.1).
 
-It is for deterministic proposals only: which paths are kept may then depend on the tokens
-themselves.
+For deterministic proposals only: which paths are kept may then depend on the tokens themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from functools import partial
 from itertools import zip_longest
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
-from quickbeam.drafters.largest import Row
 from quickbeam.methods.acceptance import (
     LIFT,
     AcceptanceModel,
@@ -23,15 +21,15 @@ from quickbeam.methods.acceptance import (
 )
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.children import ROUNDING, proposals
+from quickbeam.noise import Row
 from quickbeam.tree import TokenTree
 
 # The search asks about a path's children only if a child with this share of the path's probability
-# would get in. On our own questions, asking about all paths promised 0.005 tokens more a tree (of
-# 3.1 with 16 nodes, 4.1 with 64; on texts trees had 0.004 to 0.028 more). It took a quarter more
-# of the drafter's time with 16 nodes, 37 % more with 64.
-HOPE = 0.5
-# One call asks about all such paths that are at least this share as likely as the likeliest of
-# them.
+# would get in. On our own questions, asking about all paths gave an estimated 0.005 tokens more a
+# tree (of 3.1 with 16 nodes, 4.1 with 64; on texts trees had 0.004 to 0.028 more). It took a
+# quarter more of the drafter's time with 16 nodes, 37 % more with 64.
+CHILD_SHARE = 0.5
+# One call asks about all such paths that are at least this share as likely as the likeliest.
 FRACTION = 0.1
 # If a tree may have more nodes than this, a pass is so slow that calls of the drafter cost little
 # beside it. The drafter is then asked along the text's own continuation, too.
@@ -72,7 +70,7 @@ class Candidate:
 
 
 class Search:
-    """The `size` likeliest paths among those found so far, in `best`, in order of value.
+    """The `size` likeliest paths among the `candidates` so far, in `best`, in order of value.
 
     The drafter sees a tree of its own, of the paths that it was asked about only. A token that a
     grammar forces is as likely as the token before it.
@@ -99,18 +97,17 @@ class Search:
         self.wide = size > WIDE
         self.root = Candidate(context.ids[-1], None, "root", place=0)
         self.best: list[Candidate] = []
-        self.found: list[Candidate] = []
+        self.candidates: list[Candidate] = []
         self._drafted = TokenTree(context.ids[-1])
         self.rank()
 
     def rank(self) -> None:
-        """Choose `best` anew from all that was found.
+        """Choose `best` anew from all candidates.
 
-        Paths that are no likelier than `_floor` add no node. They can still replace a path that is
-        less likely.
+        Paths no likelier than `_floor` add no node, but can still replace a less likely path.
         """
-        self.found.sort(key=lambda one: (-one.value, one.number))
-        self.best, self._floor, cost = self.found[: self.size], 0.0, self.cost
+        self.candidates.sort(key=lambda one: (-one.value, one.number))
+        self.best, self._floor, cost = self.candidates[: self.size], 0.0, self.cost
         if cost is not None:
             kept = 0
             while kept < len(self.best) and self.best[kept].value > cost.node(kept + 1):
@@ -145,21 +142,19 @@ class Search:
         probability: float | None = None,
     ) -> Candidate:
         """Enter the path that continues `parent` with `token`."""
+        number, path = len(self.candidates) + 1, (*parent.path, token)
+        depth, value = parent.depth + 1, parent.value * rate
         one = Candidate(
-            token, parent, source, rate, len(self.found) + 1, probability, list(evidence)
+            token, parent, source, rate, number, probability, list(evidence), depth, value, path
         )
-        one.depth = parent.depth + 1
-        one.value = parent.value * rate
-        one.path = (*parent.path, token)
         parent.children[token] = one
-        self.found.append(one)
+        self.candidates.append(one)
         return one
 
     def worth(self, one: Candidate) -> float:
         """Return the probability that asking about `one` is of use.
 
-        It is the probability that `one` is reached and none of its known children accepted, or 0 if
-        a grammar leaves no choice after it.
+        Which is that `one` is reached and no known child accepted; 0 if a grammar leaves no choice.
         """
         if self.context.forced(one.path) is not None:
             return 0.0
@@ -167,52 +162,52 @@ class Search:
         return one.value * max(0.0, 1 - known)
 
     def open(self) -> list[Candidate]:
-        """Return the paths that the drafter is asked about next; see `HOPE` and `FRACTION`."""
+        """Return the paths to ask the drafter about next; see `CHILD_SHARE` and `FRACTION`."""
         worst = self.worst
-        due = [
+        paths = [
             one
             # if all places are taken, nothing below the last path can get one
             for one in self.best[: self.size - 1]
-            if one.value * HOPE > worst
+            if one.value * CHILD_SHARE > worst
             and one.place is None
             and one.parent is not None
             and one.parent.place is not None
             and one.depth < self.max_depth
         ]
-        return [one for one in due if one.value >= FRACTION * due[0].value]
+        return [one for one in paths if one.value >= FRACTION * paths[0].value]
 
     def ask(
-        self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
+        self, paths: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
     ) -> Generator[DraftRequest, DraftProbs | None, bool]:
-        """Ask the drafter once for the `width` likeliest tokens after each of `due`.
+        """Ask the drafter once for the `width` likeliest tokens after each of `paths`.
 
-        `due` is the root at first, later some of `best`. `gain` is the number of tokens expected
+        `paths` is the root at first, later some of `best`. `gain` is the number of tokens expected
         from the call. Returns False if the call was not worth its time.
         """
-        for one in due:
+        for one in paths:
             if one.parent is not None:
                 assert one.parent.place is not None
                 parent = one.parent.place
                 one.place = self._drafted.add(parent, one.token, self.name, one.value)
         worst = self.worst
-        # for each of `due`, what a child's probability must exceed for its path to get in
-        least = [ROUNDING * worst / (LIFT * one.value) for one in due]
-        places = [one.place for one in due if one.place is not None]
+        # for each of `paths`, what a child's probability must exceed for its path to get in
+        least = [ROUNDING * worst / (LIFT * one.value) for one in paths]
+        places = [one.place for one in paths if one.place is not None]
         answer = yield DraftRequest(self.context, self._drafted, places, gain)
         if answer is None:
             return False
         count = min(width or self.size, self.size)
-        rows = proposals(self.context, answer, [one.depth for one in due], count, least)
-        for i, (one, row) in enumerate(zip(due, rows, strict=True)):
+        rows = proposals(self.context, answer, [one.depth for one in paths], count, least)
+        for i, (one, row) in enumerate(zip(paths, rows, strict=True)):
             token = answer.forced.get(i)
             if token is None:
-                sure = answer.confidence[i] if answer.confidence else None
-                self._take(one, row, worst, sure)
+                confidence = answer.confidence[i] if answer.confidence else None
+                self._take(one, row, worst, confidence)
             elif token not in one.children and one.value > worst:
                 self.enter(one, token, GRAMMAR, 1.0)
         return True
 
-    def _take(self, parent: Candidate, row: Row, worst: float, sure: float | None) -> None:
+    def _take(self, parent: Candidate, row: Row, worst: float, confidence: float | None) -> None:
         """Enter the drafter's tokens after `parent`, the likeliest first.
 
         A token that is below `parent` already stays one child. Its rate is the larger of two
@@ -221,18 +216,18 @@ class Search:
         """
         model, known, share = self.model, parent.children, 1.0
         if known:
-            share = self._merge(parent, row, sure)
+            share = self._merge(parent, row, confidence)
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
             if token in known:
                 continue
-            evidence = self.estimate(rank, probability, sure)
+            evidence = self.estimate(rank, probability, confidence)
             rate = model.rate(evidence) * share
             value = parent.value * rate
             if value <= worst or self.below_cost(value, parent.depth + 1 + rank):
                 break
             self.enter(parent, token, self.name, rate, (evidence,), probability)
 
-    def _merge(self, parent: Candidate, row: Row, sure: float | None) -> float:
+    def _merge(self, parent: Candidate, row: Row, confidence: float | None) -> float:
         """Correct the rates of the children that `parent` has by the drafter's answer.
 
         Returns by what the rates of the drafter's other tokens are multiplied.
@@ -244,7 +239,7 @@ class Search:
             if token in tokens:
                 rank = tokens.index(token)
                 child.probability = probabilities[rank]
-                evidence = self.estimate(rank, child.probability, sure)
+                evidence = self.estimate(rank, child.probability, confidence)
                 rate = min(self.model.rate(evidence), 1 - 1e-6)
                 theirs += rate
             own = child.rate
@@ -264,18 +259,14 @@ class Search:
         """
         if self.cost is not None and self.cost.passes:
             self.rank()
-            known = self.found[: self.size]
+            known = self.candidates[: self.size]
             self.best = known[: self.cost.best_count([one.value for one in known])]
         tree, place = TokenTree(self.root.token), {0: 0}
         for one in self.best:
             assert one.parent is not None
-            place[one.number] = tree.add(
-                place[one.parent.number],
-                one.token,
-                one.source,
-                one.value,
-                probability=one.rate if one.probability is None else one.probability,
-            )
+            parent, own = place[one.parent.number], one.probability
+            own = one.rate if own is None else own
+            place[one.number] = tree.add(parent, one.token, one.source, one.value, probability=own)
         return tree
 
 
@@ -284,21 +275,20 @@ def best_first(
 ) -> Growth:
     """Ask the drafter about likely paths until none is left that could add a node.
 
-    `propose` enters candidates that take no call: below the root at first, later below
-    `search.best` after each call.
+    `propose` enters candidates without a call: below the root, and below `search.best` after calls.
 
     With marginal costs, no call is made for nodes that are expected to give fewer tokens than the
     call costs. (A block drafter's first call is the only one that costs anything.) Then
     `calls` learns from the verified tree.
     """
-    cost, asked, due = search.cost, 0.0, [search.root] if search.size > 0 else []
+    cost, asked, paths = search.cost, 0.0, [search.root] if search.size > 0 else []
     explore = cost is not None and cost.explore
     propose(search)
-    while due:
-        worths = [search.worth(one) for one in due]
+    while paths:
+        worths = [search.worth(one) for one in paths]
         free = cost is None or explore or (asked > 0 and search.one_call)
         gain = float("inf") if free else _gain(search, calls, worths)
-        if not (yield from search.ask(due, gain=gain)):
+        if not (yield from search.ask(paths, gain=gain)):
             break
         # forced tokens took no call, so exploring is still to come
         explore = explore and not sum(worths)
@@ -306,9 +296,8 @@ def best_first(
             asked += sum(worths)
         search.rank()
         propose(search)
-        due = search.open()
-    learn = partial(_learn, search, calls, asked if cost is not None else 0.0)
-    return Grown(search.tree(), learn)
+        paths = search.open()
+    return Grown(search.tree(), partial(_learn, search, calls, 0.0 if cost is None else asked))
 
 
 def _gain(search: Search, calls: CallYield, worths: Sequence[float]) -> float:
@@ -320,8 +309,7 @@ def _gain(search: Search, calls: CallYield, worths: Sequence[float]) -> float:
 def observe(search: Search, tree: TokenTree, path: Sequence[int]) -> None:
     """Let acceptance rates learn from a verified tree, maybe only the first nodes of the search's.
 
-    All children of a reached node count, those after the accepted one too: the target could have
-    chosen any of them.
+    All children of a reached node count, as the target could have chosen any of them.
     """
     for node, accepted in zip_longest(path, path[1:]):
         for child in tree.children[node].values():

@@ -18,8 +18,7 @@ from quickbeam.tree import TokenTree
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
 
 # Acceptance rates of the i-th child if nothing was measured. The first is accepted 6 times in 10.
-# The probability that all of the first k are rejected then falls as a power of k, as Sequoia's
-# analysis assumes.
+# That all of the first k are rejected then falls as a power of k, as Sequoia's analysis assumes.
 GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
 
 
@@ -27,8 +26,7 @@ class Shapes:
     """The best shapes of up to `nodes` nodes, by dynamic programming.
 
     `acceptance` is the probability that a reached node's i-th child is accepted. A node is reached
-    with the product of these along its path. F is the sum of that over all nodes: the number of
-    tokens a step emits.
+    with the product of these along its path. F is the sum of that over all nodes: a step's tokens.
 
     A tree of depth at most d whose root has b children is made of two: such a tree with b - 1
     children, and the b-th child's tree of depth at most d - 1. So the best F with n nodes is
@@ -41,17 +39,16 @@ class Shapes:
         # F of the best tree, by depth, then by nodes, the root included
         self._best = [np.ones(nodes + 1)]
         self._width = [np.zeros(nodes + 1, dtype=int)]  # how many children that tree's root has
-        # by depth, by child, by nodes shared among the children up to this one: the nodes this one
-        # gets
+        # by depth, by child, by nodes shared among the children up to it: the nodes it gets
         self._share: list[list[np.ndarray]] = [[]]
         size = np.arange(nodes + 1)
         rest = size[:, None] - size[None, :]
         possible = (rest >= 0) & (size[None, :] > 0)
         while len(self._best) < nodes:
             tables, shares = [np.zeros(nodes + 1)], list[np.ndarray]()
-            for chance in acceptance:
+            for rate in acceptance:
                 value = np.where(
-                    possible, tables[-1][rest] + chance * self._best[-1][None, :], -np.inf
+                    possible, tables[-1][rest] + rate * self._best[-1][None, :], -np.inf
                 )
                 shares.append(value.argmax(1))
                 tables.append(value.max(1))
@@ -84,8 +81,7 @@ class Sequoia(Method):
     There is one call of the drafter a layer. `acceptance` is the probability that a reached node's
     i-th child is accepted, measured beforehand as in the paper. Without it, a generic vector is
     corrected by what verification accepts. The shape is computed again each time the number of
-    observations has doubled. So the shape depends on earlier answers; the distribution of the
-    output does not.
+    observations has doubled. It depends on earlier answers; the output's distribution does not.
     """
 
     TRUST = 16  # how many observed nodes the generic vector counts for
@@ -94,10 +90,10 @@ class Sequoia(Method):
         self.drafter, self.sources = drafter, (drafter,)
         self.acceptance = tuple(acceptance or GENERIC)
         self._learns = acceptance is None
-        self._accepted = [self.TRUST * chance for chance in self.acceptance]
+        self._accepted = [self.TRUST * rate for rate in self.acceptance]
         self._tried = [float(self.TRUST)] * len(self.acceptance)
         # number of tried first children at which the shape is computed again
-        self._due = 2 * self.TRUST
+        self._recompute_at = 2 * self.TRUST
         self._shapes: Shapes | None = None
         self._nodes = 0
 
@@ -109,12 +105,9 @@ class Sequoia(Method):
         tree, place = TokenTree(context.ids[-1]), {0: 0}
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
-            answer = yield from ask(
-                context,
-                tree,
-                [place[spot] for spot in parents],
-                max(len(shape[spot]) for spot in parents),
-            )
+            nodes = [place[spot] for spot in parents]
+            widest = max(len(shape[spot]) for spot in parents)
+            answer = yield from ask(context, tree, nodes, widest)
             for spot, children in zip(parents, answer, strict=True):
                 for child in shape[spot]:
                     node = add_child(tree, place[spot], children, self.drafter)
@@ -134,10 +127,8 @@ class Sequoia(Method):
                     continue
                 self._tried[i] += 1
                 self._accepted[i] += child == accepted
-        if self._tried[0] >= self._due:
-            self._due *= 2
-            self.acceptance = tuple(
-                accepted / tried
-                for accepted, tried in zip(self._accepted, self._tried, strict=True)
-            )
+        if self._tried[0] >= self._recompute_at:
+            self._recompute_at *= 2
+            pairs = zip(self._accepted, self._tried, strict=True)
+            self.acceptance = tuple(accepted / tried for accepted, tried in pairs)
             self._shapes = None

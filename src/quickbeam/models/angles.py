@@ -64,8 +64,8 @@ def _scaled(kind: str, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
         rope_parameters=rope, head_dim=dim, hidden_size=dim, num_attention_heads=1
     )
     config.max_position_embeddings, config.standardize_rope_params = None, lambda: None
-    found, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    return found, float(factor)
+    angles, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    return angles, float(factor)
 
 
 def of_config(config: Any) -> Iterator[dict[str, Any]]:
@@ -113,8 +113,8 @@ class Angles:
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return those of `positions` `[...]`, `[..., dim / 2]` float32 each."""
         self._frequencies = self._frequencies.to(positions.device)  # moved once
-        turned = positions.float()[..., None] * self._frequencies
-        return turned.cos() * self._factor, turned.sin() * self._factor
+        angles = positions.float()[..., None] * self._frequencies
+        return angles.cos() * self._factor, angles.sin() * self._factor
 
 
 class AngleTable:
@@ -126,8 +126,8 @@ class AngleTable:
 
     def __init__(self, config: Any, stack: Stack) -> None:
         self._scale = stack.query_scale
-        turned = [one for one in stack.attentions if one.rotary is not None]
-        halves = {one.rotary: one.turned // 2 for one in turned if one.rotary is not None}
+        rotated = [one for one in stack.attentions if one.rotary is not None]
+        halves = {one.rotary: one.rotary_dim // 2 for one in rotated if one.rotary is not None}
         self.columns, self.end = dict[Rotary, int](), 0
         self._angles = list[Angles]()
         for rotary, half in halves.items():

@@ -25,7 +25,7 @@ CHUNK = 512  # tokens of prompts that a pass reads
 STREAMED_CHUNK = 1024  # the same where weights are read or copied in every pass
 # tokens of prompts that are read in a step in which answers run: a running answer never waits for a
 # long prompt
-BESIDE = 64
+MIXED_CHUNK = 64
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,12 +139,12 @@ class Streamed(ABC):
     @property
     def in_words(self) -> str:
         """How much of the weights that is, how fast it goes, and the peak memory."""
-        told = self.record()
-        read, rate = told["streamed_bytes"] / 1e6, told["bytes_per_second"]
+        stats = self.record()
+        read, rate = stats["streamed_bytes"] / 1e6, stats["bytes_per_second"]
         speed = f" at {rate / 1e9:.2f} GB/s" if rate else ""
-        peak = "unknown" if told["peak_bytes"] is None else f"{told['peak_bytes'] / 1e6:.0f} MB"
+        peak = "unknown" if stats["peak_bytes"] is None else f"{stats['peak_bytes'] / 1e6:.0f} MB"
         return (
-            f"{read:.0f} of {read + told['resident_bytes'] / 1e6:.0f} MB a pass from {self.source}"
+            f"{read:.0f} of {read + stats['resident_bytes'] / 1e6:.0f} MB a pass from {self.source}"
             f"{speed}, peak memory {peak}"
         )
 
@@ -156,15 +156,15 @@ class Model(ABC):
     """Runs the tokens of a batch with `forward`, and gives the logits after them.
 
     `exact`: whether a row's bits depend on nothing but the tokens that it sees. Then an answer is
-    the same with drafts and without, in any batch. Otherwise that is counted, not promised.
-    `pool` makes the sequences' caches. `chunk`: tokens of prompts that a pass reads; `beside`: the
-    same in a step in which answers run. `weights`: the format of the weights that products read.
-    `streamed`: what reads or copies weights in every pass; None where all of them stay in place.
+    the same with drafts and without, in any batch. Otherwise that is counted, not guaranteed.
+    `pool` makes the sequences' caches. `chunk`: tokens of prompts that a pass reads; `mixed_chunk`:
+    the same in a step in which answers run. `weights`: the format of the weights that products
+    read. `streamed`: what reads or copies weights in every pass; None where all stay in place.
     """
 
     exact: bool
     chunk = CHUNK
-    beside = BESIDE
+    mixed_chunk = MIXED_CHUNK
     weights = "bfloat16"
     weight_bytes = 0  # of weights that the products of a pass read; 0 where that is not known
     mapped_bytes = 0  # of weights in a mapped file, which count as free memory

@@ -86,7 +86,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(plain, value)) if type(value) is tuple else [*map(plain, value)]
+        return tuple(map(plain, value)) if type(value) is tuple else [*map(plain, value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):
@@ -96,7 +96,7 @@ def plain(value: Any) -> Any:
 
 def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
     """Return messages as plain data without what is None, reasoning under each of its names."""
-    found = []
+    messages = []
     for message in conversation:
         given = plain(message)
         if not isinstance(given, dict):
@@ -105,8 +105,8 @@ def _messages(conversation: Sequence[Any]) -> list[dict[str, Any]]:
         reasoning = next((given[name] for name in REASONING if name in given), None)
         if reasoning is not None:
             given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
-        found.append(given)
-    return found
+        messages.append(given)
+    return messages
 
 
 def _tagged(content: Any) -> tuple[Any, str]:
@@ -164,7 +164,7 @@ def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
     Templates of models that read images as well may take parts alone, and leave texts out. Raises
     `InvalidInput` for a part that is no text.
     """
-    found = []
+    messages = []
     for number, message in enumerate(conversation):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list | tuple) else []
@@ -177,8 +177,8 @@ def for_template(template: str, conversation: Sequence[Any]) -> list[Any]:
         elif parts and not _takes(template, True) and _takes(template, False):
             texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
             message = {**message, "content": "\n".join(texts)}
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,14 +22,14 @@ from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native.quantised import BlockRows, Weight
-from quickbeam.models.prequantised import UNREAD, FewBits, method_of
+from quickbeam.models.prequantised import UNREAD, QuantisedTensor, method_of
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
 from quickbeam.models.stack import Stack
 from quickbeam.models.stack_tensors import Parameters, experts, linears, names
 from quickbeam.models.stored import (
-    TURNED,
+    TRANSPOSED,
+    PlainTensor,
     Stored,
-    Whole,
     dense,
     language_part,
     located,
@@ -83,12 +83,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises `InvalidInput` where it can't be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path} can't be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _plain(value: dict[str, Any]) -> Any:
@@ -110,22 +110,22 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig(language)
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
     kept = cache_folder() / "configs" / f"{digest}.json"
-    if not (found := read_json(kept)):
+    if not (filled := read_json(kept)):
         from transformers import AutoConfig
 
         try:
             text = AutoConfig.from_pretrained(folder).to_json_string(use_diff=False)
-            found = json.loads(text, object_hook=_plain)
+            filled = json.loads(text, object_hook=_plain)
         except Exception as error:  # of any kind, by what the file says
             raise InvalidInput(f"its config.json can't be read: {first_line(error)}") from error
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             part = kept.with_suffix(f".{os.getpid()}.tmp")
-            part.write_text(json.dumps(found), encoding="utf-8")
+            part.write_text(json.dumps(filled), encoding="utf-8")
             os.replace(part, kept)
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
-    return ModelConfig(language_part(found))
+    return ModelConfig(language_part(filled))
 
 
 def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
@@ -143,10 +143,10 @@ def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTE
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             model, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)
         )
-        return Path(found)
+        return Path(folder)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidInput(
@@ -182,7 +182,7 @@ class Checkpoint(Parameters):
         hold(self.config)
         self.stack: Stack = stack_of(self.config, dtype)
         self._files = TensorFiles(folder)
-        self._held = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
+        self._recent = dict[tuple[str, int, int], Any]()  # the last that were made of few bits
         self._in_blocks = set[str]()  # what products read, of which blocks stay blocks
         if dtype is torch.bfloat16:
             read = [one for linear, _ in linears(self.stack) for one in linear.weights]
@@ -194,32 +194,31 @@ class Checkpoint(Parameters):
         check_shapes(self.stack, self.shape, expected(self.stack, self.config))
 
     def _places(self, stack: Stack) -> dict[str, Stored]:
-        """Return where each parameter of the stack is stored."""
         (head,), wanted = {one.name for one in stack.head.weights}, names(stack)
         config, parts = self.config, self.config.whole_type != self.config.model_type
         named = own_names(self._files.names, config.model_type, stack.embedding, head, parts)
         if config.tie_word_embeddings and head not in named and stack.embedding in named:
             named[head] = named[stack.embedding]
 
-        width = config.hidden_size if config.model_type in TURNED else None
+        width = config.hidden_size if config.model_type in TRANSPOSED else None
         places = {name: located(name, named, self._files, self._method, width) for name in wanted}
-        found: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
-        read = {name for one in found.values() for name in one.names}
-        self._like = {name: one.like(self._files) for name, one in found.items()}
+        stored: dict[str, Stored] = {name: one for name, one in places.items() if one is not None}
+        read = {name for one in stored.values() for name in one.names}
+        self._like = {name: one.like(self._files) for name, one in stored.items()}
         in_blocks_of = (name for name, one in self._like.items() if isinstance(one, BlockRows))
-        in_blocks = {one for name in in_blocks_of for one in found[name].names}
+        in_blocks = {one for name in in_blocks_of for one in stored[name].names}
         read |= {named[name] for name in stack.unread if name in named}
         odd = [name for name, one in named.items() if one not in read]
         if self._method is not None:
             odd = [name for name in odd if not self._needless(name, named)]
         if odd := sorted(name for name in odd if not is_mtp(name, config)):
             raise NotDescribed(f"its files hold {odd[0]}")
-        refuse_incomplete(wanted - found.keys(), [])
+        refuse_incomplete(wanted - stored.keys(), [])
         if self._in_blocks:
             refuse_shared_experts(stack, self._like.__getitem__)
         if kinds := {self._files.kind(name) for name in read - in_blocks} - NUMBERS:
             raise NotDescribed(f"its files hold numbers of type {', '.join(sorted(kinds))}")
-        return found
+        return stored
 
     @property
     def quantised(self) -> bool:
@@ -242,7 +241,7 @@ class Checkpoint(Parameters):
         The whole is read where the file has it otherwise, or in another number format.
         """
         stored = self._stored[name]
-        if not isinstance(stored, Whole) or stored.turned:
+        if not isinstance(stored, PlainTensor) or stored.transposed:
             return self(name)
         if self._files.dtype(stored.name) is not self.dtype:
             return self(name)
@@ -264,26 +263,26 @@ class Checkpoint(Parameters):
         """
         end, stored = self.shape(name)[0], self._stored[name]
         last = end if last is None else last
-        if isinstance(stored, Whole):
-            found = stored.rows(self._files, first, last)
-            return found if name in self._as_stored else found.to(self.dtype)
-        if isinstance(stored, FewBits):  # made as a whole
+        if isinstance(stored, PlainTensor):
+            numbers = stored.rows(self._files, first, last)
+            return numbers if name in self._as_stored else numbers.to(self.dtype)
+        if isinstance(stored, QuantisedTensor):  # made as a whole
             return self._made(name, 0, end)[first:last]
         return self._made(name, first, last)
 
     def _made(self, name: str, first: int, last: int) -> Any:
         """Return rows of a tensor in blocks, or made of them; gates, then what they let through."""
         key = (name, first, last)
-        if key not in self._held:
-            if len(self._held) > 1:
-                del self._held[next(iter(self._held))]
+        if key not in self._recent:
+            if len(self._recent) > 1:
+                del self._recent[next(iter(self._recent))]
             stored: Any = self._stored[name]
-            found = stored.rows(self._files, first, last)
-            if name not in self._in_blocks or isinstance(found, torch.Tensor):
-                found = dense(found, stored).to(self.dtype)
-            self._held[key] = found
-        return self._held[key]
+            rows = stored.rows(self._files, first, last)
+            if name not in self._in_blocks or isinstance(rows, torch.Tensor):
+                rows = dense(rows, stored).to(self.dtype)
+            self._recent[key] = rows
+        return self._recent[key]
 
     def release(self, layers: str, layer: int | None) -> None:
         """Let go of what was made."""
-        self._held.clear()
+        self._recent.clear()

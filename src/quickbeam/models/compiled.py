@@ -18,7 +18,7 @@ from torch import nn
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.angles import AngleTable
 from quickbeam.models.compiled_layer import add_layer
-from quickbeam.models.compiler import Compiler, Numbers
+from quickbeam.models.compiler import SmallParameters, StackCompiler
 from quickbeam.models.disk import WeightsOnDisk
 from quickbeam.models.experts import add_per_layer_inputs
 from quickbeam.models.formats import weights_format
@@ -27,14 +27,7 @@ from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels, Recurrence
 from quickbeam.models.native.operands import KVShape, RowList, plain_rows
 from quickbeam.models.native.program import Buffer, Program
-from quickbeam.models.native.quantised import (
-    BFLOAT16,
-    WHOLE,
-    BlockRows,
-    Packed,
-    Weight,
-    dense_rows,
-)
+from quickbeam.models.native.quantised import BFLOAT16, WHOLE, BlockRows, Packed, Weight, dense_rows
 from quickbeam.models.packing import PackedWeights
 from quickbeam.models.pages import PagePool
 from quickbeam.models.stack import Stack
@@ -51,10 +44,10 @@ class NativeLinear(nn.Module):
     width.
     """
 
-    def __init__(self, found: Kernels, packed: Packed, logits: bool = False) -> None:
+    def __init__(self, kernels: Kernels, packed: Packed, logits: bool = False) -> None:
         super().__init__()
         self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
-        self._program, self._dtype = Program(found), packed.dtype
+        self._program, self._dtype = Program(kernels), packed.dtype
         wide = self._dtype is torch.float32
         self._result = torch.float32 if logits else self._dtype
         source = self._program.given("x", packed.inputs, wide)
@@ -108,7 +101,7 @@ class CompiledStack:
 
     `pages`: of `kv_shapes`, in the model's number format, bfloat16 or float32, which all rows have.
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
-    the file where packed weights are found or written. `memory`: the bytes that weights may take,
+    the file where packed weights are read or written. `memory`: the bytes that weights may take,
     where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
     embedding stays as it is; `embedding` is the module from token ids to what a layer reads.
     """
@@ -125,7 +118,7 @@ class CompiledStack:
         self.stack, self._parameters, self._pages = stack, parameters, pages
         self.mapped_bytes = 0  # of weights that are in a mapped file
         self._kernels, self._float32 = pages.kernels, pages.dtype is torch.float32
-        self._numbers = Numbers(parameters, pages.kernels, self._float32)
+        self._small_parameters = SmallParameters(parameters, pages.kernels, self._float32)
         self._angles = AngleTable(parameters.config, stack)
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
@@ -153,9 +146,9 @@ class CompiledStack:
         packed, as_they_come = self._packed, name in WHOLE
         if as_they_come and packed.size < SMALL:
             kept = None
-        found = None if kept is None else kept.read(packed.size)
-        packed.filled = found is not None
-        packed.memory = room_for_weights(packed.size) if found is None else found
+        weights = None if kept is None else kept.read(packed.size)
+        packed.filled = weights is not None
+        packed.memory = room_for_weights(packed.size) if weights is None else weights
         self._place(None if packed.filled else kept, name)
         if kept is not None and packed.filled:
             self.mapped_bytes = packed.size * kept.mapped
@@ -190,11 +183,11 @@ class CompiledStack:
     # --- the program ---
 
     def _make(self, kept: WeightFile | None = None, stage: str = "") -> Program:
-        """Return a program. `kept.progress` is told how far it is with `stage`."""
+        """Return a program. `kept.progress` gets `stage` and how far it is."""
         stack, parameters, width = self.stack, self._parameters, self._width
         program = Program(self._kernels)
-        self._compiler = c = Compiler(
-            program, stack, self._packed, self._numbers, self._pages, self._angles, width
+        self._compiler = c = StackCompiler(
+            program, stack, self._packed, self._small_parameters, self._pages, self._angles, width
         )
         last = len(stack.layers) + 1
         hidden = program.given("hidden", len(self.watched) * width, self._float32)
@@ -224,11 +217,9 @@ class CompiledStack:
         return int(self._parameters.shape(self.stack.embedding)[1])
 
     def _embed(self, program: Program, target: Buffer) -> None:
-        """Add the tokens' embeddings to the program."""
         program.embed(self._embedded, target, scale=self.stack.scale)
 
     def _project(self, program: Program, source: Buffer) -> None:
-        """Add the product of the head to the program."""
         logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
         program.linear(
             self._head,

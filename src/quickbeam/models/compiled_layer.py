@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from quickbeam.models.compiler import Compiler
-from quickbeam.models.experts import add_beside, add_experts, add_per_layer_input
+from quickbeam.models.compiler import StackCompiler
+from quickbeam.models.experts import add_experts, add_parallel_experts, add_per_layer_input
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape
 from quickbeam.models.native.program import Buffer
@@ -15,17 +15,17 @@ from quickbeam.models.recurrent import add_recurrent
 from quickbeam.models.stack import Attention, Experts, Latent, Layer, Linear, Norm
 
 
-def add_layer(c: Compiler, layer: Layer, i: int) -> None:
+def add_layer(c: StackCompiler, layer: Layer, i: int) -> None:
     """Add layer `i`, which reads the residual stream and adds to it."""
     _mix(c, layer, i)
     _feed(c, layer)
     if layer.per_layer is not None:
         add_per_layer_input(c, layer.per_layer, i)
     if layer.scalar is not None:
-        c.program.copy(c.x, c.x, scale=float(c.numbers(layer.scalar)))
+        c.program.copy(c.x, c.x, scale=float(c.parameters(layer.scalar)))
 
 
-def _mix(c: Compiler, layer: Layer, i: int) -> None:
+def _mix(c: StackCompiler, layer: Layer, i: int) -> None:
     """Add what mixes tokens, and what reads the residual stream before it is added."""
     attention, recurrent, after = layer.attention, layer.recurrent, layer.attention_after
     if attention is None and recurrent is None:
@@ -34,14 +34,12 @@ def _mix(c: Compiler, layer: Layer, i: int) -> None:
     if layer.parallel and layer.feed_forward_before is not None:
         c.norm(layer.feed_forward_before, c.x, c.beside)
     if attention is not None:
-        attended = _attend(c, attention, i)
-        c.add(attention.out, attended, after, layer.residual * attention.factor)
+        c.add(attention.out, _attend(c, attention, i), after, layer.residual * attention.factor)
     if recurrent is not None:
-        recurred = add_recurrent(c, recurrent)
-        c.add(recurrent.out, recurred, after, layer.residual * recurrent.factor)
+        c.add(recurrent.out, add_recurrent(c, recurrent), after, layer.residual * recurrent.factor)
 
 
-def _attend(c: Compiler, of: Attention, i: int) -> Buffer:
+def _attend(c: StackCompiler, of: Attention, i: int) -> Buffer:
     """Add a layer's attention up to its last product, and return what that reads."""
     i = i if of.source is None else of.source
     shape, offset = c.pages.shapes[i], c.pages.offsets[i]
@@ -54,7 +52,7 @@ def _attend(c: Compiler, of: Attention, i: int) -> Buffer:
     else:
         _heads(c, of, qkv, query, shape, offset)
     scores = of.scaling, of.window, of.softcap
-    sinks = None if of.sinks is None else c.numbers(of.sinks)
+    sinks = None if of.sinks is None else c.parameters(of.sinks)
     c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks)
     if of.gated:
         dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
@@ -64,7 +62,7 @@ def _attend(c: Compiler, of: Attention, i: int) -> Buffer:
 
 
 def _heads(
-    c: Compiler, of: Attention, qkv: Buffer, query: Buffer, shape: KVShape, offset: int
+    c: StackCompiler, of: Attention, qkv: Buffer, query: Buffer, shape: KVShape, offset: int
 ) -> None:
     """Add norms and angles of queries and keys."""
     norms = of.norms
@@ -85,7 +83,7 @@ def _heads(
         0.0 if norms is None else norms[0].epsilon,
         centred=norms is not None and norms[0].centred,
         norm_last=of.norm_last,
-        rotary=0 if of.rotary is None else of.turned,
+        rotary=0 if of.rotary is None else of.rotary_dim,
         angles=0 if of.rotary is None else c.angles.columns[of.rotary],
         interleaved=of.rotary is not None and of.rotary.interleaved,
         query_scale=None if of.query_scale is None else c.angles.end,
@@ -95,13 +93,13 @@ def _heads(
     )
 
 
-def _weight(c: Compiler, norm: Norm, width: int) -> torch.Tensor:
-    weight = c.numbers.norm(norm)
+def _weight(c: StackCompiler, norm: Norm, width: int) -> torch.Tensor:
+    weight = c.parameters.norm(norm)
     return torch.ones(width) if weight is None else weight
 
 
 def _latent(
-    c: Compiler,
+    c: StackCompiler,
     of: Attention,
     latent: Latent,
     small: Buffer,
@@ -136,14 +134,13 @@ def _latent(
         value_head=before + latent.rank,  # from there on, what turns of all heads' keys
         heads=of.heads,
         **shape.fields(offset),
-        rotary=of.turned,
+        rotary=of.rotary_dim,
         angles=c.angles.columns[of.rotary],
         interleaved=of.rotary.interleaved,
     )
 
 
-def _feed(c: Compiler, layer: Layer) -> None:
-    """Add a layer's feed-forward."""
+def _feed(c: StackCompiler, layer: Layer) -> None:
     of, after, factor = layer.feed_forward, layer.feed_forward_after, layer.residual
     source = c.normed
     if of is None:
@@ -163,8 +160,8 @@ def _feed(c: Compiler, layer: Layer) -> None:
     epilogue = library.GATED if of.gated else library.ACTIVATE
     how = {"activation": of.activation, "scaling": of.gate_scale}
     c.product(of.up, source, inner, epilogue, **how)
-    if layer.beside is None or after is None:
+    if layer.parallel_experts is None or after is None:
         c.add(of.down, inner, after, factor * of.factor)
         return
     c.product(of.down, inner, c.made)
-    c.norm(after, add_beside(c, layer.beside), c.x, add=factor)
+    c.norm(after, add_parallel_experts(c, layer.parallel_experts), c.x, add=factor)

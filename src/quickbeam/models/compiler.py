@@ -19,8 +19,8 @@ from quickbeam.models.stack_tensors import norm_weight, rows_of
 Parameter = Callable[[str], torch.Tensor]
 
 
-class Numbers:
-    """A model's numbers beside the large weights. Each is read once, and kept.
+class SmallParameters:
+    """A model's parameters beside the large weights. Each is read once, and kept.
 
     `parameter(name)`: the whole of one. `wide`: rows are float32.
     """
@@ -32,8 +32,8 @@ class Numbers:
     def __call__(self, name: str) -> torch.Tensor:
         """Return a copy of a parameter in float32, flat."""
         if name not in self._read:
-            found = self._parameter(name).detach()
-            self._read[name] = found.to(torch.float32, copy=True).flatten().contiguous()
+            parameter = self._parameter(name).detach()
+            self._read[name] = parameter.to(torch.float32, copy=True).flatten().contiguous()
         return self._read[name]  # type: ignore[no-any-return]
 
     def norm(self, of: Norm) -> torch.Tensor | None:
@@ -49,12 +49,11 @@ class Numbers:
                 [rows_of(one, self._parameter(one.name)) for one in parts]
                 for parts in (of.weights, of.biases)
             )
-            bias = torch.cat(biases) if biases else None
-            self._read[of] = self._packer.pack(weights, bias)
+            self._read[of] = self._packer.pack(weights, torch.cat(biases) if biases else None)
         return self._read[of]  # type: ignore[no-any-return]
 
 
-class Compiler:
+class StackCompiler:
     """Adds operations to `program`. `packed(linear)` gives a large weight in the kernels' layout.
 
     Buffers: `x` is the residual stream, `normed` what a layer reads, `beside` what a feed-forward
@@ -68,12 +67,12 @@ class Compiler:
         program: Program,
         stack: Stack,
         packed: Callable[[Linear], Any],
-        numbers: Numbers,
+        parameters: SmallParameters,
         pages: PagePool,
         angles: AngleTable,
         width: int,
     ) -> None:
-        self.program, self.stack, self.packed, self.numbers = program, stack, packed, numbers
+        self.program, self.stack, self.packed, self.parameters = program, stack, packed, parameters
         self.pages, self.angles, self.width = pages, angles, width
         self.wide = pages.dtype is torch.float32
         self.x, self.made = self.buffer("x", width, True), self.buffer("made", width, True)
@@ -91,9 +90,9 @@ class Compiler:
         if norm is None:
             self.program.copy(source, target)
             return
-        bias = None if norm.bias is None else self.numbers(norm.bias)
+        bias = None if norm.bias is None else self.parameters(norm.bias)
         how = {"bias": bias, "centred": norm.centred, **more}
-        self.program.norm(source, target, self.numbers.norm(norm), norm.epsilon, **how)
+        self.program.norm(source, target, self.parameters.norm(norm), norm.epsilon, **how)
 
     def product(self, of: Linear, source: Buffer, target: Buffer, *how: int, **more: Any) -> None:
         """Add a product. `how`, `more`: the epilogue and what else `Program.linear` takes."""
@@ -117,8 +116,8 @@ class Compiler:
             if isinstance(value, torch.Tensor):
                 self.kept.append(value)
                 fields[name] = value.data_ptr()
-        place = {"state": self._state, "input": self._input}
+        offsets = {"state": self._state, "input": self._input}
         self._state, self._input = self._state + state, self._input + inputs
-        made = Recurrence(**place, inputs=self.pages.state_shape.inputs, **fields)
+        made = Recurrence(**offsets, inputs=self.pages.state_shape.inputs, **fields)
         self.recurrences.append(made)
         return made

@@ -34,7 +34,7 @@ PARTS = 16  # fewest groups of a small model, as far as its weights can be cut
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """Bytes of the weights, from `first` to `last` (excluded), that operation `op` reads.
 
     `expert`: whose, of experts; `up` of the bytes are its first weight.
@@ -48,14 +48,14 @@ class Part:
 
 
 @dataclass(eq=False)
-class Group:
+class WeightGroup:
     """Parts that follow one another in the file, and are read at once.
 
     `routes`: the number of the operation that chooses experts, where they are parts of experts.
     """
 
     routes: int | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WeightPart] = field(default_factory=list)
 
     @property
     def extent(self) -> Extent:
@@ -67,7 +67,7 @@ def _extent(first: int, last: int) -> Extent:
     return Extent((1 + first // ALIGNED) * ALIGNED, (1 + -(-last // ALIGNED)) * ALIGNED)
 
 
-class Groups:
+class ProgramSplitter:
     """Cuts the operations of a program where one group's parts take more than `piece` bytes.
 
     `begin`: the address that stands for the first byte of the weights, of which there are `size`.
@@ -75,7 +75,7 @@ class Groups:
 
     def __init__(self, kernels: Kernels, begin: int, size: int, piece: int) -> None:
         self._kernels, self._begin, self._size, self._piece = kernels, begin, size, piece
-        self.ops, self.groups = list[Op](), [Group()]
+        self.ops, self.groups = list[Op](), [WeightGroup()]
 
     def add(self, op: Op) -> None:
         """Append an operation, in parts if it reads weights."""
@@ -87,13 +87,10 @@ class Groups:
             self.ops.append(op)
 
     def _room(self, first: int, routes: int | None = None) -> int:
-        """Return how many bytes the current group can take from byte `first` on.
-
-        A group that can't go on there is followed by a new one.
-        """
+        """Return how many bytes the current group, or a new one, can take from byte `first` on."""
         group = self.groups[-1]
         if group.parts and (group.parts[-1].last, group.routes) != (first, routes):
-            self.groups.append(Group())
+            self.groups.append(WeightGroup())
             group = self.groups[-1]
         group.routes = routes
         begin = group.parts[0].first if group.parts else first
@@ -107,9 +104,9 @@ class Groups:
             first = op.weight - self._begin + done * block
             count = min(self._room(first) // (block * step) * step, blocks - done)
             if not count:
-                self.groups.append(Group())
+                self.groups.append(WeightGroup())
                 continue
-            part = Part(first, first + count * block, len(self.ops))
+            part = WeightPart(first, first + count * block, len(self.ops))
             self.groups[-1].parts.append(part)
             self.ops.append(op if count == blocks else _columns(op, done, count, step))
             done += count
@@ -128,13 +125,13 @@ class Groups:
             size = up + -(-op.outputs // BLOCK) * block(down_format, wide)
             first = _table(op)[number].up - self._begin
             if self._room(first, routes) < size:
-                self.groups.append(Group(routes))
+                self.groups.append(WeightGroup(routes))
             group = self.groups[-1]
             if not group.parts:
                 self.ops.append(Op.from_buffer_copy(op))
                 self.ops[-1].first_expert = number
             self.ops[-1].last_expert = number + 1
-            group.parts.append(Part(first, first + size, len(self.ops) - 1, number, up))
+            group.parts.append(WeightPart(first, first + size, len(self.ops) - 1, number, up))
         assert count
 
 
@@ -156,11 +153,9 @@ def _table(op: Op) -> Any:
     return (Expert * (of.count + 1)).from_address(of.expert)
 
 
-def _spread(groups: Sequence[Group], room: int, piece: int) -> Iterator[Group]:
-    """Yield those that stay in memory: first of those that every pass reads.
-
-    They are spread evenly over the pass, so that reading goes on while they compute.
-    """
+def _spread(groups: Sequence[WeightGroup], room: int, piece: int) -> Iterator[WeightGroup]:
+    """Yield those that stay in memory, first of those that every pass reads: spread evenly over the
+    pass, so that reading goes on while they compute."""
     for chosen in (False, True):
         some = [one for one in groups if (one.routes is not None) == chosen]
         count = min(len(some), room // piece)
@@ -191,7 +186,7 @@ class WeightsOnDisk(Streamed):
         self._room = room - self._buffers * self._piece
         self._program: Program | None = None
         self._held: list[torch.Tensor] = []
-        self._groups: list[Group] = []  # those that are read in every pass
+        self._groups: list[WeightGroup] = []  # those that are read in every pass
         self._ring: Ring | None = None
         self._done = self._rows = 0  # operations that a pass has run, and its rows
 
@@ -199,7 +194,7 @@ class WeightsOnDisk(Streamed):
         """Have a program's operations read the weights from here."""
         self.close()
         self._ring, self._held, begin = None, [], self._packed.memory.data_ptr()
-        groups = Groups(program.kernels, begin, self._packed.size, self._piece)
+        groups = ProgramSplitter(program.kernels, begin, self._packed.size, self._piece)
         for op in program.ops:
             groups.add(op)
         program.ops[:], self._program = groups.ops, program
@@ -244,7 +239,7 @@ class WeightsOnDisk(Streamed):
             self._ring.end()
         run_to(len(program.ops))
 
-    def _place(self, group: Group, memory: torch.Tensor) -> None:
+    def _place(self, group: WeightGroup, memory: torch.Tensor) -> None:
         """Tell the operations of a group where the bytes of its extent are."""
         assert self._program is not None
         begin = memory.data_ptr() - (group.extent.first - ALIGNED)
@@ -262,7 +257,7 @@ class WeightsOnDisk(Streamed):
             return [group.extent]
         if self._ring is None or turn > self._ring.round or self._done <= group.routes:
             return None
-        chosen, wanted = self._chosen(group.routes), list[list[Part]]()
+        chosen, wanted = self._chosen(group.routes), list[list[WeightPart]]()
         for part in group.parts:
             if part.expert not in chosen:
                 continue
@@ -278,8 +273,8 @@ class WeightsOnDisk(Streamed):
         op = self._program.ops[routes]
         of = Experts.from_address(op.experts)
         numbers = ctypes.c_int32 * (2 * self._rows * of.top)
-        found = numbers.from_address(self._program.address(op.value))
-        return {*found[::2], of.count}
+        pairs = numbers.from_address(self._program.address(op.value))
+        return {*pairs[::2], of.count}
 
     def close(self) -> None:
         """Stop reading ahead until the next pass."""
@@ -288,11 +283,11 @@ class WeightsOnDisk(Streamed):
 
     def head(self) -> Any:
         """Return a copy of the packed head."""
-        place = self._packed.head_place
-        extent, begin = _extent(place.first, place.last), place.first % ALIGNED
+        head = self._packed.head_range
+        extent, begin = _extent(head.first, head.last), head.first % ALIGNED
         room = aligned(extent.last - extent.first)
         self._file.read(extent.first, room)
-        return self._packed.head(room[begin : begin + place.last - place.first])
+        return self._packed.head(room[begin : begin + head.last - head.first])
 
     def record(self) -> dict[str, Any]:
         extents, ring = [one.extent for one in self._groups], self._ring
@@ -320,7 +315,7 @@ def limit(parameters: Parameters, stack: Stack, name: str, memory: int) -> int |
     fit and `memory` is too small to read them while computing.
     """
     kernels = library.kernels()
-    assert kernels is not None  # or `refuse_memory` would have told
+    assert kernels is not None  # or `refuse_memory` would have raised
     packed, like = PackedWeights(parameters, stack, kernels, name), parameters.like(stack.embedding)
     table = torch.Size(parameters.shape(stack.embedding)).numel() * parameters.dtype.itemsize
     if isinstance(like, BlockRows):

@@ -4,19 +4,24 @@ some models: experts beside a dense feed-forward, and per-layer inputs (Gemma 4)
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
-from quickbeam.models.compiler import Compiler
+from quickbeam.models.compiler import StackCompiler
 from quickbeam.models.native import library
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.native.quantised import Weight
-from quickbeam.models.stack import Beside, Experts, PerLayerInput, PerLayerInputs, Routing
+from quickbeam.models.stack import Experts, ParallelExperts, PerLayerInput, PerLayerInputs
+
+# fields that `Routing` and the kernels' structure `Experts` have alike
+ROUTING_FIELDS = (
+    *("top", "groups", "top_groups", "best_of_group", "renormalised"),
+    *("plus", "least", "factor", "jitter"),
+)
 
 
 def add_experts(
-    c: Compiler, of: Experts, source: Buffer, target: Buffer, router: Buffer | None = None
+    c: StackCompiler, of: Experts, source: Buffer, target: Buffer, router: Buffer | None = None
 ) -> None:
     """Add a feed-forward of experts. `target`: float32, which it overwrites. `router`: what the
     router reads, the source if None."""
@@ -27,15 +32,15 @@ def add_experts(
             for up, down in packed
         )
     )
-    numbers = [
-        None if name is None else c.numbers(name) for name in (routing.correction, routing.scale)
-    ]
+    correction, scale = (
+        None if name is None else c.parameters(name) for name in (routing.correction, routing.scale)
+    )
     (up, down), inner = packed[0], packed[0][1].inputs
     shared = 0 if of.shared is None else packed[-1][1].inputs
     struct = library.Experts(
         expert=ctypes.addressof(table),
-        correction=_address(numbers[0]),
-        scale=_address(numbers[1]),
+        correction=_address(correction),
+        scale=_address(scale),
         count=len(of.chosen),
         inner=inner,
         shared=shared,
@@ -43,11 +48,12 @@ def add_experts(
         down_format=down.format,
         shared_up=packed[-1][0].format,
         shared_down=packed[-1][1].format,
-        **_numbers(routing),
+        scores=library.SCORES.index(routing.scores),
+        **{name: getattr(routing, name) for name in ROUTING_FIELDS},
     )
     c.kept += [table, packed]
     c.experts.append((struct, up.data.nbytes + down.data.nbytes))
-    scoring, first = c.numbers.exact(of.scoring), of.chosen[0]
+    scoring, first = c.parameters.exact(of.scoring), of.chosen[0]
     scores = c.buffer("scores", scoring.outputs, True)
     c.program.linear(scoring, source if router is None else router, scores)
     c.program.add(
@@ -69,18 +75,11 @@ def add_experts(
     )
 
 
-def _numbers(routing: Routing) -> dict[str, Any]:
-    """Return the fields that the structure `Experts` of the kernels has as well."""
-    same = ("top", "groups", "top_groups", "best_of_group", "renormalised")
-    found = {name: getattr(routing, name) for name in (*same, "plus", "least", "factor", "jitter")}
-    return found | {"scores": library.SCORES.index(routing.scores)}
-
-
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def add_beside(c: Compiler, of: Beside) -> Buffer:
+def add_parallel_experts(c: StackCompiler, of: ParallelExperts) -> Buffer:
     """Add experts to what the dense feed-forward made, and return the buffer of the sum."""
     both = c.buffer("both", c.width, True)
     c.norm(of.dense_after, c.made, both)
@@ -91,7 +90,7 @@ def add_beside(c: Compiler, of: Beside) -> Buffer:
     return both
 
 
-def add_per_layer_inputs(c: Compiler, of: PerLayerInputs, table: Weight) -> None:
+def add_per_layer_inputs(c: StackCompiler, of: PerLayerInputs, table: Weight) -> None:
     """Make the inputs of all layers from the tokens' embeddings, which the buffer `x` holds.
 
     `table`: the parameter `of.table`, which stays where it is.
@@ -106,7 +105,7 @@ def add_per_layer_inputs(c: Compiler, of: PerLayerInputs, table: Weight) -> None
         c.norm(of.norm, made, inputs, width=of.width, of=at, column=at, add=of.mixed)
 
 
-def add_per_layer_input(c: Compiler, of: PerLayerInput, i: int) -> None:
+def add_per_layer_input(c: StackCompiler, of: PerLayerInput, i: int) -> None:
     """Add what layer `i` does with its own to the residual stream."""
     assert c.stack.per_layer is not None
     width, all_widths = c.stack.per_layer.width, c.stack.per_layer.width * len(c.stack.layers)

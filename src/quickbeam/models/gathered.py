@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quickbeam.models.base import Draft, Part, inference
-from quickbeam.models.hf_recurrent import State, Together, TorchStates, together
+from quickbeam.models.hf_recurrent import RecurrentCall, State, TorchStates, recurrent_calls
 from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.operands import KVShape
 
@@ -33,7 +33,7 @@ def without_cudnn(device: torch.device) -> AbstractContextManager[None]:
 
 
 @dataclass
-class Layer:
+class AttentionParams:
     """What attention needs to know of one layer besides its keys and values.
 
     `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
@@ -62,10 +62,9 @@ class RowPool(Pool):
         shapes: Sequence[KVShape],
         dtype: torch.dtype,
         device: torch.device,
-        limit: int | None = None,
         zeros: State | None = None,
     ) -> None:
-        super().__init__(limit)
+        super().__init__()
         self.dtype, self.device, self.zeros = dtype, device, zeros or {}
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
         self.page_bytes = self.page * dtype.itemsize * numbers
@@ -132,13 +131,12 @@ class RowStore(SequenceCache):
 
     def rows(self, orders: np.ndarray) -> np.ndarray:
         """Return the rows of the pool in which these orders live."""
-        found: np.ndarray = self._numbers[orders // self.page] * self.page + orders % self.page
-        return found
+        rows: np.ndarray = self._numbers[orders // self.page] * self.page + orders % self.page
+        return rows
 
     @inference
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        ends = self.rows(np.array([*source, *target], np.int64))
-        both = _to(ends, self.pool.device)
+        both = _to(self.rows(np.array([*source, *target], np.int64)), self.pool.device)
         read, written = both[: len(source)], both[len(source) :]
         for tensor in (*self.pool.key, *self.pool.value):
             tensor.index_copy_(0, written, tensor.index_select(0, read))
@@ -147,15 +145,13 @@ class RowStore(SequenceCache):
 def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy numbers to the device; on CUDA, without waiting for it."""
     tensor = torch.from_numpy(numbers)
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
-class Behind(NamedTuple):
-    """The tokens behind a sequence's committed ones: those of a pass, and those run before it.
+class UncommittedTokens(NamedTuple):
+    """The tokens after a sequence's committed ones: those of a pass, and those run before it.
 
     `depths`: for each token, how many positions behind the last committed one plus 1 it stands.
     `base`: how many of them an earlier pass has run. `visible`: `[n - base, n]` bool, which of them
@@ -174,17 +170,17 @@ class Behind(NamedTuple):
         return len(self.depths) - self.base
 
 
-def behind(part: Part) -> Behind:
+def uncommitted(part: Part) -> UncommittedTokens:
     """Return the tokens of a batch's part."""
     assert isinstance(part.cache, RowStore)
     if not isinstance(part, Draft):
-        return Behind(part.cache, range(part.rows))
+        return UncommittedTokens(part.cache, range(part.rows))
     visible = part.tree.visible()[part.base :].numpy()
-    return Behind(part.cache, part.tree.depth, part.base, visible, part.tree.parent)
+    return UncommittedTokens(part.cache, part.tree.depth, part.base, visible, part.tree.parent)
 
 
 @dataclass
-class Group:
+class AttentionGroup:
     """Parts that attend in one call: S sequences of at most R rows, over at most K keys.
 
     All tensors are on the device. `at` `[S, R]`: the row of the pass that stands at each place, row
@@ -222,11 +218,11 @@ class GatheredStep:
 
     Trees attend together. Each text attends by itself.
 
-    `n`: the number of rows; `positions`: `[n]` on the device. `together`: what recurrent layers run
-    in one call.
+    `n`: the number of rows; `positions`: `[n]` on the device. `recurrent_calls`: of recurrent
+    layers.
     """
 
-    def __init__(self, parts: Sequence[Behind], pool: RowPool) -> None:
+    def __init__(self, parts: Sequence[UncommittedTokens], pool: RowPool) -> None:
         self._pool = pool
         firsts = np.cumsum([0, *(part.rows for part in parts)])
         self.n = int(firsts[-1])
@@ -238,14 +234,13 @@ class GatheredStep:
             positions.append(start + np.array(part.depths[part.base :], np.int64))
         both = _to(np.concatenate([*written, *positions]), pool.device)
         self._written, self.positions = both[: self.n], both[self.n :]
-        self.together = list[Together]()
+        self.recurrent_calls = list[RecurrentCall]()
         if pool.zeros:
-            found = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
-            self.together = together(found, pool.device)
+            of_parts = [(p.cache.states, p.parents, p.base, len(p.depths)) for p in parts]
+            self.recurrent_calls = recurrent_calls(of_parts, pool.device)
         trees = [i for i, part in enumerate(parts) if part.visible is not None]
-        groups = ([trees] if trees else []) + [
-            [i] for i, part in enumerate(parts) if part.visible is None
-        ]
+        texts = [[i] for i, part in enumerate(parts) if part.visible is None]
+        groups = [trees, *texts] if trees else texts
         self._groups = [
             _group([parts[i] for i in group], [int(firsts[i]) for i in group], pool.device)
             for group in groups
@@ -258,18 +253,20 @@ class GatheredStep:
         )
         self._groups[0].whole = len(parts) == 1
 
-    def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, layer: AttentionParams, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values `[kv_heads, n, dim]` of all rows to the pool."""
         self._pool.key[layer.index].index_copy_(0, self._written, key.transpose(0, 1))
         self._pool.value[layer.index].index_copy_(0, self._written, value.transpose(0, 1))
 
-    def attend(self, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, layer: AttentionParams) -> torch.Tensor:
         """Return the attention of all rows: `[n, heads, key_dim]` to `[n, heads * value_dim]`."""
-        found = [self._attend(group, query, layer) for group in self._groups]
-        out = torch.cat(found) if len(found) > 1 else found[0]
+        results = [self._attend(group, query, layer) for group in self._groups]
+        out = torch.cat(results) if len(results) > 1 else results[0]
         return out if self._back is None else out[self._back]
 
-    def _attend(self, group: Group, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def _attend(
+        self, group: AttentionGroup, query: torch.Tensor, layer: AttentionParams
+    ) -> torch.Tensor:
         sequences, rows = group.at.shape
         key = self._pool.key[layer.index][group.keys].transpose(1, 2)  # [S, kv_heads, K, d]
         value = self._pool.value[layer.index][group.keys].transpose(1, 2)
@@ -297,7 +294,7 @@ def _by_hand(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    layer: Layer,
+    layer: AttentionParams,
     rows: int,
 ) -> torch.Tensor:
     """Attend in plain PyTorch where scores have a cap or a layer has sinks."""
@@ -312,16 +309,15 @@ def _by_hand(
     return (weight @ value.float()).to(query.dtype)
 
 
-def _group(parts: Sequence[Behind], firsts: Sequence[int], device: torch.device) -> Group:
+def _group(
+    parts: Sequence[UncommittedTokens], firsts: Sequence[int], device: torch.device
+) -> AttentionGroup:
     most = max(part.rows for part in parts)
     longest = max(part.cache.length + len(part.depths) for part in parts)
     longest = -(-longest // 64) * 64  # kernels are chosen by shape: keep shapes few
     shape = len(parts), most
     at, place, flat = np.zeros(shape, np.int64), np.zeros(shape, np.int64), []
-    keys, key_place = (
-        np.zeros((len(parts), longest), np.int64),
-        np.zeros((len(parts), longest), np.int64),
-    )
+    keys, key_place = (np.zeros((len(parts), longest), np.int64) for _ in range(2))
     seen = np.zeros((*shape, longest), np.bool_)
     # a place without a row must see some key; its result is not read
     seen[:, :, 0] = True
@@ -344,4 +340,4 @@ def _group(parts: Sequence[Behind], firsts: Sequence[int], device: torch.device)
     every = _to(np.concatenate([part.ravel() for part in numbers]), device)
     pieces = every.split_with_sizes([part.size for part in numbers])
     shaped = [piece.view(part.shape) for piece, part in zip(pieces, numbers, strict=True)]
-    return Group(shaped[0], shaped[1], shaped[2], shaped[3], _to(seen, device), shaped[4])
+    return AttentionGroup(shaped[0], shaped[1], shaped[2], shaped[3], _to(seen, device), shaped[4])

@@ -2,8 +2,8 @@
 
 It goes through transformers' attention interface, so the modelling code stays Hugging Face's. That
 code projects, rotates and normalises, and then calls the attention function named `quickbeam`. The
-function finds the model's `Tap` on the attention module, writes the new keys and values to the
-cache, and attends over it.
+function finds the model's `AttentionContext` on the attention module, writes the new keys and
+values to the cache, and attends over it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.base import check_layers
-from quickbeam.models.gathered import GatheredStep, Layer
+from quickbeam.models.gathered import AttentionParams, GatheredStep
 from quickbeam.models.hf_recurrent import RecurrentLayer, State, is_recurrent
 from quickbeam.models.native.operands import KVShape
 
@@ -32,7 +32,7 @@ INSTEAD = (
 REACH = 1 << 20  # a mask is looked at from a token at this position: larger windows are none
 
 
-class Tap:
+class AttentionContext:
     """What the attention calls of one model share.
 
     `step`: the pass under way; None while `install` looks at the layers. `layers`, `shapes`: what
@@ -41,12 +41,12 @@ class Tap:
 
     def __init__(self) -> None:
         self.step: GatheredStep | None = None
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, AttentionParams] = {}
         self.shapes: dict[int, KVShape] = {}
         self.states: State = {}
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionParams
     ) -> torch.Tensor:
         if self.step is None:  # `install`: look at the layer, attend to nothing
             if layer.index in self.layers:
@@ -82,8 +82,8 @@ def attention(
     `[1, n, heads, d]`, and None in place of weights. Raises `InvalidInput` for a model that adds a
     bias of its own to the scores.
     """
-    tap: Tap = module.quickbeam_tap  # type: ignore[assignment]
-    if tap.step is None and _is_seen(attention_mask):
+    context: AttentionContext = module.quickbeam_context  # type: ignore[assignment]
+    if context.step is None and _is_seen(attention_mask):
         sliding_window, attention_mask = _window(attention_mask), None
     if attention_mask is not None or others.get("position_bias") is not None:
         raise InvalidInput(
@@ -91,14 +91,14 @@ def attention(
             "scores, which a draft tree can't be given"
         )
     index: int = module.layer_idx  # type: ignore[assignment]
-    layer = Layer(
+    layer = AttentionParams(
         index,
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sliding_window,
         softcap,
         s_aux,
     )
-    return tap(query, key, value, layer), None
+    return context(query, key, value, layer), None
 
 
 def _seen(*, mask_function: Any, device: Any = None, **others: Any) -> torch.Tensor | None:
@@ -139,27 +139,27 @@ for name in (NAME, LOOK):
 AttentionMaskInterface.register(LOOK, _seen)
 
 
-def install(model: PreTrainedModel) -> Tap:
-    """Route the model's attention through a new `Tap`, and look at every layer with one token.
+def install(model: PreTrainedModel) -> AttentionContext:
+    """Route the model's attention through a new context, and look at every layer with one token.
 
     A layer's window is that of the mask that the model makes for it.
 
     Raises `InvalidInput` where the model's attention bypasses transformers' interface, and where
     some layer doesn't keep one key and one value of each token.
     """
-    tap = Tap()
+    context = AttentionContext()
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            module.quickbeam_tap = tap
+            module.quickbeam_context = context
         if is_recurrent(module):
-            module.forward = RecurrentLayer(module, tap)
+            module.forward = RecurrentLayer(module, context)
     name = type(model).__name__
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # a model without weights is of a described layout, whose windows are known
             model.set_attn_implementation(NAME if model.device.type == "meta" else LOOK)
-            forward(model, tap, torch.zeros(1, dtype=torch.int64, device=model.device), None)
+            forward(model, context, torch.zeros(1, dtype=torch.int64, device=model.device), None)
         model.set_attn_implementation(NAME)
     except InvalidInput as error:
         raise InvalidInput(f"{name} can't be used: {error}. {INSTEAD}") from error
@@ -168,16 +168,16 @@ def install(model: PreTrainedModel) -> Tap:
             f"{name} can't be used: it doesn't run on a token of text alone ({error}). {INSTEAD}"
         ) from error
     expected = model.config.get_text_config().num_hidden_layers
-    if tap.states:  # some layers keep nothing, or only a state
-        tap.shapes = {i: tap.shapes.get(i, KVShape(0, 0, 0)) for i in range(expected)}
-    if sorted(tap.shapes) != list(range(expected)):
+    if context.states:  # some layers keep nothing, or only a state
+        context.shapes = {i: context.shapes.get(i, KVShape(0, 0, 0)) for i in range(expected)}
+    if sorted(context.shapes) != list(range(expected)):
         own = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
         raise InvalidInput(
-            f"{name} can't be used: {len(tap.shapes)} of its {expected} layers attend through "
+            f"{name} can't be used: {len(context.shapes)} of its {expected} layers attend through "
             "transformers' attention interface, which is how quickbeam runs a model; the others "
             f"have code of their own ({', '.join(sorted(own)) or 'no attention'}). {INSTEAD}"
         )
-    return tap
+    return context
 
 
 class Features:
@@ -191,11 +191,11 @@ class Features:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         count = model.config.get_text_config().num_hidden_layers
         check_layers(layers, count)
-        found = decoder_layers(model)
+        modules = decoder_layers(model)
         self._caught: dict[int, torch.Tensor] = {}
         self._layers = tuple(layers)
         self._hooks = [
-            (model.base_model if layer > count else found[layer - 1]).register_forward_hook(
+            (model.base_model if layer > count else modules[layer - 1]).register_forward_hook(
                 partial(self._catch, layer)
             )
             for layer in set(layers)
@@ -220,21 +220,18 @@ class Features:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return a model's layers. Raises `InvalidInput` where they are not one list."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and _attends(module[0]):
-            return module
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    for layers in lists:
+        if any(hasattr(module, "layer_idx") for module in layers[0].modules()):
+            return layers
     raise InvalidInput(
         f"{type(model).__name__} keeps its layers in no list of {count}, where they are looked for"
     )
 
 
-def _attends(layer: nn.Module) -> bool:
-    return any(hasattr(module, "layer_idx") for module in layer.modules())
-
-
 def forward(
     model: PreTrainedModel,
-    tap: Tap,
+    context: AttentionContext,
     ids: torch.Tensor,
     step: GatheredStep | None,
     wanted: torch.Tensor | None = None,
@@ -243,7 +240,7 @@ def forward(
 
     `wanted`: None for all. `step`: None while `install` looks at the layers.
     """
-    tap.step = step
+    context.step = step
     positions = torch.zeros_like(ids) if step is None else step.positions
     # rows by their numbers: given how many, some models drop the other rows before their last
     # layers, which then write no keys and values of them
@@ -252,7 +249,7 @@ def forward(
         both = {"input_ids": ids[None], "position_ids": positions[None]}
         out = model(**both, use_cache=False, logits_to_keep=keep)
     finally:
-        tap.step = None
+        context.step = None
     logits: torch.Tensor = out.logits[0]
     if wanted is not None and len(logits) != len(wanted):
         return logits[wanted]  # some models give all rows, whatever is asked for

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv import HeldStates, Pool
+from quickbeam.models.kv import Pool, SequenceStates
 
 NO_LIMIT = (0.0, float("inf"))  # of Mamba's time steps
 
@@ -30,9 +30,8 @@ class LayerState(NamedTuple):
 
     def copied(self) -> LayerState:
         """Return these in memory of their own."""
-        return LayerState(
-            self.conv.clone(), None if self.recurrent is None else self.recurrent.clone()
-        )
+        recurrent = None if self.recurrent is None else self.recurrent.clone()
+        return LayerState(self.conv.clone(), recurrent)
 
 
 State = dict[int, LayerState]  # by the layer's number
@@ -75,7 +74,7 @@ class LayerCache:
         return new
 
 
-class TorchStates(HeldStates):
+class TorchStates(SequenceStates):
     """The states of one sequence, and of the nodes that have run since the last commit.
 
     The nodes' are workspace, and are not counted by the pool.
@@ -100,7 +99,7 @@ class TorchStates(HeldStates):
         self._nodes[layer, node] = state
 
     def commit(self, path: Sequence[int], length: int) -> None:
-        """See `HeldStates.commit`. Raises `ValueError` for a part of a text that was no tree."""
+        """As the base class. Raises `ValueError` for a part of a text that was no tree."""
         last = path[-1]
         if any((layer, last) not in self._nodes for layer in self._zeros):
             raise ValueError(f"no pass ran up to node {last} alone: commit all of them")
@@ -114,7 +113,7 @@ class TorchStates(HeldStates):
         self._nodes.clear()
 
 
-class Together(NamedTuple):
+class RecurrentCall(NamedTuple):
     """Rows that a layer runs in one call, each with its state before, and the node behind it.
 
     Either all rows are one text, with one state, or each is a node by itself. `rows`: on the
@@ -126,9 +125,9 @@ class Together(NamedTuple):
     behind: list[tuple[TorchStates, int]]
 
 
-def together(
+def recurrent_calls(
     parts: Sequence[tuple[TorchStates, Sequence[int] | None, int, int]], device: torch.device
-) -> list[Together]:
+) -> list[RecurrentCall]:
     """Return the calls of a pass: the texts, then level by level all trees.
 
     `parts`: of each its states, its nodes' parents (None for a text), how many of its nodes earlier
@@ -140,7 +139,7 @@ def together(
         rows = count - base
         if parents is None:
             at = torch.arange(first, first + rows, device=device)
-            calls.append(Together(at, [(states, -1)], [(states, count - 1)]))
+            calls.append(RecurrentCall(at, [(states, -1)], [(states, count - 1)]))
         else:
             depth = list[int]()
             for node, parent in enumerate(parents):
@@ -152,40 +151,40 @@ def together(
     for _, level in sorted(levels.items()):
         at = torch.tensor([row for row, *_ in level], device=device)
         before = [(states, parent) for _, states, parent, _ in level]
-        calls.append(Together(at, before, [(states, node) for _, states, _, node in level]))
+        calls.append(RecurrentCall(at, before, [(states, node) for _, states, _, node in level]))
     return calls
 
 
 class RecurrentLayer:
     """Stands in the place of the `forward` of a recurrent layer.
 
-    `tap`: of the model (`hf_attention.Tap`), whose step says which rows run together.
+    `context`: the model's `hf_attention.AttentionContext`, whose step says which rows run together.
     """
 
-    def __init__(self, module: nn.Module, tap: Any) -> None:
-        self._module, self._forward, self._tap = module, module.forward, tap
+    def __init__(self, module: nn.Module, context: Any) -> None:
+        self._module, self._forward, self._context = module, module.forward, context
         self._layer: int = module.layer_idx  # type: ignore[assignment]
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the layer's results `[1, n, d]` for all rows of a pass."""
-        if self._tap.step is None:  # `install`: look at the layer's states
+        if self._context.step is None:  # `install`: look at the layer's states
             if tuple(getattr(self._module, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
                 raise InvalidInput(
                     "its time steps have a limit, which transformers' code for one token leaves "
                     "out: only the native kernels run it, on a CPU in bfloat16 or float32"
                 )
-            found = LayerCache(None, None)
-            result: torch.Tensor = self._forward(hidden_states, cache=found)
-            assert found.conv is not None
-            zeros = None if found.recurrent is None else torch.zeros_like(found.recurrent[0])
-            self._tap.states[self._layer] = LayerState(torch.zeros_like(found.conv[0]), zeros)
+            cache = LayerCache(None, None)
+            result: torch.Tensor = self._forward(hidden_states, cache=cache)
+            assert cache.conv is not None
+            zeros = None if cache.recurrent is None else torch.zeros_like(cache.recurrent[0])
+            self._context.states[self._layer] = LayerState(torch.zeros_like(cache.conv[0]), zeros)
             return result
         out = torch.empty_like(hidden_states)
-        for call in self._tap.step.together:
+        for call in self._context.step.recurrent_calls:
             self._run(call, hidden_states, out)
         return out
 
-    def _run(self, call: Together, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def _run(self, call: RecurrentCall, hidden: torch.Tensor, out: torch.Tensor) -> None:
         before = [states.behind(self._layer, node) for states, node in call.before]
         # copies, as single tokens change them in place
         conv = torch.stack([one.conv for one in before])

@@ -170,7 +170,7 @@ class Pool(ABC):
             self._bounded = True
 
 
-class HeldStates(ABC):
+class SequenceStates(ABC):
     """The states that one sequence holds.
 
     `length` everywhere: how many tokens are committed.
@@ -228,14 +228,13 @@ class HeldStates(ABC):
         self._state = state
         self._hold(state, tokens)
 
-    def fork(self, other: HeldStates, tokens: int) -> None:
+    def fork(self, other: SequenceStates, tokens: int) -> None:
         """Give another sequence, which is empty, this one's state."""
         other.adopt(self._state, tokens)
 
     def release(self) -> None:
         """Give everything back to the pool."""
-        kept = None if self._kept is None else self._kept[1]
-        held = [self._state, self._next, kept]
+        held = [self._state, self._next, None if self._kept is None else self._kept[1]]
         self._state = self._next = self._kept = None
         for page in held:
             self._leave(page)
@@ -252,7 +251,7 @@ class SequenceCache(ABC):
     def __init__(self, pool: Pool) -> None:
         self.pool, self.page, self.length = pool, pool.page, 0
         self._pages: list[Page] = []
-        self._states: HeldStates | None = None  # where the model has recurrent layers
+        self._states: SequenceStates | None = None  # where the model has recurrent layers
 
     @abstractmethod
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:

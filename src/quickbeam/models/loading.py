@@ -113,23 +113,21 @@ def hold_angles(model: PreTrainedModel) -> None:
     """Keep a model's rotary angles from changing with the length of a text (`angles.hold`)."""
     hold(model.config.get_text_config())
     for module in model.modules():
-        held = getattr(module, "rope_type", None)
-        if isinstance(held, dict):
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
             module.rope_type = {
-                layer: "default" if kind in MOVING else kind for layer, kind in held.items()
+                layer: "default" if kind in MOVING else kind for layer, kind in kinds.items()
             }
-        elif held in MOVING:
+        elif kinds in MOVING:
             module.rope_type = "default"
 
 
 def _quantisation(config: PreTrainedConfig) -> str:
     """Return how a model's weights are quantised, in a word; empty where they are not."""
-    found = getattr(config, "quantization_config", None) or {}
-    return (
-        str(found.get("quant_method") or "by a method that it doesn't name")
-        if isinstance(found, dict) and found
-        else ""
-    )
+    fields = getattr(config, "quantization_config", None)
+    if not isinstance(fields, dict) or not fields:
+        return ""
+    return str(fields.get("quant_method") or "by a method that it doesn't name")
 
 
 def _adapted(name: str, revision: str | None) -> str | None:
@@ -160,10 +158,7 @@ def _has_tokenizer(name: str, revision: str | None) -> bool:
 
 
 def _merge_adapters(model: PreTrainedModel) -> None:
-    """Merge the adapters' weights into those of the model.
-
-    Afterwards the model has its own layers again.
-    """
+    """Merge the adapters' weights into the model's, which then has its own layers again."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in list(model.named_modules()):
         # the adapter holds a trained copy of the whole module
@@ -207,17 +202,17 @@ def load_model(
             f"revision {revision!r}: {model} is on this machine, and only a Hugging "
             "Face id has revisions; leave it out"
         )
-    told = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantised = ""
     try:
         base = _adapted(name, revision)
-        config = _read_config(base or name, told)
+        config = _read_config(base or name, options)
         refuse_unfit(causal_class(config), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
             # most quantised models can't be moved afterwards
             device_map = {"": device}
-        loaded, tokenizer = _load(name, base, dtype, device_map, told)
+        loaded, tokenizer = _load(name, base, dtype, device_map, options)
         if device_map is None:
             loaded = loaded.to(device)
         elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
@@ -237,9 +232,9 @@ def load_model(
     return loaded, tokenizer
 
 
-def _read_config(name: str, told: dict[str, Any]) -> Any:
+def _read_config(name: str, options: dict[str, Any]) -> Any:
     try:
-        return AutoConfig.from_pretrained(name, **told)
+        return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError, ImportError):  # `_reason` knows more
         raise
     except Exception as error:  # of any kind, by what the file says
@@ -251,21 +246,21 @@ def _load(
     base: str | None,
     dtype: torch.dtype | None,
     device_map: str | Mapping[str, Any] | None,
-    told: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # a local load is over in a moment: hide its progress bars
     with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():
-        loaded, found = AutoModelForCausalLM.from_pretrained(
+        loaded, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=AUTO if dtype is None else dtype,
             device_map=device_map,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
-            **told,
+            **options,
         )
-        refuse_incomplete(found["missing_keys"], found["mismatched_keys"])
-        own = not base or _has_tokenizer(name, told["revision"])
-        return loaded, AutoTokenizer.from_pretrained(name if own else base, **told)
+        refuse_incomplete(info["missing_keys"], info["mismatched_keys"])
+        own = not base or _has_tokenizer(name, options["revision"])
+        return loaded, AutoTokenizer.from_pretrained(name if own else base, **options)
 
 
 def _reason(error: Exception, quantised: str) -> str | None:

@@ -24,8 +24,7 @@ def room_for_weights(size: int) -> torch.Tensor:
     if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     # memory that nobody has touched yet, as pages that are in use stay as they are
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    block = mmap.mmap(-1, size + HUGE, private)
+    block = mmap.mmap(-1, size + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a system without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(block, dtype=torch.uint8)
@@ -42,14 +41,14 @@ def map_file(path: Path) -> torch.Tensor | None:
     """
     with open(path, "rb") as file:
         block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    found = torch.frombuffer(block, dtype=torch.uint8)
+    mapped = torch.frombuffer(block, dtype=torch.uint8)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
-        found[::HUGE].sum()  # maps them
-        if _in_huge_pages(found.data_ptr()) < len(found) / 2:
+        mapped[::HUGE].sum()  # maps them
+        if _in_huge_pages(mapped.data_ptr()) < len(mapped) / 2:
             return None
-    return found
+    return mapped
 
 
 def _in_huge_pages(begin: int) -> int:

@@ -100,7 +100,7 @@ class NativeModel(Model):
             self._compiled = CompiledStack(parameters, stack, pages, weights, kept, memory)
             if self._compiled.disk is not None:
                 self.streamed = self._compiled.disk
-                self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
+                self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
         self.weight_bytes, self._kernels = self._compiled.weight_bytes, kernels
         self.mapped_bytes = self._compiled.mapped_bytes
 

@@ -49,15 +49,15 @@ def eos_ids(*owners: Any) -> set[int]:
 
     Each owner is an object or a mapping, or None.
     """
-    found: set[int] = set()
+    every: set[int] = set()
     for owner in owners:
         ids = (
             owner.get("eos_token_id")
             if isinstance(owner, Mapping)
             else getattr(owner, "eos_token_id", None)
         )
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return found
+        every |= {ids} if isinstance(ids, int) else set(ids or ())
+    return every
 
 
 def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:
@@ -69,16 +69,16 @@ def model_eos_ids(model: Any, tokenizer: Any) -> set[int]:
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling parameters that a generation config names."""
-    found = {name: generation[name] for name in SAMPLED if generation.get(name) is not None}
+    sampling = {name: generation[name] for name in SAMPLED if generation.get(name) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**sampling)
     except InvalidInput as error:
         logger.warning("the model's generation config can't be used: %s", error)
         return {}
-    return found
+    return sampling
 
 
-class Opened(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model that is ready to run, and its tokenizer.
 
     `ends`: ids that end an answer. `sampling`: what `sampling_defaults` returns.
@@ -121,13 +121,13 @@ def make_model(
         return NativeModel(parameters, describe(model), chunk=chunk, weights=weights, kept=kept)
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
-    found = TorchModel(model, chunk=chunk, pinned=pinned, reason=reason)
+    back_end = TorchModel(model, chunk=chunk, pinned=pinned, reason=reason)
     logger.info(
         "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as "
         "only the native kernels promise the same bits (%s)",
         reason,
     )
-    return found
+    return back_end
 
 
 def open_model(
@@ -141,7 +141,7 @@ def open_model(
     progress: Progress | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> Opened:
+) -> LoadedModel:
     """Load a model from a folder, a `.gguf` file or a Hugging Face id.
 
     `memory`: bytes that the weights may take on `device`, where `refuse_memory` allows a bound;
@@ -151,11 +151,11 @@ def open_model(
 
     Raises `InvalidInput` for what can't be run like this.
     """
-    told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     reason = ""
     if device_map is None and device.type == "cpu":
         try:
-            checkpoint = open_checkpoint(name, dtype, **told)
+            checkpoint = open_checkpoint(name, dtype, **options)
         except NotDescribed as error:
             if memory is not None:
                 raise InvalidInput(
@@ -168,7 +168,7 @@ def open_model(
             refuse_place(weights, device, checkpoint.dtype)
             return _native(checkpoint, weights, memory, progress)
     try:
-        return _by_transformers(name, dtype, device, weights, memory, device_map, progress, told)
+        return _by_transformers(name, dtype, device, weights, memory, device_map, progress, options)
     except InvalidInput as error:
         if not reason or reason in str(error):
             raise
@@ -180,7 +180,7 @@ def _native(
     weights: str,
     memory: int | None,
     progress: Progress | None,
-) -> Opened:
+) -> LoadedModel:
     stack, name = checkpoint.stack, weights_format(weights, checkpoint.dtype)
     if memory is not None:
         memory = disk.limit(checkpoint, stack, name, memory)
@@ -189,12 +189,13 @@ def _native(
     model = NativeModel(checkpoint, stack, weights=weights, kept=kept, memory=memory)
     if isinstance(checkpoint, GgufCheckpoint):
         ends = checkpoint.ends | eos_ids(checkpoint.config)
-        return Opened(model, checkpoint.tokenizer, ends, sampling_defaults(checkpoint.sampling))
+        sampling = sampling_defaults(checkpoint.sampling)
+        return LoadedModel(model, checkpoint.tokenizer, ends, sampling)
     folder = checkpoint.path
     generation = read_json(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder, checkpoint.config)
     ends = eos_ids(generation, checkpoint.config, tokenizer)
-    return Opened(model, tokenizer, ends, sampling_defaults(generation))
+    return LoadedModel(model, tokenizer, ends, sampling_defaults(generation))
 
 
 def open_checkpoint(
@@ -237,13 +238,13 @@ def _by_transformers(
     memory: int | None,
     device_map: Any,
     progress: Progress | None,
-    told: dict[str, Any],
-) -> Opened:
+    options: dict[str, Any],
+) -> LoadedModel:
     from quickbeam.models.loading import load_model
     from quickbeam.models.pinned import pin_layers
 
     first = device if memory is None else torch.device("cpu")
-    loaded, tokenizer = load_model(name, dtype, first, device_map=device_map, **told)
+    loaded, tokenizer = load_model(name, dtype, first, device_map=device_map, **options)
     pinned = None if memory is None else pin_layers(loaded, memory, device)
     if memory is not None and pinned is None:
         loaded = loaded.to(device)
@@ -252,4 +253,4 @@ def _by_transformers(
     model = make_model(loaded, weights=weights, kept=kept, pinned=pinned)
     generation = getattr(loaded, "generation_config", None)
     sampling = sampling_defaults({} if generation is None else generation.to_diff_dict())
-    return Opened(model, tokenizer, model_eos_ids(loaded, tokenizer), sampling)
+    return LoadedModel(model, tokenizer, model_eos_ids(loaded, tokenizer), sampling)

@@ -18,7 +18,7 @@ from quickbeam.models.stack_tensors import Parameters, experts, linears, names, 
 CHUNK = 4 << 20  # bytes of a weight that are packed at once, about: few enough to stay in the cache
 
 
-class Place(NamedTuple):
+class WeightRange(NamedTuple):
     """Where one weight is: from byte `first` to `last` (excluded) of all."""
 
     linear: Linear
@@ -41,25 +41,25 @@ class PackedWeights:
     def __init__(self, parameters: Parameters, stack: Stack, kernels: Kernels, name: str) -> None:
         self._parameters, self._stack, self.filled = parameters, stack, False
         self._packers = Packer(kernels, name), Packer(kernels, head_format(name))
-        self._places, self.size, self.stored = dict[int, Place](), 0, set[str]()
-        self._made = dict[int, Any]()  # by `id` of the `Linear`, as places are
+        self._ranges, self.size, self.stored = dict[int, WeightRange](), 0, set[str]()
+        self._made = dict[int, Any]()  # by `id` of the `Linear`, as ranges are
         for linear, gated in linears(stack):
             packer = self._packers[linear is stack.head]
             end = self.size + self._bytes(linear, gated, packer)
-            self._places[id(linear)] = Place(linear, gated, packer, self.size, end)
+            self._ranges[id(linear)] = WeightRange(linear, gated, packer, self.size, end)
             self.size = end
             blocks = [one for one in self._shapes(linear) if isinstance(one, BlockRows)]
             self.stored |= {one.name for one in blocks}
 
     def __call__(self, linear: Linear) -> Any:
         if id(linear) not in self._made:
-            self._made[id(linear)] = self._pack(self._places[id(linear)])
+            self._made[id(linear)] = self._pack(self._ranges[id(linear)])
         return self._made[id(linear)]
 
-    def _pack(self, place: Place) -> Any:
-        linear, gated, packer, begin, last = place
+    def _pack(self, span: WeightRange) -> Any:
+        linear, gated, packer, begin, last = span
         room = self.memory[begin:last]
-        for some, together in () if self.filled else self._parts(place):
+        for some, together in () if self.filled else self._parts(span):
             end = begin + packer.size(some, together)
             packer.pack(some, None, together, self.memory[begin:end])
             begin = end
@@ -67,24 +67,24 @@ class PackedWeights:
 
     def head(self, memory: torch.Tensor) -> Any:
         """Return the packed head, whose bytes are in `memory`."""
-        linear, _, packer, _, _ = self.head_place
+        linear, _, packer, _, _ = self.head_range
         return packer.pack(self._shapes(linear), self._bias(linear), False, memory)
 
     @property
-    def head_place(self) -> Place:
+    def head_range(self) -> WeightRange:
         """Where the head is."""
-        return self._places[id(self._stack.head)]
+        return self._ranges[id(self._stack.head)]
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield all packed bytes in parts, without ever holding more than one of them."""
-        for place in self._places.values():
-            for some, together in self._parts(place):
-                yield place.packer.pack(some, None, together).data
+        for span in self._ranges.values():
+            for some, together in self._parts(span):
+                yield span.packer.pack(some, None, together).data
 
     @property
     def unit(self) -> int:
         """The bytes of the largest part that can't be divided: two blocks, or an expert."""
-        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._places.values()]
+        blocks = [2 * (p.last - p.first) // self._blocks(p) for p in self._ranges.values()]
         several = [
             self._bytes(one.up, one.gated, self._packers[0])
             + self._bytes(one.down, False, self._packers[0])
@@ -96,15 +96,15 @@ class PackedWeights:
     @property
     def small(self) -> int:
         """Bytes of all that always stays in memory: norms, biases, routers, positions."""
-        large = {one.name for place in self._places.values() for one in place.linear.weights}
+        large = {one.name for span in self._ranges.values() for one in span.linear.weights}
         tables = {self._stack.embedding, getattr(self._stack.per_layer, "table", "")}
         few = names(self._stack) - large - tables  # of which a pass reads single rows
         sizes = [torch.Size(self._parameters.shape(name)).numel() for name in few]
         return sum(sizes) * self._parameters.dtype.itemsize
 
-    def _blocks(self, place: Place) -> int:
-        rows = [len(one) for one in self._shapes(place.linear)]
-        return sum(-(-n // BLOCK) for n in (rows if place.gated else [sum(rows)]))
+    def _blocks(self, span: WeightRange) -> int:
+        rows = [len(one) for one in self._shapes(span.linear)]
+        return sum(-(-n // BLOCK) for n in (rows if span.gated else [sum(rows)]))
 
     def _bytes(self, linear: Linear, gated: bool, packer: Packer) -> int:
         return packer.size(self._shapes(linear), gated)
@@ -126,9 +126,9 @@ class PackedWeights:
         alone = self._parameters.rows(one.name, one.expert, one.expert + 1)
         return rows_of(replace(one, expert=0), alone)
 
-    def _parts(self, place: Place) -> Iterator[tuple[list[Any], bool]]:
+    def _parts(self, span: WeightRange) -> Iterator[tuple[list[Any], bool]]:
         """Yield rows in parts whose packed blocks follow one another, and whether each is gated."""
-        linear, gated, packer, _, _ = place
+        linear, gated, packer, _, _ = span
         parts, like = linear.weights, self._shapes(linear)
         if not packer.together(like):
             yield from (([self._rows(one)], False) for one in parts)

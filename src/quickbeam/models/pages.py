@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quickbeam.models.kv import HeldStates, Page, Pool, SequenceCache
+from quickbeam.models.kv import Page, Pool, SequenceCache, SequenceStates
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
@@ -86,7 +86,7 @@ class PagedStore(SequenceCache):
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool)
         self._table = (ctypes.c_void_p * 0)()
-        self._states: States | None = None if pool.state_shape is None else States(pool)
+        self._states: NativeStates | None = None if pool.state_shape is None else NativeStates(pool)
 
     @property
     def table(self) -> int:
@@ -149,7 +149,7 @@ class PagedStore(SequenceCache):
         pool.kernels.move(self.table, pool.layers.ctypes.data, len(pool.layers), *orders, wide)
 
 
-class States(HeldStates):
+class NativeStates(SequenceStates):
     """The states of one sequence that the native kernels run.
 
     The inputs of a tree's nodes are workspace, as the rows of a pass are, and are not counted by
@@ -182,8 +182,7 @@ class States(HeldStates):
 
     def chain(self, length: int, count: int) -> int:
         """Prepare a pass over `count` tokens of a text. Returns the address of its `Nodes`."""
-        border = self._border_within(length, count)
-        return self._prepare(None, None, 0, count, True, border)
+        return self._prepare(None, None, 0, count, True, self._border_within(length, count))
 
     def tree(self, tree: TokenTree, base: int) -> int:
         """Prepare a pass over a tree's nodes from `base` on. Returns the address of its `Nodes`."""

@@ -44,7 +44,7 @@ SHARED = 128  # inputs that share a scale, where they can
 BLOCK = 128, 128  # outputs and inputs of FP8 that share a scale, where no configuration says
 
 
-class Method(NamedTuple):
+class QuantMethod(NamedTuple):
     """How a checkpoint's weights are quantised.
 
     `kind`: its `quant_method`. `lowered`: stored zero points are less by 1. `block`: outputs and
@@ -56,7 +56,7 @@ class Method(NamedTuple):
     block: tuple[int, int] = BLOCK
 
 
-def method_of(model: Any) -> Method | None:
+def method_of(model: Any) -> QuantMethod | None:
     """Return the method that a model's configuration names; None for no other than MXFP4.
 
     Raises `NotDescribed`, with what is read and what to do, for others, and `InvalidInput` for
@@ -72,20 +72,20 @@ def method_of(model: Any) -> Method | None:
         ) from error
 
 
-def _method(config: Mapping[str, Any]) -> Method:
+def _method(config: Mapping[str, Any]) -> QuantMethod:
     kind, odd = str(config.get("quant_method") or "a method that it doesn't name"), list[str]()
-    told = [config.get(one) for one in ("checkpoint_format", "version", "fmt")]
-    layout = str(next(filter(None, told), "")).lower()
+    versions = [config.get(one) for one in ("checkpoint_format", "version", "fmt")]
+    layout = str(next(filter(None, versions), "")).lower()
     if kind == AWQ and layout in ("", "gemm"):
-        return Method(AWQ)
+        return QuantMethod(AWQ)
     if kind == GPTQ and layout in ("", "gptq", "gptq_v2"):
-        return Method(GPTQ, layout != "gptq_v2")
+        return QuantMethod(GPTQ, layout != "gptq_v2")
     if kind == FP8 and layout in ("", "e4m3", "float8_e4m3fn"):
-        return Method(FP8, block=_block(config.get("weight_block_size")))
+        return QuantMethod(FP8, block=_block(config.get("weight_block_size")))
     if kind == COMPRESSED and not (odd := _odd(config)):
         weights = [one.get("weights") or {} for one in _groups(config)]
         blocks = {_block(one.get("block_structure")) for one in weights}
-        return Method(COMPRESSED, block=blocks.pop() if len(blocks) == 1 else BLOCK)
+        return QuantMethod(COMPRESSED, block=blocks.pop() if len(blocks) == 1 else BLOCK)
     what = " ".join([kind, *(f"({one})" for one in odd or [layout] if one)])
     raise NotDescribed(
         f"its weights are quantised by {what}; read are {READ}: take a checkpoint of one of these, "
@@ -113,7 +113,7 @@ def _odd(config: Mapping[str, Any]) -> list[str]:
     return odd + (["transform_config"] if config.get("transform_config") else [])
 
 
-class Numbers(NamedTuple):
+class QuantisedValues(NamedTuple):
     """A weight's numbers, of `bits` bits each.
 
     `values`: as stored, in a layout of `library`; `flip`: bits of them that are turned. `scales`:
@@ -134,11 +134,11 @@ class Numbers(NamedTuple):
 Tensors = Mapping[str, torch.Tensor]  # those of one weight, by what they are
 # Makes a weight's numbers of its tensors. It tells sizes too, of tensors that are not read yet: the
 # `LARGE` ones without memory, the others with any numbers.
-Layout = Callable[[Tensors], Numbers]
+Layout = Callable[[Tensors], QuantisedValues]
 
 
 @dataclass(frozen=True)
-class FewBits:
+class QuantisedTensor:
     """A weight `[outputs, inputs]` in few bits.
 
     `parts`: the stored names of its tensors by what they are; `layout`: makes numbers of them.
@@ -156,12 +156,8 @@ class FewBits:
 
     @classmethod
     def of(
-        cls,
-        parts: Mapping[str, str],
-        layout: Layout,
-        files: TensorFiles,
-        expert: int | None = None,
-    ) -> FewBits:
+        cls, parts: Mapping[str, str], layout: Layout, files: TensorFiles, expert: int | None = None
+    ) -> QuantisedTensor:
         """Return where the weight is that has these `parts` in `files`.
 
         Raises `NotDescribed` for what is not read, and `InvalidInput` for tensors that don't fit
@@ -178,30 +174,30 @@ class FewBits:
             }
             if expert is not None:
                 tensors = {part: of[expert] for part, of in tensors.items()}
-            found = layout(tensors)
-            outputs, inputs, group = len(found.scales), found.inputs, found.group
+            read = layout(tensors)
+            outputs, inputs, group = len(read.scales), read.inputs, read.group
             order = _order(tensors, inputs, group)
-            if found.zeros is not None and found.zeros.shape != found.scales.shape:
+            if read.zeros is not None and read.zeros.shape != read.scales.shape:
                 raise ValueError(
-                    f"{list(found.zeros.shape)} zeros, {list(found.scales.shape)} scales"
+                    f"{list(read.zeros.shape)} zeros, {list(read.scales.shape)} scales"
                 )
         except (IndexError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
             names = ", ".join(parts.values())
             raise InvalidInput(f"{names} don't fit together: {error}") from error
-        if found.bits not in (4, 8):
-            raise NotDescribed(f"{name} has {found.bits} bits a weight; read are 4 and 8")
+        if read.bits not in (4, 8):
+            raise NotDescribed(f"{name} has {read.bits} bits a weight; read are 4 and 8")
         if inputs % GROUP or group % GROUP:
             raise NotDescribed(
                 f"{name} has {inputs} inputs in groups of {group}; read are groups of {GROUP} and "
                 "multiples of it"
             )
-        if found.values.nbytes * 8 != outputs * inputs * found.bits:
+        if read.values.nbytes * 8 != outputs * inputs * read.bits:
             raise InvalidInput(
                 f"{name} has shape {files.shape(name)}, and should hold {outputs} times {inputs} "
-                f"numbers of {found.bits} bits: download it again"
+                f"numbers of {read.bits} bits: download it again"
             )
         shared = SHARED if group % SHARED == 0 and inputs % SHARED == 0 else GROUP
-        kind = "fp8" if found.zeros is None else f"w{found.bits}"
+        kind = "fp8" if read.zeros is None else f"w{read.bits}"
         return cls(parts, layout, outputs, inputs, f"{kind}g{shared}", order, expert)
 
     @property
@@ -222,16 +218,15 @@ class FewBits:
         naming a file that can't be read."""
         of, kernels = FORMATS[self.format], library.kernels()
         assert kernels is not None  # or there would be no such back end
-        tensors = {part: self._read(files, name) for part, name in self.parts.items()}
-        found = self.layout(tensors)
-        at = torch.arange(0, self.inputs, of.inputs) // found.group
-        scales = found.scales[:, at].contiguous()
-        zeros = None if found.zeros is None else found.zeros[:, at].contiguous()
+        read = self.layout({part: self._read(files, name) for part, name in self.parts.items()})
+        at = torch.arange(0, self.inputs, of.inputs) // read.group
+        scales = read.scales[:, at].contiguous()
+        zeros = None if read.zeros is None else read.zeros[:, at].contiguous()
         stored = library.StoredWeight(
             of.number,
-            found.layout,
-            found.flip,
-            found.values.data_ptr(),
+            read.layout,
+            read.flip,
+            read.values.data_ptr(),
             self.outputs,
             self.inputs,
             None if self.order is None else self.order.data_ptr(),
@@ -252,23 +247,23 @@ class FewBits:
         return files.rows(name, self.expert, self.expert + 1)[0]
 
 
-def few_bits(
-    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method
-) -> FewBits | None:
+def quantised_tensor(
+    name: str, stored: Mapping[str, str], files: TensorFiles, method: QuantMethod
+) -> QuantisedTensor | None:
     """Return where a weight in few bits is; None for a weight that is stored as it is.
 
-    `stored`: the stored name of each parameter. Raises as `FewBits.of` does.
+    `stored`: the stored name of each parameter. Raises as `QuantisedTensor.of` does.
     """
     module = name.removesuffix(".weight")
-    found = {part: f"{module}.{part}" for part in KINDS}
-    parts = {p.removesuffix("_inv"): stored[one] for p, one in found.items() if one in stored}
+    names = {part: f"{module}.{part}" for part in KINDS}
+    parts = {p.removesuffix("_inv"): stored[one] for p, one in names.items() if one in stored}
     if method.kind in (AWQ, GPTQ) and {"qweight", "qzeros", "scales"} <= parts.keys():
         gptq = partial(_gptq, lowered=method.lowered)
-        return FewBits.of(parts, _awq if method.kind == AWQ else gptq, files)
+        return QuantisedTensor.of(parts, _awq if method.kind == AWQ else gptq, files)
     if "weight_packed" in parts:
-        return FewBits.of(parts, _packed, files)
+        return QuantisedTensor.of(parts, _packed, files)
     if {"weight", "weight_scale"} <= parts.keys():
-        return FewBits.of(parts, partial(eight_bits, block=method.block), files)
+        return QuantisedTensor.of(parts, partial(eight_bits, block=method.block), files)
     return None
 
 
@@ -278,17 +273,17 @@ def _in_nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return stored if bits == 8 else torch.stack([stored & 15, stored >> 4], -1).flatten(1)
 
 
-def _awq(of: Tensors) -> Numbers:
+def _awq(of: Tensors) -> QuantisedValues:
     """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, of which a word holds
     columns 0, 2, 4, 6, 1, 3, 5 and 7; `scales` `[groups, outputs]`."""
     values, scales = of["qweight"], of["scales"].float().t()
     zeros = _in_nibbles(of["qzeros"], 4)
     zeros = zeros.view(len(zeros), -1, 2, 4).transpose(2, 3).flatten(1).t()
     inputs, group = len(values), _shared(len(values), scales.shape[1])
-    return Numbers(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
+    return QuantisedValues(values, library.WORDS_OF_OUTPUTS, inputs, 4, group, scales, zeros)
 
 
-def _gptq(of: Tensors, lowered: bool) -> Numbers:
+def _gptq(of: Tensors, lowered: bool) -> QuantisedValues:
     """`qweight` `[inputs / 8, outputs]`, `qzeros` `[groups, outputs / 8]` (of the first version of
     the layout less 1), low bits first; `scales` `[groups, outputs]`; `g_idx` `[inputs]`, each
     input's group."""
@@ -298,10 +293,10 @@ def _gptq(of: Tensors, lowered: bool) -> Numbers:
         stored = stored + (0x11111111 if bits == 4 else 0x01010101)
     inputs, zeros = 32 * len(values) // bits, _in_nibbles(stored, bits).t()
     group = _shared(inputs, scales.shape[1])
-    return Numbers(values, library.WORDS_OF_INPUTS, inputs, bits, group, scales, zeros)
+    return QuantisedValues(values, library.WORDS_OF_INPUTS, inputs, bits, group, scales, zeros)
 
 
-def _packed(of: Tensors) -> Numbers:
+def _packed(of: Tensors) -> QuantisedValues:
     """`weight_packed` `[outputs, inputs / 8]`, `weight_scale` `[outputs, groups]`, and asymmetric
     `weight_zero_point` `[outputs / 8, groups]`, low bits first, all plus half of what bits hold;
     `weight_shape` names both sizes."""
@@ -312,10 +307,10 @@ def _packed(of: Tensors) -> Numbers:
     zeros = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
     if "weight_zero_point" in of:
         zeros = _in_nibbles(of["weight_zero_point"].t(), bits)[:, :outputs].t()
-    return Numbers(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
+    return QuantisedValues(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
-def eight_bits(of: Tensors, block: tuple[int, int]) -> Numbers:
+def eight_bits(of: Tensors, block: tuple[int, int]) -> QuantisedValues:
     """`weight` `[outputs, inputs]` int8 or float8, and `weight_scale` or `weight_scale_inv`: one,
     by output, by output and group, or by blocks of outputs and inputs."""
     values, scale, (tall, group) = of["weight"], of["weight_scale"], block
@@ -339,7 +334,7 @@ def eight_bits(of: Tensors, block: tuple[int, int]) -> Numbers:
         zeros, flip = torch.full_like(scales, 128, dtype=torch.uint8), 128
         if "weight_zero_point" in of:
             zeros = by_output((of["weight_zero_point"].to(torch.int16) + 128).to(torch.uint8))
-    return Numbers(values, library.BY_OUTPUT, inputs, 8, group, scales, zeros, flip)
+    return QuantisedValues(values, library.BY_OUTPUT, inputs, 8, group, scales, zeros, flip)
 
 
 def _order(of: Tensors, inputs: int, group: int) -> torch.Tensor | None:
@@ -350,8 +345,8 @@ def _order(of: Tensors, inputs: int, group: int) -> torch.Tensor | None:
     groups, wanted = stored.flatten().int(), torch.arange(inputs, dtype=torch.int32) // group
     if bool((groups < 0).all()) or torch.equal(groups, wanted):
         return None
-    found, order = groups.sort(stable=True)
-    if not torch.equal(found, wanted):
+    in_order, order = groups.sort(stable=True)
+    if not torch.equal(in_order, wanted):
         raise ValueError(f"they are in no order of {inputs} inputs in groups of {group}")
     return order.int()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from quickbeam.models.compiler import Compiler
+from quickbeam.models.compiler import StackCompiler
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import BLOCK
 from quickbeam.models.native.program import Buffer
 from quickbeam.models.pages import StateShape
-from quickbeam.models.stack import Matrices, Recurrent, ShortConv, Stack
+from quickbeam.models.stack import LinearAttention, Recurrent, ShortConv, Stack
 
 
-def add_recurrent(c: Compiler, of: Recurrent) -> Buffer:
+def add_recurrent(c: StackCompiler, of: Recurrent) -> Buffer:
     """Add a recurrent layer up to its last product, and return what that reads."""
     source = c.buffer("qkv", c.packed(of.into).outputs, True)
     target = c.buffer("recurred", c.packed(of.out).inputs)
@@ -26,7 +26,7 @@ def add_recurrent(c: Compiler, of: Recurrent) -> Buffer:
 
 
 def _convolution(
-    c: Compiler,
+    c: StackCompiler,
     of: Recurrent,
     source: Buffer,
     target: Buffer,
@@ -34,26 +34,25 @@ def _convolution(
     **fields: int,
 ) -> None:
     """Add a convolution, whose weight is taken times `scales` `[channels]`."""
-    weight = c.numbers(of.weight).view(of.channels, of.taps).t().contiguous()
+    weight = c.parameters(of.weight).view(of.channels, of.taps).t().contiguous()
     made = c.recurrence(
         *_sizes(of)[0],
         kind=library.CONVOLUTION,
         channels=of.channels,
         taps=of.taps,
         weight=weight if scales is None else weight * scales,
-        bias=None if of.bias is None else c.numbers(of.bias),
+        bias=None if of.bias is None else c.parameters(of.bias),
         **fields,
     )
     c.program.add(library.RECUR, source, target, weight=made)
 
 
-def _matrices(c: Compiler, of: Matrices, source: Buffer, target: Buffer) -> None:
+def _matrices(c: StackCompiler, of: LinearAttention, source: Buffer, target: Buffer) -> None:
     """Add the recurrences of a convolution and of the heads, and gates and norm behind them."""
     keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
     mixed, scales = c.program.buffer(of.channels + 2 * of.heads, True), None
     if not of.delta:  # the convolution is linear, so that its weight takes the scales
-        sizes = torch.tensor([values, keys, keys])
-        scales = torch.tensor(of.scales).repeat_interleave(sizes)
+        scales = torch.tensor(of.scales).repeat_interleave(torch.tensor([values, keys, keys]))
     _convolution(c, of, source, mixed, scales, gate=-1, gate_out=-1, activated=1)
     # where queries, keys and values begin in what is convolved
     query, key, value = (0, keys, 2 * keys) if of.delta else (values + keys, values, 0)
@@ -77,9 +76,9 @@ def _matrices(c: Compiler, of: Matrices, source: Buffer, target: Buffer) -> None
         kept_count=of.channels + 2 * of.heads - kept,
         rate=rate,
         decay=rate + (of.heads if of.delta else 0),
-        slope=-c.numbers(of.log_slope).exp(),
-        shift=c.numbers(of.shift),
-        skip=None if of.skip is None else c.numbers(of.skip),
+        slope=-c.parameters(of.log_slope).exp(),
+        shift=c.parameters(of.shift),
+        skip=None if of.skip is None else c.parameters(of.skip),
         least=of.least,
         most=of.most,
         step_scale=of.step_scale,
@@ -94,7 +93,7 @@ def _matrices(c: Compiler, of: Matrices, source: Buffer, target: Buffer) -> None
         of=value,
         gates_of=of.channels,
         scaling=of.gate_scale,
-        weight=None if of.norm is None else c.numbers.norm(of.norm),
+        weight=None if of.norm is None else c.parameters.norm(of.norm),
         epsilon=0.0 if of.norm is None else of.norm.epsilon,
         norm_last=of.norm_last,
     )

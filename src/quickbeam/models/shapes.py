@@ -15,7 +15,7 @@ from quickbeam.models.stack import (
     Attention,
     FeedForward,
     Linear,
-    Matrices,
+    LinearAttention,
     Recurrent,
     ShortConv,
     Stack,
@@ -47,10 +47,10 @@ def refuse_other_experts(stack: Stack, shape: Callable[[str], list[int]]) -> Non
     for of in experts(stack):
         count, (first, *_) = len(of.chosen), of.chosen
         read = (*first.up.weights, *first.down.weights, *of.routing.logits.weights)
-        found = {one.name: shape(one.name) for one in read}
-        odd = [(name, own, [count, *own[1:]]) for name, own in found.items() if own[0] != count]
+        shapes = {one.name: shape(one.name) for one in read}
+        odd = [(name, own, [count, *own[1:]]) for name, own in shapes.items() if own[0] != count]
         refuse_incomplete([], odd)
-        alone = {one: rows_of(one, torch.empty(found[one.name], device="meta")) for one in read}
+        alone = {one: rows_of(one, torch.empty(shapes[one.name], device="meta")) for one in read}
         (down,), up = first.down.weights, first.up.weights
         if any(len(alone[one]) != alone[down].shape[1] for one in up):
             raise InvalidInput(
@@ -67,8 +67,8 @@ def check_shapes(
     The latter are experts, biases, and norms of queries, keys and recurrences. `shape(name)`: of a
     parameter. `wanted`: shapes by name.
     """
-    found = [(name, shape(name), one) for name, one in wanted.items()]
-    refuse_incomplete([], [one for one in found if one[1] != one[2]])
+    compared = [(name, shape(name), one) for name, one in wanted.items()]
+    refuse_incomplete([], [one for one in compared if one[1] != one[2]])
     refuse_other_experts(stack, shape)
 
     def size(one: Tensor) -> int:
@@ -85,7 +85,7 @@ def check_shapes(
             if sum(sizes) not in (0, of.head_dim, heads * of.head_dim):
                 odd.append((norm.weights[0], sizes, [of.head_dim]))
     for one in stack.recurrents:
-        if isinstance(one, Matrices) and one.norm is not None:
+        if isinstance(one, LinearAttention) and one.norm is not None:
             inner = one.heads * one.value_dim
             sizes = [math.prod(shape(name)) for name in one.norm.weights]
             if sum(sizes) not in (inner // one.groups, inner):
@@ -98,12 +98,12 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None)
     if stack.recurrents or getattr(config, "use_double_wide_mlp", False):  # they adjust the size
         inner = None
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
 
     def put(linear: Linear, rows: Sequence[int], inputs: int) -> None:
         for one, count in zip(linear.weights, rows, strict=False):
             shape = [count * one.parts, inputs]
-            found[one.name] = shape[::-1] if one.transposed else shape
+            shapes[one.name] = shape[::-1] if one.transposed else shape
 
     for layer in stack.layers:
         if isinstance(of := layer.attention, Attention):
@@ -112,42 +112,42 @@ def expected(stack: Stack, config: Any) -> dict[str, list[int]]:
                 put(of.qkv, [size * of.head_dim for size in sizes], width)
             put(of.out, [width], of.heads * of.value_dim)
         if (mixer := layer.recurrent) is not None:
-            found |= _expected_recurrent(mixer, put, width)
+            shapes |= _expected_recurrent(mixer, put, width)
         if isinstance(fed := layer.feed_forward, FeedForward) and isinstance(inner, int):
             put(fed.up, [inner, inner], width)
             put(fed.down, [width], inner)
         around = [layer.attention_before, layer.feed_forward_before]
         around += [layer.attention_after, layer.feed_forward_after]
-        found |= {layer.scalar: [1]} if layer.scalar else {}
-        found |= {name: [width] for norm in around if norm is not None for name in norm.weights}
+        shapes |= {layer.scalar: [1]} if layer.scalar else {}
+        shapes |= {name: [width] for norm in around if norm is not None for name in norm.weights}
         if (by := layer.per_layer) is not None and stack.per_layer is not None:
             put(by.gate, [stack.per_layer.width], width)
             put(by.out, [width], stack.per_layer.width)
     if (of_layers := stack.per_layer) is not None:
         every = len(stack.layers) * of_layers.width
         put(of_layers.projection, [every], width)
-        found[of_layers.table] = [config.vocab_size_per_layer_input, every]
-    found |= {name: [width] for name in stack.norm.weights}
+        shapes[of_layers.table] = [config.vocab_size_per_layer_input, every]
+    shapes |= {name: [width] for name in stack.norm.weights}
     put(stack.head, [config.vocab_size], width)
     if stack.positions is not None:
-        found[stack.positions] = [getattr(config, "max_position_embeddings", 0), width]
-    return found | {stack.embedding: [config.vocab_size, width]}
+        shapes[stack.positions] = [getattr(config, "max_position_embeddings", 0), width]
+    return shapes | {stack.embedding: [config.vocab_size, width]}
 
 
 def _expected_recurrent(
     of: Recurrent, put: Callable[[Linear, Sequence[int], int], None], width: int
 ) -> dict[str, list[int]]:
-    found = {of.weight: [of.channels, 1, of.taps]}
-    found |= {of.bias: [of.channels]} if of.bias else {}
+    shapes = {of.weight: [of.channels, 1, of.taps]}
+    shapes |= {of.bias: [of.channels]} if of.bias else {}
     if isinstance(of, ShortConv):
         put(of.into, [3 * of.channels], width)
         put(of.out, [width], of.channels)
-        return found
+        return shapes
     inner = of.heads * of.value_dim
     put(of.out, [width], inner)
     put(of.into, [of.channels, inner, of.heads, of.heads], width)
     for one in of.into.weights:  # a tensor's last cut is its end; rates and decays are parts of one
         if one.cut or one.parts > 1:
             rows = one.heads * one.cut[1] if one.cut else one.parts * of.heads
-            found[one.name] = [rows, width]
-    return found | {name: [of.heads] for name in (of.log_slope, of.shift, of.skip) if name}
+            shapes[one.name] = [rows, width]
+    return shapes | {name: [of.heads] for name in (of.log_slope, of.shift, of.skip) if name}

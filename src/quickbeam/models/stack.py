@@ -108,12 +108,13 @@ class Attention:
 
     `qkv`: queries, keys and values one below the other. `window`: how many of the last tokens
     count, itself among them. `softcap`: scores are bent to stay below it. `rotary`: None for none;
-    `turned`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of each
-    head (its weight is one head's, or all heads') or with `norm_all` of all heads together; with
-    `norm_last` after the angles. `gated`: behind the values, `qkv` has gates (with `one_gate` one a
-    head); their sigmoids scale the result. `factor`: of what is added to the stream. `value_norm`:
-    each head's value is normed, without a weight. `values_are_keys`: `qkv` has no values; they are
-    what keys are made of. `source`: whose keys and values are read; `qkv` has queries alone then.
+    `rotary_dim`: how many of a head's first dimensions turn. `norms`: of queries and of keys, of
+    each head (its weight is one head's, or all heads') or with `norm_all` of all heads together;
+    with `norm_last` after the angles. `gated`: behind the values, `qkv` has gates (with `one_gate`
+    one a head); their sigmoids scale the result. `factor`: of what is added to the stream.
+    `value_norm`: each head's value is normed, without a weight. `values_are_keys`: `qkv` has no
+    values; they are what keys are made of. `source`: whose keys and values are read; `qkv` has
+    queries alone then.
     """
 
     qkv: Linear
@@ -125,7 +126,7 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     rotary: Rotary | None = None
-    turned: int = 0
+    rotary_dim: int = 0
     norms: tuple[Norm, Norm] | None = None
     norm_all: bool = False
     norm_last: bool = False
@@ -163,7 +164,7 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class LinearAttention:
     """A layer whose `heads` keep a matrix each, `[key_dim, value_dim]`: S ← e^(a Δ) S + k uᵀ, Sᵀq.
 
     `into`: what is convolved, one below the other; gates z, `[heads * value_dim]`; with the delta
@@ -211,7 +212,7 @@ class Matrices:
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
 
-Recurrent = ShortConv | Matrices
+Recurrent = ShortConv | LinearAttention
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ParallelExperts:
     """Experts that read the residual stream beside a layer's dense feed-forward.
 
     Added to the stream is `feed_forward_after` of the sum of `dense_after` of the dense one's
@@ -338,8 +339,8 @@ class Layer:
     `recurrent`: what stands in the attention's place, or beside it and reads the same. A layer may
     lack what mixes tokens, or a feed-forward. Norms `before` stand before them, norms `after`
     before they are added. `parallel`: the feed-forward reads what the attention read, and without a
-    norm of its own the attention's. `beside`: experts beside the feed-forward. Behind both comes
-    `per_layer`. In the end, the stream is taken times `scalar`, a parameter of one number.
+    norm of its own the attention's. `parallel_experts`: those beside the feed-forward. Behind both
+    comes `per_layer`. In the end, the stream is taken times `scalar`, a parameter of one number.
     """
 
     attention: Attention | None
@@ -351,7 +352,7 @@ class Layer:
     parallel: bool = False
     residual: float = 1.0
     recurrent: Recurrent | None = None
-    beside: Beside | None = None
+    parallel_experts: ParallelExperts | None = None
     per_layer: PerLayerInput | None = None
     scalar: Name | None = None
 

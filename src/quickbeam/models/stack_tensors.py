@@ -53,7 +53,8 @@ def feed_forwards(layer: Layer) -> tuple[FeedForward, ...]:
     """Return a layer's feed-forward, or all of its experts, or both."""
     of = layer.feed_forward
     first = of.all if isinstance(of, Experts) else (of,) if of is not None else ()
-    return first if layer.beside is None else (*first, *layer.beside.experts.all)
+    parallel = layer.parallel_experts
+    return first if parallel is None else (*first, *parallel.experts.all)
 
 
 def experts(stack: Stack) -> Iterator[Experts]:
@@ -61,8 +62,8 @@ def experts(stack: Stack) -> Iterator[Experts]:
     for layer in stack.layers:
         if isinstance(layer.feed_forward, Experts):
             yield layer.feed_forward
-        if layer.beside is not None:
-            yield layer.beside.experts
+        if layer.parallel_experts is not None:
+            yield layer.parallel_experts.experts
 
 
 def norms(of: object) -> Iterator[Norm]:
@@ -77,23 +78,23 @@ def norms(of: object) -> Iterator[Norm]:
 
 def names(of: object) -> set[str]:
     """Return what a stack, or a part of one, has in fields of type `Name`."""
-    found = set[str]()
+    own = set[str]()
     if isinstance(of, tuple):
-        return found.union(*map(names, of))
+        return own.union(*map(names, of))
     for field in fields(of) if is_dataclass(of) else ():
         value = getattr(of, field.name)
         if "Name" not in str(field.type):
-            found |= names(value)
+            own |= names(value)
         elif value is not None:
-            found |= {value} if isinstance(value, str) else set(value)
-    return found
+            own |= {value} if isinstance(value, str) else set(value)
+    return own
 
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
     """Return a model's parameter or buffer."""
     owner, _, last = name.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(owner), last)
-    return found
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), last)
+    return tensor
 
 
 def rows_of(rows: Tensor, tensor: Any) -> Any:
@@ -120,9 +121,9 @@ def norm_weight(norm: Norm, parameter: Callable[[str], torch.Tensor]) -> torch.T
     """Return a norm's weight in float32, flat; None for ones. `parameter`: gives one by name."""
     if not norm.weights:
         return None
-    found = torch.cat([parameter(name).detach().float().flatten() for name in norm.weights])
-    found = found + 1 if norm.plus_one else found
-    return found * norm.factor if norm.factor != 1 else found
+    weight = torch.cat([parameter(name).detach().float().flatten() for name in norm.weights])
+    weight = weight + 1 if norm.plus_one else weight
+    return weight * norm.factor if norm.factor != 1 else weight
 
 
 def query_factors(scale: QueryScale, positions: torch.Tensor) -> torch.Tensor:

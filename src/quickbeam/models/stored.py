@@ -18,7 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BlockRows, Weight, below, dense_rows, with_data
-from quickbeam.models.prequantised import FewBits, Method, eight_bits, few_bits
+from quickbeam.models.prequantised import QuantisedTensor, QuantMethod, eight_bits, quantised_tensor
 from quickbeam.models.tensor_files import TensorFiles
 
 # Checkpoints of several modalities whose language part alone answers a prompt without images and
@@ -61,7 +61,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "phimoe": (*MIXTRAL, (".mlp.gate.weight", ".mlp.router.weight")),
 }
 # whose experts may be stored `[experts, inputs, outputs]`
-TURNED = ("qwen3_vl_moe_text",)
+TRANSPOSED = ("qwen3_vl_moe_text",)
 # names of one expert's gate, what it lets through, and what comes last
 EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -94,15 +94,15 @@ def own_names(
     known = (*PREFIXES, base, "") if parts else (base, "")
     first = next((one for one in known if f"{one}{tail}" in renamed), base)
     heads = tuple(f"{one}{head}" for one in HEADS)
-    found = dict[str, str]()
+    named = dict[str, str]()
     for name, as_stored in renamed.items():
         if name.startswith(heads):
-            found[f"{head}{name.rpartition(head)[2]}"] = as_stored
+            named[f"{head}{name.rpartition(head)[2]}"] = as_stored
         elif name.startswith(first):
-            found[f"{base}{name.removeprefix(first)}"] = as_stored
+            named[f"{base}{name.removeprefix(first)}"] = as_stored
         elif not parts:
-            found[name] = as_stored
-    return {name: one for name, one in found.items() if not name.endswith(BUFFERS)}
+            named[name] = as_stored
+    return {name: one for name, one in named.items() if not name.endswith(BUFFERS)}
 
 
 def _renamed(kind: str, name: str) -> str:
@@ -112,14 +112,14 @@ def _renamed(kind: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Whole:
+class PlainTensor:
     """A parameter that is stored as it is.
 
-    `turned`: matrices `[experts, rows, columns]` that are stored as `[experts, columns, rows]`.
+    `transposed`: matrices `[experts, rows, columns]` are stored as `[experts, columns, rows]`.
     """
 
     name: str
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def names(self) -> Sequence[str]:
@@ -127,24 +127,24 @@ class Whole:
 
     def shape(self, files: TensorFiles) -> list[int]:
         shape = files.shape(self.name)
-        return [shape[0], *shape[:0:-1]] if self.turned else shape
+        return [shape[0], *shape[:0:-1]] if self.transposed else shape
 
     def like(self, files: TensorFiles) -> torch.Tensor:
         return torch.empty(self.shape(files), device="meta")
 
     def rows(self, files: TensorFiles, first: int, last: int) -> torch.Tensor:
-        found = files.rows(self.name, first, last)
-        return found.transpose(1, 2) if self.turned else found
+        tensor = files.rows(self.name, first, last)
+        return tensor.transpose(1, 2) if self.transposed else tensor
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class SeparateExperts:
     """Matrices `[experts, rows, columns]`, of which each is stored by itself.
 
     `experts`: where each one's are, one below the other; all of one format.
     """
 
-    experts: tuple[tuple[Whole | FewBits, ...], ...]
+    experts: tuple[tuple[PlainTensor | QuantisedTensor, ...], ...]
 
     @property
     def names(self) -> Sequence[str]:
@@ -198,13 +198,12 @@ class Mxfp4:
         stored, scales = (files.rows(name, first, last) for name in self.names)
         apart = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
         bytes_of = apart[..., :16] | apart[..., 16:] << 4
-        data = torch.cat([scales[..., None], bytes_of], -1).flatten(-2)
-        return BlockRows(data, "mxfp4")
+        return BlockRows(torch.cat([scales[..., None], bytes_of], -1).flatten(-2), "mxfp4")
 
 
 # Where a parameter is. `names`: of the stored tensors. `like` gives what `rows` does of all rows,
 # without the numbers.
-Stored = Whole | OneByOne | Mxfp4 | FewBits
+Stored = PlainTensor | SeparateExperts | Mxfp4 | QuantisedTensor
 
 
 def dense(weight: Weight, of: Stored) -> torch.Tensor:
@@ -213,47 +212,47 @@ def dense(weight: Weight, of: Stored) -> torch.Tensor:
         return weight
     kernels = library.kernels()
     assert kernels is not None
-    found = dense_rows(kernels, weight)
-    return found.transpose(1, 2) if isinstance(of, Mxfp4) else found
+    rows = dense_rows(kernels, weight)
+    return rows.transpose(1, 2) if isinstance(of, Mxfp4) else rows
 
 
 def located(
     name: str,
     stored: Mapping[str, str],
     files: TensorFiles,
-    method: Method | None,
+    method: QuantMethod | None,
     width: int | None = None,
 ) -> Stored | None:
     """Return where a parameter is; None where it is not.
 
     `stored`: the stored name of each parameter. `width`: how many numbers an expert reads and
-    gives, of a kind in `TURNED`. Raises as `few_bits` does, `NotDescribed` for experts that are not
-    stored alike, and `InvalidInput` for scales of float8 experts of another shape.
+    gives, of a kind in `TRANSPOSED`. Raises as `quantised_tensor` does, `NotDescribed` for experts
+    that are not stored alike, and `InvalidInput` for scales of float8 experts of another shape.
     """
 
-    def place(name: str) -> Whole | FewBits | None:
-        few = None
+    def place(name: str) -> PlainTensor | QuantisedTensor | None:
+        quantised = None
         if method is not None and name.endswith(".weight"):
-            few = few_bits(name, stored, files, method)
-        return few or (Whole(stored[name]) if name in stored else None)
+            quantised = quantised_tensor(name, stored, files, method)
+        return quantised or (PlainTensor(stored[name]) if name in stored else None)
 
     blocks, scales = f"{name}_blocks", f"{name}_scales"
-    if (found := place(name)) is None:
+    if (tensor := place(name)) is None:
         if {blocks, scales} <= stored.keys():
             return Mxfp4(stored[blocks], stored[scales])
         return _one_by_one(name, place, files)
-    if isinstance(found, FewBits) or name.endswith(".weight"):
-        return found
+    if isinstance(tensor, QuantisedTensor) or name.endswith(".weight"):
+        return tensor
     if width is not None:
-        return _stacked(name, found.name, files, width)
+        return _stacked(name, tensor.name, files, width)
     if method is not None and f"{name}_scale_inv" in stored:
         return _in_float8(name, stored, files, method)
-    return found
+    return tensor
 
 
 def _in_float8(
-    name: str, stored: Mapping[str, str], files: TensorFiles, method: Method
-) -> OneByOne:
+    name: str, stored: Mapping[str, str], files: TensorFiles, method: QuantMethod
+) -> SeparateExperts:
     """Return where the matrices `[experts, outputs, inputs]` of a parameter in float8 are.
 
     They have scales by blocks of outputs and inputs beside them, as transformers saves them.
@@ -263,36 +262,36 @@ def _in_float8(
     if any(len(one) != 3 or one[0] != shapes[0][0] for one in shapes):
         names = " and ".join(parts.values())
         raise InvalidInput(f"{names} have shapes {shapes}: they don't fit together")
-    one = FewBits.of(parts, partial(eight_bits, block=method.block), files, expert=0)
-    return OneByOne(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
+    one = QuantisedTensor.of(parts, partial(eight_bits, block=method.block), files, expert=0)
+    return SeparateExperts(tuple((replace(one, expert=i),) for i in range(shapes[0][0])))
 
 
-def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> Whole:
-    """Return where the matrices of a parameter of stacked experts are, of a kind in `TURNED`."""
+def _stacked(name: str, as_stored: str, files: TensorFiles, width: int) -> PlainTensor:
+    """Return where the matrices of stacked experts are, of a kind in `TRANSPOSED`."""
     shape, at = files.shape(as_stored), {"gate_up_proj": 2, "down_proj": 1}
     column = at.get(name.rpartition(".")[2], 0)
-    turned = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
-    return Whole(as_stored, bool(turned))
+    transposed = len(shape) == 3 and column and shape[column] != width == shape[3 - column]
+    return PlainTensor(as_stored, bool(transposed))
 
 
 def _one_by_one(
-    name: str, place: Callable[[str], Whole | FewBits | None], files: TensorFiles
-) -> OneByOne | None:
+    name: str, place: Callable[[str], PlainTensor | QuantisedTensor | None], files: TensorFiles
+) -> SeparateExperts | None:
     """Return where the matrices of a parameter of stacked experts are, or None."""
     at, _, what = name.rpartition(".")
     if not at.endswith(".experts") or what not in ("gate_up_proj", "down_proj"):
         return None
     for gate, up, down in EXPERT:
-        parts, found = (gate, up) if what == "gate_up_proj" else (down,), list[Any]()
-        while all(one := [place(f"{at}.{len(found)}.{part}.weight") for part in parts]):
-            found.append(tuple(one))
-        if found:
-            every = [part for one in found for part in one]
-            if any(isinstance(part, FewBits) and part.order is not None for part in every):
+        parts, experts = (gate, up) if what == "gate_up_proj" else (down,), list[Any]()
+        while all(one := [place(f"{at}.{len(experts)}.{part}.weight") for part in parts]):
+            experts.append(tuple(one))
+        if experts:
+            every = [part for one in experts for part in one]
+            if any(isinstance(part, QuantisedTensor) and part.order is not None for part in every):
                 raise NotDescribed("its experts are quantised with activation order")
             kinds = {(*part.shape(files), getattr(part, "format", "dense")) for part in every}
             if len(kinds) > 1:
                 few_of = " and ".join(str(one) for one in sorted(kinds)[:2])
                 raise NotDescribed(f"its experts' {what} are of several kinds ({few_of})")
-            return OneByOne(tuple(found))
+            return SeparateExperts(tuple(experts))
     return None

@@ -156,14 +156,14 @@ class TensorFiles:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = [SINGLE] if (folder / SINGLE).is_file() else []
+    names = [SINGLE] if (folder / SINGLE).is_file() else []
     try:
         if (folder / INDEX).is_file():
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            found = sorted(set(index["weight_map"].values()))
-        if not found:
+            names = sorted(set(index["weight_map"].values()))
+        if not names:
             raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
-        return [folder / file for file in found]
+        return [folder / name for name in names]
     except (OSError, *BROKEN) as error:
         raise InvalidInput(
             f"the weights in {folder} can't be read ({error}): download them again"

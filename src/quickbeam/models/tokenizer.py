@@ -75,10 +75,10 @@ def _load(folder: Path, config: Any) -> Any:
     # transformers mends the tokenizers of Mistral's models
     if "stral" not in model_type and kind in PLAIN | OWN.keys() and _is_plain(folder, fields):
         normalizer, defaults = OWN.get(kind, (None, {}))
-        found = read_tokenizer(folder, defaults | fields)
+        tokenizer = read_tokenizer(folder, defaults | fields)
         if normalizer is not None:
-            found.backend_tokenizer.normalizer = normalizer
-        return found
+            tokenizer.backend_tokenizer.normalizer = normalizer
+        return tokenizer
     from transformers import AutoTokenizer
 
     read: Any = AutoTokenizer.from_pretrained(folder)
@@ -256,9 +256,9 @@ def _templates(folder: Path, field: Any) -> str | dict[str, str] | None:
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    if not found:
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    if not templates:
         field = field or read_json(folder / "chat_template.json").get("chat_template")
         known = field if isinstance(field, str | dict) else None
         return {one["name"]: one["template"] for one in field} if isinstance(field, list) else known
-    return found["default"] if found.keys() == {"default"} else found
+    return templates["default"] if templates.keys() == {"default"} else templates

@@ -2,7 +2,7 @@
 
 It is the reference for the native back end, and runs the architectures that the kernels don't. A
 token's bits may depend on what else is in the pass, so answers with drafts and without are the same
-only as far as rounding lets them: that is counted, not promised.
+only as far as rounding lets them: that is counted, not guaranteed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quickbeam.models.base import (
     inference,
     split,
 )
-from quickbeam.models.gathered import GatheredStep, RowPool, behind
+from quickbeam.models.gathered import GatheredStep, RowPool, uncommitted
 from quickbeam.models.hf_attention import Features, forward, install
 from quickbeam.models.loading import refuse_unfit
 from quickbeam.models.pinned import PinnedLayers
@@ -56,9 +56,9 @@ class TorchModel(Model):
         config = model.config.get_text_config()
         expected = expect(model, config)
         with torch.inference_mode():
-            self._model, self._tap = model, install(model)
-            shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
-            self._pool = RowPool(shapes, model.dtype, model.device, zeros=self._tap.states)
+            self._model, self._context = model, install(model)
+            shapes = [self._context.shapes[layer] for layer in range(len(self._context.shapes))]
+            self._pool = RowPool(shapes, model.dtype, model.device, zeros=self._context.states)
             vocab_size = int(model.get_output_embeddings().weight.shape[0])
             super().__init__(config, model.dtype, model.device, vocab_size, self._pool)
             self.chunk, self.streamed, self._reason = chunk, pinned, reason
@@ -68,16 +68,16 @@ class TorchModel(Model):
         read = [one for one in model.parameters() if one is not table or one is head]
         self.weight_bytes = sum(one.nbytes for one in read)
         if pinned is not None:
-            self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
+            self.chunk, self.mixed_chunk = STREAMED_CHUNK, STREAMED_CHUNK // 4
 
     @inference
     def forward(self, batch: Batch) -> list[Passed]:
-        step, wanted = GatheredStep([*map(behind, batch.parts)], self._pool), batch.wanted
+        step, wanted = GatheredStep([*map(uncommitted, batch.parts)], self._pool), batch.wanted
         tokens = torch.tensor(batch.tokens, dtype=torch.int64).to(self.device, non_blocking=True)
         rows: torch.Tensor | None = None
         if len(wanted) < batch.rows:
             rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
-        logits = forward(self._model, self._tap, tokens, step, rows)
+        logits = forward(self._model, self._context, tokens, step, rows)
         if self.device.type == "mps":  # it has no float64, in which tokens are chosen
             logits = logits.cpu()
         hidden = self._features.take()[0] if self._features is not None else None

@@ -94,10 +94,10 @@ class WeightFile:
         self.mapped = mapped is not None
         if mapped is not None:
             return mapped[ALIGNED:]
-        found = room_for_weights(size)
+        weights = room_for_weights(size)
         with open(self.path, "rb", buffering=0) as file:
-            done = read_into(_bytes(found), file.fileno(), ALIGNED)
-        return found if done == size else None
+            done = read_into(_bytes(weights), file.fileno(), ALIGNED)
+        return weights if done == size else None
 
     def write(self, size: int, pieces: Callable[[], Iterable[torch.Tensor]], stage: str) -> None:
         """Keep weights of `size` bytes, unless the file is there; one process at a time.
@@ -168,12 +168,12 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _state(folder: Path) -> Iterator[str]:
-    found = [folder] if folder.is_file() else []
+    paths = [folder] if folder.is_file() else []
     if folder.is_dir():
-        found = sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
-    for path in found:
-        seen = path.stat()
-        yield f"{path.resolve()} {seen.st_size} {seen.st_mtime_ns}"
+        paths = sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
+    for path in paths:
+        info = path.stat()
+        yield f"{path.resolve()} {info.st_size} {info.st_mtime_ns}"
 
 
 def _layout() -> Iterator[str]:

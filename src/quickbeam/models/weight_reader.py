@@ -104,8 +104,7 @@ class Ring:
     ) -> None:
         self._file, self._extents, self._parts = file, extents, parts
         self.size = buffers * max(one.last - one.first for one in extents)
-        memory = aligned(self.size)
-        self._buffers = list(memory.view(buffers, -1))
+        self._buffers = list(aligned(self.size).view(buffers, -1))
         self._pool: ThreadPoolExecutor | None = None
         self.round = 0
         self._ended = True  # whether the last round is over

@@ -23,7 +23,7 @@ SOON, LATER = 5, 60  # seconds after which a client is told to ask again
 TENANT: ContextVar[Hashable] = ContextVar("tenant", default=None)
 
 
-class TurnedAway(QuickbeamError):
+class RetryableError(QuickbeamError):
     """A request that is refused for now. It may be sent again in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
@@ -31,13 +31,13 @@ class TurnedAway(QuickbeamError):
         self.retry_after = retry_after
 
 
-class Busy(TurnedAway):
+class Busy(RetryableError):
     """Too many answers or prompt tokens wait already."""
 
     status, code = 429, "rate_limit_exceeded"
 
 
-class Unavailable(TurnedAway):
+class Unavailable(RetryableError):
     """The server is starting or shutting down, or the request waited for too long."""
 
     status, code = 503, "unavailable"
@@ -138,8 +138,7 @@ class Gate:
             raise Unavailable("the server is starting: the model is being loaded", SOON)
         if self.phase == "draining":
             raise Unavailable(
-                "the server is ending: it finishes what it has begun and takes nothing new",
-                LATER,
+                "the server is ending: it finishes what it has begun and takes nothing new", LATER
             )
 
     def leave(self, tenant: Hashable) -> None:

@@ -28,7 +28,7 @@ from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve import completions, errors, responses
-from quickbeam.serve.admission import TurnedAway
+from quickbeam.serve.admission import RetryableError
 from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
@@ -95,7 +95,7 @@ def create_app(runner: Runner) -> Starlette:
     )
 
 
-class Answering:
+class InProcessServer:
     """Answers requests without HTTP, and without limits on how many wait.
 
     An instance belongs to one event loop. As a context manager it gives `answer`, and ends the
@@ -139,10 +139,10 @@ async def respond(endpoint: Endpoint, runner: Runner, http: Request) -> Response
     """Respond to a request of an endpoint, with one object or a stream of events."""
     request = await read(http, endpoint.kind)
     if not request.stream:
-        whole = await unless_gone(http, _whole(runner, endpoint, request))
+        whole = await unless_disconnected(http, _whole(runner, endpoint, request))
         return await asyncio.to_thread(JSONResponse, whole)
     # The engine has begun before the response does, so that a refusal has its own status.
-    reply = await unless_gone(http, endpoint.begin(runner, request))
+    reply = await unless_disconnected(http, endpoint.begin(runner, request))
     return EventSourceResponse(
         reply.events(),
         sep="\n",
@@ -190,28 +190,28 @@ def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[R
         try:
             answer = await handler(runner, http)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
-        except Gone:
+        except ClientDisconnected:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            if isinstance(error, TurnedAway) and http.method == "POST":
+            if isinstance(error, RetryableError) and http.method == "POST":
                 runner.metrics.refused(error)
             return errors.response(error)
 
     return handle
 
 
-class Gone(QuickbeamError):
+class ClientDisconnected(QuickbeamError):
     """The client has left."""
 
 
-async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel it and raise `Gone`."""
+async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client leaves first, cancel it and raise."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise Gone("the client has left")
+        raise ClientDisconnected("the client has left")
     finally:
         for task in tasks:
             task.cancel()
@@ -259,8 +259,7 @@ async def health(runner: Runner, http: Request) -> Response:
 
 
 async def metrics(runner: Runner, http: Request) -> Response:
-    accept = http.headers.get("accept", "")
-    content, kind = await asyncio.to_thread(runner.metrics.expose, accept)
+    content, kind = await asyncio.to_thread(runner.metrics.expose, http.headers.get("accept", ""))
     return Response(content, media_type=kind)
 
 
@@ -300,13 +299,12 @@ async def tokenize(runner: Runner, http: Request) -> Json:
         check_model(runner, request.model)
         if isinstance(request, TokenizeText):
             special = request.add_special_tokens is not False
-            found = await asyncio.to_thread(tokenizer, request.prompt, add_special_tokens=special)
-            ids = list(found["input_ids"])
+            encoded = await asyncio.to_thread(tokenizer, request.prompt, add_special_tokens=special)
+            ids = list(encoded["input_ids"])
         else:
             if request.tools:
                 tool_format(tokenizer)  # raises if the chat template doesn't take tools
-            tools = request.tools
-            ids = await asyncio.to_thread(encode_conversation, runner.llm, request, tools)
+            ids = await asyncio.to_thread(encode_conversation, runner.llm, request, request.tools)
     texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
     return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}

@@ -16,9 +16,9 @@ from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
-from quickbeam.serve.runner import AnsweredRequest, Answers, Json, Runner
-from quickbeam.serve.schemas import GenerationRequest, Request, StreamOptions
-from quickbeam.serve.tools import Call, Calling, calling, split
+from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
+from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
+from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
 
 # What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
 INFILL = (
@@ -30,27 +30,28 @@ INFILL = (
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
-async def begin_chat(runner: Runner, request: ChatRequest) -> Chat:
+async def begin_chat(runner: Runner, request: ChatRequest) -> ChatCompletion:
     choice, several = request.tool_choice, request.parallel_tool_calls
-    calls = calling(request.tools, choice, several, runner.llm.tokenizer)
-    return Chat(runner, request, await begin_conversation(runner, request, request, calls), calls)
+    calls = tool_use(request.tools, choice, several, runner.llm.tokenizer)
+    answers = await begin_conversation(runner, request, request, calls)
+    return ChatCompletion(runner, request, answers, calls)
 
 
 async def begin_conversation(
-    runner: Runner, request: Request, asked: Conversation, calls: Calling
-) -> Answers:
+    runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
+) -> Streams:
     """Have the engine begin to answer a conversation."""
-    tokens = sum(len(text_of(one.content)) for one in asked.messages) // BYTES_A_TOKEN + 1
+    tokens = sum(len(text_of(one.content)) for one in conversation.messages) // BYTES_A_TOKEN + 1
     return await convert.begin(
         runner,
         request,
-        lambda: [convert.encode_conversation(runner.llm, asked, calls.tools)],
+        lambda: [convert.encode_conversation(runner.llm, conversation, calls.tools)],
         tokens,
         calls,
     )
 
 
-async def begin_text(runner: Runner, request: CompletionRequest) -> Texts:
+async def begin_text(runner: Runner, request: CompletionRequest) -> TextCompletion:
     llm, prompts, suffix = runner.llm, request.prompts, request.suffix
     tokens = sum(
         (len(one) + len(suffix or "")) // BYTES_A_TOKEN + 1 if isinstance(one, str) else len(one)
@@ -59,7 +60,7 @@ async def begin_text(runner: Runner, request: CompletionRequest) -> Texts:
     answers = await convert.begin(
         runner, request, lambda: [encode_text(llm, one, suffix) for one in prompts], tokens
     )
-    return Texts(runner, request, answers)
+    return TextCompletion(runner, request, answers)
 
 
 def encode_text(llm: LLM, prompt: str | list[int], suffix: str | None) -> list[int]:
@@ -83,7 +84,7 @@ class Choices(AnsweredRequest):
     """The reply of chats and completions. `prefix` begins its id, `kind` is its `object`."""
 
     def __init__(
-        self, runner: Runner, request: GenerationRequest, answers: Answers, prefix: str, kind: str
+        self, runner: Runner, request: GenerationRequest, answers: Streams, prefix: str, kind: str
     ) -> None:
         self.answers, self.with_ids = answers, bool(request.return_token_ids)
         self.texts = TokenTexts(runner.llm.tokenizer)
@@ -143,31 +144,30 @@ class Choices(AnsweredRequest):
     def _chunk(self, choice: Json, delta: Delta | None = None) -> Json:
         chunk = {**self._head, "choices": [choice]}
         if self._options.include_usage:
-            each = self._options.continuous_usage_stats
-            chunk["usage"] = self._usage() if each else None
+            chunk["usage"] = self._usage() if self._options.continuous_usage_stats else None
         if delta is not None and delta.steps:
             method = self.answers.streams[choice["index"]].completion.method
             chunk["quickbeam"] = {"steps": delta.steps, "method": method}
         return chunk
 
 
-class Chat(Choices):
+class ChatCompletion(Choices):
     """A chat request while it is answered."""
 
     def __init__(
-        self, runner: Runner, request: ChatRequest, answers: Answers, calls: Calling
+        self, runner: Runner, request: ChatRequest, answers: Streams, calls: ToolUse
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(runner, request, answers, "chatcmpl", kind)
-        self._readers = [calls.reader() for _ in answers.streams]
+        self._parsers = [calls.parser() for _ in answers.streams]
         self._called = [0] * len(answers.streams)  # tool calls of each answer that were sent
         self._scored = bool(request.logprobs)
         if self.with_ids:
             self.about_prompt = {"prompt_token_ids": answers.prompts[0]}
 
     def choice(self, index: int, completion: Completion) -> Json:
-        reader = self._readers[index]
-        content, calls = split([*reader.feed(completion.text), *reader.finish()])
+        parser = self._parsers[index]
+        content, calls = split([*parser.feed(completion.text), *parser.finish()])
         message: Json = {"role": "assistant", "content": content or None if calls else content}
         message["refusal"] = None
         if calls:
@@ -181,17 +181,17 @@ class Chat(Choices):
         return [_part(index, {"role": "assistant", "content": ""})]
 
     def new(self, index: int, delta: Delta | None) -> Iterator[Json]:
-        reader = self._readers[index]
+        parser = self._parsers[index]
         if delta is None:
-            if rest := reader.finish():
+            if rest := parser.finish():
                 yield _part(index, self._delta(index, rest))
             yield _part(index, {}, self.reason(index))
-        elif (pieces := reader.feed(delta.text)) or self.shows(delta):
+        elif (pieces := parser.feed(delta.text)) or self.shows(delta):
             choice = _part(index, self._delta(index, pieces))
             choice["logprobs"] = self._logprobs(delta.logprobs)
             yield {**choice, "token_ids": delta.token_ids} if self.with_ids else choice
 
-    def _delta(self, index: int, pieces: Iterable[str | Call]) -> Json:
+    def _delta(self, index: int, pieces: Iterable[str | ParsedCall]) -> Json:
         content, calls = split(pieces)
         delta: Json = {"content": content} if content or not calls else {}
         if calls:
@@ -202,7 +202,7 @@ class Chat(Choices):
 
     def reason(self, index: int) -> str:
         reason = super().reason(index)
-        return "tool_calls" if self._readers[index].found and reason == "stop" else reason
+        return "tool_calls" if self._parsers[index].count and reason == "stop" else reason
 
     def _logprobs(self, entries: Sequence[Logprob]) -> Json | None:
         return chat_logprobs(entries, self.texts) if self._scored else None
@@ -212,15 +212,15 @@ def _part(index: int, delta: Json, reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _call(call: Call) -> Json:
+def _call(call: ParsedCall) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-class Texts(Choices):
+class TextCompletion(Choices):
     """A completions request while it is answered."""
 
-    def __init__(self, runner: Runner, request: CompletionRequest, answers: Answers) -> None:
+    def __init__(self, runner: Runner, request: CompletionRequest, answers: Streams) -> None:
         super().__init__(runner, request, answers, "cmpl", "text_completion")
         self._request, decode = request, runner.llm.tokenizer.decode
         echoes = [
@@ -272,7 +272,6 @@ class Texts(Choices):
         ids: Sequence[int] = (),
         logprobs: Sequence[Logprob | None] = (),
     ) -> Json:
-        """Return what is new of an answer."""
         choice: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         choice["seed"] = self.answers.seeds[index // self.answers.n]
         if self._request.logprobs is not None:

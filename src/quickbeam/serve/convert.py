@@ -26,9 +26,9 @@ from quickbeam.serve.messages import (
     ToolMessage,
     text_of,
 )
-from quickbeam.serve.runner import Answers, Job, Runner
-from quickbeam.serve.schemas import Request, Speculation
-from quickbeam.serve.tools import Calling
+from quickbeam.serve.runner import Job, Json, Runner, Streams
+from quickbeam.serve.schemas import BaseRequest, Speculation
+from quickbeam.serve.tools import ToolUse
 
 OTHER = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "grammar", "coupling"}
 # fields that mean the same in SamplingParams
@@ -39,11 +39,11 @@ SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
 async def begin(
     runner: Runner,
-    request: Request,
+    request: BaseRequest,
     encode: Callable[[], list[list[int]]],
     tokens: int,
-    calling: Calling | None = None,
-) -> Answers:
+    tools: ToolUse | None = None,
+) -> Streams:
     """Have the engine begin with a request, and return its answers.
 
     The request takes a place in the queue, for prompts of about `tokens` tokens; then `encode`
@@ -51,40 +51,39 @@ async def begin(
     """
     with named(request):
         check_model(runner, request.model)
-        asked = request.speculation or Speculation()
-        if asked.method not in (None, *(methods := runner.llm.methods)):
+        speculation = request.speculation or Speculation()
+        if speculation.method not in (None, *(methods := runner.llm.methods)):
             raise Refused(
-                f"no method {asked.method!r} here; this server runs {', '.join(methods)}",
+                f"no method {speculation.method!r} here; this server runs {', '.join(methods)}",
                 "speculation.method",
             )
         if tokens > LONG * request.count * (room := runner.llm.room(0)):  # not worth tokenising
             raise too_long(room, f"and about {tokens} can't fit: shorten it", request.prompt_field)
-        params = sampling(request, calling or Calling(), runner.defaults)
+        params = sampling(request, tools or ToolUse(), runner.defaults)
         with runner.gate.enter(tokens, request.count * params.n, TENANT.get()) as ticket:
-            prompts, lengths = await asyncio.to_thread(_measured, runner.llm, request, encode)
+            prompts, lengths = await asyncio.to_thread(_encode_prompts, runner.llm, request, encode)
             if params.grammar is not None:
                 await runner.compile_grammar(params.grammar)
             # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice
             # would see the same noise and get the same answer.
-            seeds: list[int | None] = getattr(request, "seeds", None) or [params.seed] * len(
-                prompts
-            )
+            given = getattr(request, "seeds", None)
+            seeds: list[int | None] = given or [params.seed] * len(prompts)
             if not params.greedy:
                 seeds = [secrets.randbits(SEED_BITS) if one is None else one for one in seeds]
-            how: dict[str, Any] = {"method": asked.method, "budget": asked.budget}
-            how["trace"] = bool(getattr(request, "trace", False))
+            options: Json = {"method": speculation.method, "budget": speculation.budget}
+            options["trace"] = bool(getattr(request, "trace", False))
             jobs = list[Job]()
             for ids, most, seed in zip(prompts, lengths, seeds, strict=True):
                 own = replace(params, max_tokens=most, seed=seed)
                 # the first answer scores the prompt for all, where they have any text
                 others = replace(own, prompt_logprobs=None) if most else own
                 for i in range(params.n):
-                    jobs.append(Job(ids, others if i else own, {**how, "choice": i}))
-            return Answers(await runner.begin(jobs, ticket), prompts, seeds)
+                    jobs.append(Job(ids, others if i else own, {**options, "choice": i}))
+            return Streams(await runner.begin(jobs, ticket), prompts, seeds)
 
 
 @contextmanager
-def named(request: Request | TokenizeText | TokenizeChat) -> Iterator[None]:
+def named(request: BaseRequest | TokenizeText | TokenizeChat) -> Iterator[None]:
     """Raise `InvalidInput` as `Refused`, by the field that its message begins with."""
     try:
         yield
@@ -92,12 +91,12 @@ def named(request: Request | TokenizeText | TokenizeChat) -> Iterator[None]:
         raise
     except InvalidInput as error:
         message, param = str(error), request.prompt_field
-        if isinstance(request, Request):
-            message = message.replace("max_tokens", request.asked_length[0])
+        if isinstance(request, BaseRequest):
+            message = message.replace("max_tokens", request.length_limit[0])
         within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
         word = re.match("[a-zA-Z_]*", message)[0]  # type: ignore[index]
         param = word if word in type(request).model_fields else within.get(word, param)
-        if isinstance(request, Request) and word in ("json_schema", "regex", "lark", "grammar"):
+        if isinstance(request, BaseRequest) and word in ("json_schema", "regex", "lark", "grammar"):
             param = request.grammars[0].param if request.grammars else "tools"
         raise Refused(message, param) from error
 
@@ -112,7 +111,7 @@ def check_model(runner: Runner, model: str | None) -> None:
         )
 
 
-def sampling(request: Request, calling: Calling, defaults: Mapping[str, Any]) -> SamplingParams:
+def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the request's sampling parameters; its length is not final where no limit is given."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
     given = {**defaults, **given}
@@ -120,40 +119,40 @@ def sampling(request: Request, calling: Calling, defaults: Mapping[str, Any]) ->
         given["top_k"] = 0
     if request.logit_bias:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
-    if calling.keeps_special:
+    if tools.keeps_special:
         given["skip_special_tokens"] = False
     # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
     # set later, from the room in the context.
-    length = request.asked_length[1]
+    length = request.length_limit[1]
     return SamplingParams(
         max_tokens=2**31 if length is None else length,
         logprobs=request.scores,
         prompt_logprobs=request.prompt_scores,
-        grammar=calling.grammar or next((one.make(one.value) for one in request.grammars), None),
+        grammar=tools.grammar or next((one.make(one.value) for one in request.grammars), None),
         **given,
     )
 
 
-def _measured(
-    llm: LLM, request: Request, encode: Callable[[], list[list[int]]]
+def _encode_prompts(
+    llm: LLM, request: BaseRequest, encode: Callable[[], list[list[int]]]
 ) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids, and the number of tokens that its answer may have."""
-    (name, asked), param = request.asked_length, request.prompt_field
+    (name, limit), param = request.length_limit, request.prompt_field
     method = request.speculation.method if request.speculation else None
     prompts, lengths = encode(), list[int]()
     for ids in prompts:
         if not ids:
             raise Refused("an empty prompt: give at least one token", param)
         room = llm.room(len(ids), method)
-        if (1 if asked is None else asked) > room:
+        if (1 if limit is None else limit) > room:
             raise too_long(
                 room + len(ids),
                 f"of which the prompt has {len(ids)} and {name} asks for "
-                f"{'at least 1' if asked is None else asked}: shorten the prompt"
-                f"{' or ask for less' if asked else ''}",
-                name if asked and room > 0 else param,
+                f"{'at least 1' if limit is None else limit}: shorten the prompt"
+                f"{' or ask for less' if limit else ''}",
+                name if limit and room > 0 else param,
             )
-        lengths.append(room if asked is None else asked)
+        lengths.append(room if limit is None else limit)
     return prompts, lengths
 
 
@@ -163,10 +162,10 @@ def too_long(most: int, why: str, param: str) -> Refused:
 
 
 def encode_conversation(
-    llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None
+    llm: LLM, conversation: Conversation, tools: Sequence[Tool] | None = None
 ) -> list[int]:
     """Return the token ids of a conversation's prompt."""
-    arguments = asked.chat_template_kwargs or {}
+    arguments = conversation.chat_template_kwargs or {}
     own = {
         *inspect.signature(LLM.encode_chat).parameters,
         *inspect.signature(llm.tokenizer.apply_chat_template).parameters,
@@ -179,10 +178,10 @@ def encode_conversation(
         )
     left = {"function": {"strict", "allowed_callers", "defer_loading"}}
     return llm.encode_chat(
-        template_messages(asked.messages),
+        template_messages(conversation.messages),
         tools=[tool.model_dump(exclude_none=True, exclude=left) for tool in tools or []] or None,
-        continue_final_message=bool(asked.continue_final_message),
-        **{**_effort(str(llm.tokenizer.chat_template), asked.reasoning_effort), **arguments},
+        continue_final_message=bool(conversation.continue_final_message),
+        **_effort(str(llm.tokenizer.chat_template), conversation.reasoning_effort) | arguments,
     )
 
 

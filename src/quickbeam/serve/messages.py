@@ -9,14 +9,14 @@ from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
     NAME,
-    AskedGrammar,
     Body,
     Few,
     GenerationRequest,
+    GrammarField,
     Ids,
+    LenientBody,
     Many,
     Object,
-    Returned,
     Root,
     Some,
     refuse,
@@ -52,7 +52,7 @@ class NamedTool(Body):
 
 
 def check_tools(
-    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[AskedGrammar]
+    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[GrammarField]
 ) -> None:
     """Raise a validation error if tools, tool choice and grammars don't fit together."""
     names = [tool.function.name for tool in tools or []]
@@ -83,12 +83,12 @@ def text_of(content: str | list[Any] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
-class CalledFunction(Returned):
+class CalledFunction(LenientBody):
     name: str
     arguments: str
 
 
-class ToolCall(Returned):
+class ToolCall(LenientBody):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -100,7 +100,7 @@ class UserMessage(Body):
     name: str | None = None
 
 
-class AssistantMessage(Returned):
+class AssistantMessage(LenientBody):
     """A message of the assistant. `reasoning` is what vLLM calls `reasoning_content`."""
 
     role: Literal["assistant"]

@@ -14,7 +14,7 @@ from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Times
 from quickbeam.engine.trace import StepRecord
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import Gate, TurnedAway
+from quickbeam.serve.admission import Gate, RetryableError
 
 DEEPEST = 16  # depths below the root that are counted separately; deeper ones count as the last
 REASONS = {"interrupted": "abort"}  # our finish reasons that have another name in vLLM
@@ -93,7 +93,7 @@ class Metrics:
         """Return a counter or histogram by its name, and its own label if it has one."""
         return self._families[name].labels(self._name, *labels)
 
-    def refused(self, error: TurnedAway) -> None:
+    def refused(self, error: RetryableError) -> None:
         """Count a request that was turned away."""
         self.of("quickbeam:refused_requests", type(error).__name__.lower()).inc()
 
@@ -138,8 +138,7 @@ class RequestMetrics:
         count("vllm:spec_decode_num_draft_tokens").inc(drafted)
         count("vllm:spec_decode_num_accepted_tokens").inc(len(accepted))
         for depth in range(len(accepted)):
-            place = min(depth, DEEPEST - 1)
-            count("vllm:spec_decode_num_accepted_tokens_per_pos", place).inc()
+            count("vllm:spec_decode_num_accepted_tokens_per_pos", min(depth, DEEPEST - 1)).inc()
 
     def over(self, completion: Completion, times: Times) -> None:
         """Count the whole answer, once it is over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -27,20 +27,20 @@ from quickbeam.serve.messages import (
     UserMessage,
     check_tools,
 )
-from quickbeam.serve.runner import AnsweredRequest, Answers, Json, Runner
+from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import (
-    AskedGrammar,
+    BaseRequest,
     Body,
     Few,
+    GrammarField,
     Object,
     PlainFormat,
-    Request,
     Schema,
     Some,
     format_grammars,
     refuse,
 )
-from quickbeam.serve.tools import Call, Calling, calling
+from quickbeam.serve.tools import ParsedCall, ToolUse, tool_use
 
 LOGPROBS = "message.output_text.logprobs"
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -87,8 +87,7 @@ def _nested(value: Any) -> Any:
     """Return a tool, or the choice of one, in the form of chats."""
     if not isinstance(value, dict) or value.get("type") != "function":
         return value
-    own = {name: value[name] for name in value if name != "type"}
-    return {"type": "function", "function": own}
+    return {"type": "function", "function": {name: value[name] for name in value if name != "type"}}
 
 
 def _flat(tool: Json) -> Json:
@@ -116,7 +115,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(BaseRequest):
     """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
     prompt_field: ClassVar[str] = "input"
@@ -146,7 +145,7 @@ class ResponsesRequest(Request):
         return self
 
     @property
-    def grammars(self) -> list[AskedGrammar]:
+    def grammars(self) -> list[GrammarField]:
         form = self.text.format if self.text else None
         return [*format_grammars("text", form), *super().grammars]
 
@@ -191,9 +190,9 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
-    asked, tokenizer = request.conversation, runner.llm.tokenizer
-    calls = calling(asked.tools, request.tool_choice, request.parallel_tool_calls, tokenizer)
-    answers = await begin_conversation(runner, request, asked, calls)
+    conversation, tokenizer = request.conversation, runner.llm.tokenizer
+    calls = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, tokenizer)
+    answers = await begin_conversation(runner, request, conversation, calls)
     return Responses(runner, request, answers, calls)
 
 
@@ -201,10 +200,10 @@ class Responses(AnsweredRequest):
     """A request to the Responses API while it is answered."""
 
     def __init__(
-        self, runner: Runner, request: ResponsesRequest, answers: Answers, calls: Calling
+        self, runner: Runner, request: ResponsesRequest, answers: Streams, calls: ToolUse
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
-        self._reader = calls.reader()
+        self._parser = calls.parser()
         scored = request.scores is not None
         self._items = Items(TokenTexts(runner.llm.tokenizer) if scored else None)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
@@ -235,15 +234,15 @@ class Responses(AnsweredRequest):
                 number += 1
         except Exception as error:
             about = problem(error)
-            told = {"code": about.code or about.type, "message": about.message}
-            event = {"type": "error", **told, "param": about.param, "sequence_number": number}
+            event = {"type": "error", "code": about.code or about.type, "message": about.message}
+            event |= {"param": about.param, "sequence_number": number}
             yield {"event": "error", "data": json.dumps(event)}
 
     def _events(
         self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None
     ) -> Iterator[Json]:
         """Yield the events of new text. `completion` is given if there will be no more text."""
-        pieces = [*self._reader.feed(text), *(self._reader.finish() if completion else [])]
+        pieces = [*self._parser.feed(text), *(self._parser.finish() if completion else [])]
         yield from self._items.add(pieces, logprobs)
         if completion is not None:
             yield from self._items.end(completion.finish_reason == "length")
@@ -251,18 +250,18 @@ class Responses(AnsweredRequest):
     def _response(self, completion: Completion | None) -> Json:
         """Return the response object; `completion` is None while the answer is not complete."""
         cut = completion is not None and completion.finish_reason == "length"
-        asked = self._request.model_dump(
+        repeated = self._request.model_dump(
             by_alias=True, exclude_none=True, include={*ECHOED, "tools"}
         )
-        asked["tools"] = [*map(_flat, asked.get("tools", ()))]
-        if isinstance(choice := asked.get("tool_choice"), dict):
-            asked["tool_choice"] = _flat(choice)
+        repeated["tools"] = [*map(_flat, repeated.get("tools", ()))]
+        if isinstance(choice := repeated.get("tool_choice"), dict):
+            repeated["tool_choice"] = _flat(choice)
         defaults = self._runner.defaults
         return {
             **FIXED,
             **ECHOED,
             **{name: defaults[name] for name in ("temperature", "top_p") if name in defaults},
-            **asked,
+            **repeated,
             "id": self._id,
             "created_at": self._created,
             "status": "in_progress" if completion is None else "incomplete" if cut else "completed",
@@ -289,17 +288,16 @@ class Items:
         self._open: Json | None = None  # the message that text is added to
         self._logprobs = list[Json]()  # of tokens whose text has not come yet
 
-    def add(self, pieces: Iterable[str | Call], logprobs: Sequence[Logprob]) -> Iterator[Json]:
+    def add(self, pieces: list[str | ParsedCall], logprobs: Sequence[Logprob]) -> Iterator[Json]:
         """Add text and tool calls, and yield their events."""
         if self._texts is not None:
             self._logprobs += chat_logprobs(logprobs, self._texts)["content"]
-        every = list(pieces)
-        for i, piece in enumerate(every):
-            if isinstance(piece, Call):
+        for i, piece in enumerate(pieces):
+            if isinstance(piece, ParsedCall):
                 yield from self._call(piece)
             else:
                 # what comes after it has log-probabilities of its own
-                last = i == len(every) - 1
+                last = i == len(pieces) - 1
                 yield from self._text(piece, None if last else len(piece.encode()))
 
     def end(self, cut: bool) -> Iterator[Json]:
@@ -339,7 +337,7 @@ class Items:
         yield self._about_item("done")
         self._open = None
 
-    def _call(self, call: Call) -> Iterator[Json]:
+    def _call(self, call: ParsedCall) -> Iterator[Json]:
         self._take()  # drops the log-probabilities of the call's tokens
         yield from self._close()
         own = {"id": f"fc_{secrets.token_hex(12)}", "call_id": call.id, "name": call.name}
@@ -361,7 +359,6 @@ class Items:
         return {"type": f"response.output_item.{what}", **where, "item": item}
 
     def _event(self, kind: str, **more: Any) -> Json:
-        """Return an event about the open message's text."""
         assert self._open is not None
         where = {"item_id": self._open["id"], "output_index": len(self.output) - 1}
         return {"type": f"response.{kind}", **where, "content_index": 0, **more}

@@ -110,8 +110,7 @@ class Runner:
                     f"a prompt of {len(ids)} tokens: this server takes at most {most}"
                 )
             if settings.log_prompts:
-                text = await asyncio.to_thread(self.llm.tokenizer.decode, ids)
-                logger.info("prompt: %r", text)
+                logger.info("prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, ids))
         ticket.weigh(sum(map(len, prompts)))
         streams = list[AsyncStream]()
         try:
@@ -186,7 +185,7 @@ class Runner:
             await asyncio.to_thread(self._aio.close)
 
 
-class Answers:
+class Streams:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
     Those to the first prompt come first. `seeds`: one for each prompt. Leaving the `with` block
@@ -268,7 +267,7 @@ class Answers:
 class AnsweredRequest:
     """A request while it is answered."""
 
-    answers: Answers
+    answers: Streams
 
     async def whole(self) -> Json:
         """Wait until all answers are complete, and return the response object."""

@@ -63,7 +63,7 @@ class Body(BaseModel):
         return {name: value for name, value in body.items() if value is not None}
 
 
-class Returned(Body):
+class LenientBody(Body):
     """A part of an answer, as clients send it back, with fields of their own, which are dropped."""
 
     model_config = ConfigDict(extra="ignore")
@@ -81,7 +81,7 @@ def _short(value: Any) -> Any:
     return value
 
 
-Texts = Annotated[Few[str], AfterValidator(_short)]
+ShortTexts = Annotated[Few[str], AfterValidator(_short)]
 Pairs = Annotated[dict[str, str], Field(max_length=64)]
 Object = dict[str, Any]  # any JSON object
 Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float]  # by token id
@@ -128,7 +128,7 @@ class StructuredOutputs(Body):
     grammar: str | None = None
 
 
-class AskedGrammar(NamedTuple):
+class GrammarField(NamedTuple):
     """A grammar, by the field that gives it: what `make` makes of its `value`."""
 
     param: str
@@ -142,7 +142,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Request(Root):
+class BaseRequest(Root):
     """The fields that all requests for text share."""
 
     prompt_field: ClassVar[str] = "prompt"
@@ -161,11 +161,11 @@ class Request(Root):
     frequency_penalty: float | None = None
     logit_bias: Annotated[Biases, Field(max_length=16_384)] | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: str | ShortTexts | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: Texts | None = None
+    bad_words: ShortTexts | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
@@ -193,23 +193,23 @@ class Request(Root):
         return self
 
     @property
-    def grammars(self) -> list[AskedGrammar]:
+    def grammars(self) -> list[GrammarField]:
         """What the answer has to follow; after validation, at most one."""
         vllm = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
-        given = [AskedGrammar("regex", Grammar.regex, self.regex)]
-        given.append(AskedGrammar("lark", Grammar.lark, self.lark))
+        given = [GrammarField("regex", Grammar.regex, self.regex)]
+        given.append(GrammarField("lark", Grammar.lark, self.lark))
         for name, make in VLLM_KINDS.items():
             guided = f"guided_{name}"
-            given.append(AskedGrammar(guided, make, getattr(self, guided, None)))
-            given.append(AskedGrammar(f"structured_outputs.{name}", make, vllm.get(name) or None))
+            given.append(GrammarField(guided, make, getattr(self, guided, None)))
+            given.append(GrammarField(f"structured_outputs.{name}", make, vllm.get(name) or None))
         return [one for one in given if one.value is not None]
 
     @property
-    def asked_length(self) -> tuple[str, int | None]:
+    def length_limit(self) -> tuple[str, int | None]:
         """The name of the field that limits the answer's length, and the limit in tokens."""
         given = ((name, getattr(self, name)) for name in self.length_fields)
-        found = next((one for one in given if one[1] is not None), None)
-        return found or (self.length_fields[0], self.length)
+        limits = (one for one in given if one[1] is not None)
+        return next(limits, (self.length_fields[0], self.length))
 
     @property
     def count(self) -> int:
@@ -244,19 +244,19 @@ class JsonSchema(Body):
 
 
 def format_grammars(
-    param: str, asked: PlainFormat | JsonSchema | Schema | None
-) -> list[AskedGrammar]:
+    param: str, given: PlainFormat | JsonSchema | Schema | None
+) -> list[GrammarField]:
     """Return the grammar of a response format; none if any text will do."""
-    form = asked.json_schema if isinstance(asked, JsonSchema) else asked
+    form = given.json_schema if isinstance(given, JsonSchema) else given
     if isinstance(form, Schema):
-        return [AskedGrammar(param, Grammar.json_schema, form.schema_)]
-    return [AskedGrammar(param, any_object, True)] if form and form.type != "text" else []
+        return [GrammarField(param, Grammar.json_schema, form.schema_)]
+    return [GrammarField(param, any_object, True)] if form and form.type != "text" else []
 
 
 ResponseFormat = Annotated[PlainFormat | JsonSchema, Field(discriminator="type")]
 
 
-class GenerationRequest(Request):
+class GenerationRequest(BaseRequest):
     """The fields that chats and completions share."""
 
     n: int | None = None
@@ -274,5 +274,5 @@ class GenerationRequest(Request):
         return self
 
     @property
-    def grammars(self) -> list[AskedGrammar]:
+    def grammars(self) -> list[GrammarField]:
         return [*format_grammars("response_format", self.response_format), *super().grammars]

@@ -48,11 +48,8 @@ class Guard:
             # all are compared, by hashes of equal length, so that it takes the same time for any
             same = [hmac.compare_digest(digest, one) for one in self._keys]
             known = any(same) and scheme.lower() == "bearer"
-            error = (
-                None
-                if known or scope["path"] in self._open
-                else Refused(KEY, code="invalid_api_key")
-            )
+            allowed = known or scope["path"] in self._open
+            error = None if allowed else Refused(KEY, code="invalid_api_key")
         else:
             error = self._foreign_page(headers, scope["method"])
         length = headers.get("content-length", "0")
@@ -92,9 +89,8 @@ class Guard:
             nonlocal seen, complete
             if complete:  # what comes next is that the client leaves
                 return await receive()
-            left = deadline - asyncio.get_running_loop().time()
             try:
-                with anyio.fail_after(max(left, 0.001)):
+                with anyio.fail_after(max(deadline - asyncio.get_running_loop().time(), 0.001)):
                     message = await receive()
             except TimeoutError:
                 why = f"the request's body took longer than {settings.read_timeout:g} seconds"

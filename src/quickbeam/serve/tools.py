@@ -21,7 +21,7 @@ MOST_SPACE = 64
 LETTERS = string.ascii_letters + string.digits  # of short ids
 
 
-class Writing(NamedTuple):
+class CallSyntax(NamedTuple):
     """Text around calls: `before`, a call, `between`, a call, …, `after`.
 
     A call is the first of the `parts`, the tool's name, the second, the arguments, and the third.
@@ -37,7 +37,7 @@ class ToolFormat(NamedTuple):
     """How tool calls are read (`field` of a response template of transformers) and written."""
 
     field: dict[str, Any]
-    writing: Writing | None
+    syntax: CallSyntax | None
     marker: str  # the first text of a call
     short_ids: bool = False  # ids have nine letters and digits, as the template demands
 
@@ -59,20 +59,20 @@ def function(name: str, arguments: str) -> dict[str, Any]:
 HERMES = ToolFormat(
     {**JSON, "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True}
     | {"transform": {"type": "function", "function": "{content}"}},
-    Writing("", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", ""),
+    CallSyntax("", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", ""),
     "<tool_call>",
 )
 LLAMA3 = ToolFormat(
     # either the whole answer is a call, or it holds no call
     {**JSON, "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)"}
     | {"transform": function("{content.name}", "{content.parameters}")},
-    Writing("", ('{"name": "', '", "parameters": ', "}"), None, ""),
+    CallSyntax("", ('{"name": "', '", "parameters": ', "}"), None, ""),
     "<|python_tag|>",
 )
 MISTRAL = ToolFormat(
     {**JSON, "open_pattern": r"\s*\[TOOL_CALLS\]", "transform_each": True}
     | {"transform": function("{name}", "{arguments}")},
-    Writing("[TOOL_CALLS] [", ('{"name": "', '", "arguments": ', "}"), ", ", "]"),
+    CallSyntax("[TOOL_CALLS] [", ('{"name": "', '", "arguments": ', "}"), ", ", "]"),
     "[TOOL_CALLS]",
     short_ids=True,
 )
@@ -100,8 +100,7 @@ def tool_format(tokenizer: Any) -> ToolFormat:
     spec = getattr(tokenizer, "response_template", None)
     if field := spec and spec["fields"].get("tool_calls"):
         marker = str(field.get("open") or field.get("open_pattern", "").replace("\\", ""))
-        short = bool(known and known.short_ids)
-        return ToolFormat(field, known and known.writing, marker, short)
+        return ToolFormat(field, known and known.syntax, marker, bool(known and known.short_ids))
     if known is None:
         raise Refused(
             "tools: this server does not know how this model's chat template writes calls; it "
@@ -116,13 +115,13 @@ def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, toke
 
     `several`: more than one. Raises `Refused` if it is not known how calls are written.
     """
-    if (writing := form.writing) is None:
+    if (syntax := form.syntax) is None:
         raise Refused(
             "tool_choice: this server reads this model's calls but can't force them: "
             "give auto or none",
             "tool_choice",
         )
-    return f"start: calls\n{_calls(writing, tools, several, tokenizer)}"
+    return f"start: calls\n{_calls(syntax, tools, several, tokenizer)}"
 
 
 def strict_grammar(
@@ -133,9 +132,9 @@ def strict_grammar(
     None if it is not known how calls are written, or if they don't begin with an added token,
     because text and calls then can't be told apart while they are written.
     """
-    if (writing := form.writing) is None:
+    if (syntax := form.syntax) is None:
         return None
-    added, begin = tokenizer.get_added_vocab(), writing.before + writing.parts[0]
+    added, begin = tokenizer.get_added_vocab(), syntax.before + syntax.parts[0]
     marker = max((token for token in added if begin.startswith(token)), key=len, default=None)
     if marker is None:
         return None
@@ -147,18 +146,18 @@ def strict_grammar(
     goes_on = "close" in form.field or "close_pattern" in form.field
     rest = f"(calls text){'*' if several else '?'}" if goes_on else "calls?"
     text = f"text: <[^{added[marker]}]>*"
-    return f"start: text {rest}\n{text}\n{_calls(writing, loose, several, tokenizer)}"
+    return f"start: text {rest}\n{text}\n{_calls(syntax, loose, several, tokenizer)}"
 
 
-def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
+def _calls(syntax: CallSyntax, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
     """Return the rule `calls` and the rules that it needs."""
     terminals = partial(_terminals, tokenizer=tokenizer)
-    begin, middle, end = writing.parts
+    begin, middle, end = syntax.parts
     more = ""
-    if several and writing.between is not None:
-        more = f" ({terminals(writing.between)} call)*"
+    if several and syntax.between is not None:
+        more = f" ({terminals(syntax.between)} call)*"
     rules = [
-        f"calls: {terminals(writing.before)} call{more} {terminals(writing.after)}",
+        f"calls: {terminals(syntax.before)} call{more} {terminals(syntax.after)}",
         f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}",
     ]
     for i, tool in enumerate(tools):
@@ -179,7 +178,7 @@ def _terminals(text: str, tokenizer: Any) -> str:
     )
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     """A tool call that a model wrote."""
 
     id: str
@@ -187,7 +186,7 @@ class Call(NamedTuple):
     arguments: str  # JSON
 
 
-class Calling(NamedTuple):
+class ToolUse(NamedTuple):
     """What a request asks for in tool calls. Without a `form`, its answers hold none."""
 
     form: ToolFormat | None = None
@@ -196,20 +195,20 @@ class Calling(NamedTuple):
     grammar: Grammar | None = None  # forces calls, or makes them follow schemas; None: neither
     keeps_special: bool = False  # calls can only be found if special tokens stay in the text
 
-    def reader(self) -> CallReader:
-        """Return a reader of calls for one answer."""
-        return CallReader(self.form, self.tools, self.several)
+    def parser(self) -> ToolCallParser:
+        """Return a parser of calls for one answer."""
+        return ToolCallParser(self.form, self.tools, self.several)
 
 
-def calling(
+def tool_use(
     tools: list[Tool] | None,
     choice: ToolMode | NamedTool | None,
     several: bool | None,
     tokenizer: Any,
-) -> Calling:
+) -> ToolUse:
     """Return what a request's fields about tools ask for. Raises `Refused` for what can't be."""
     if not tools or choice == "none":
-        return Calling()
+        return ToolUse()
     form = tool_format(tokenizer)
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
@@ -230,11 +229,11 @@ def calling(
         # Several only if asked for: a model may not know when to end what a grammar lets go on.
         several = several is True and choice == "required"
         lark = forcing_grammar(form, forced, several, tokenizer)
-    return Calling(form, tools, several, None if lark is None else Grammar.lark(lark), special)
+    return ToolUse(form, tools, several, None if lark is None else Grammar.lark(lark), special)
 
 
-class CallReader:
-    """Separates tool calls from text while an answer arrives; `found` counts them.
+class ToolCallParser:
+    """Separates tool calls from text while an answer arrives; `count` is their number.
 
     Text that may be part of a call is held back; what turns out to be no call of a given tool, as
     one that was cut short, is text. Unless `several`, calls after the first are left out.
@@ -243,7 +242,7 @@ class CallReader:
     def __init__(
         self, form: ToolFormat | None, tools: Sequence[Tool], several: bool = True
     ) -> None:
-        self._form, self._several, self.found = form, several, 0
+        self._form, self._several, self.count = form, several, 0
         self._names = {tool.function.name for tool in tools}
         # JSON gives arguments their types. In other formats, types come from the tools' schemas.
         typed = form is not None and form.field.get("content") != "json"
@@ -259,19 +258,19 @@ class CallReader:
             template = {"start_anchor": " ", "fields": fields}
             self._parser = ResponseParser(template, prefix="", tools=self._typed)
 
-    def feed(self, text: str) -> list[str | Call]:
+    def feed(self, text: str) -> list[str | ParsedCall]:
         """Return the text and the calls that are certain after `text`, in order."""
         if self._form is None:
             return [text] if text else []
         # one character at a time, so that after an error the rest is read anew
         return self._read(text)
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | ParsedCall]:
         """Return the rest, at the end of the answer."""
         return [] if self._form is None else self._read([None])
 
-    def _read(self, characters: Iterable[str | None]) -> list[str | Call]:
-        pieces = list[str | Call]()
+    def _read(self, characters: Iterable[str | None]) -> list[str | ParsedCall]:
+        pieces = list[str | ParsedCall]()
         for piece in chain.from_iterable(map(self._step, characters)):
             if pieces and isinstance(piece, str) and isinstance(pieces[-1], str):
                 pieces[-1] += piece
@@ -279,7 +278,7 @@ class CallReader:
                 pieces.append(piece)
         return pieces
 
-    def _step(self, character: str | None) -> Iterator[str | Call]:
+    def _step(self, character: str | None) -> Iterator[str | ParsedCall]:
         """Read one character, or the end of the answer if it is None, and yield what is certain."""
         self._held += character or ""
         is_text = len(self._held) > MOST_SPACE and self._held.isspace()
@@ -303,11 +302,11 @@ class CallReader:
                 if not known or len(known) < len(calls):
                     yield self._held
                 else:
-                    yield from known[: None if self._several else max(0, 1 - self.found)]
-                    self.found += len(known)
+                    yield from known[: None if self._several else max(0, 1 - self.count)]
+                    self.count += len(known)
                 self._held = ""
 
-    def _call(self, value: Any) -> Call | None:
+    def _call(self, value: Any) -> ParsedCall | None:
         """Return the call that was read; None if it is not a call of one of the tools."""
         match value:
             case {"function": {"name": str(name), **more}} if name in self._names:
@@ -323,11 +322,11 @@ class CallReader:
             return None
         short = self._form is not None and self._form.short_ids
         own = "".join(secrets.choice(LETTERS) for _ in range(9))
-        return Call(own if short else f"call_{secrets.token_hex(12)}", name, text)
+        return ParsedCall(own if short else f"call_{secrets.token_hex(12)}", name, text)
 
 
-def split(pieces: Iterable[str | Call]) -> tuple[str, list[Call]]:
+def split(pieces: Iterable[str | ParsedCall]) -> tuple[str, list[ParsedCall]]:
     """Return the joined text of the pieces, and their tool calls."""
     every = list(pieces)
-    calls = [piece for piece in every if isinstance(piece, Call)]
+    calls = [piece for piece in every if isinstance(piece, ParsedCall)]
     return "".join(piece for piece in every if isinstance(piece, str)), calls

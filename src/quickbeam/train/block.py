@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.block_model import Attend, BlockConfig, BlockNetwork
 from quickbeam.train.shards import Shards, collate
-from quickbeam.train.target import Batch, FrozenTarget, autocast
+from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 
 CHECK_SPACING = 16  # tokens of held-out text an anchor
 # Rows whose logits are computed at once: on a CPU as many as caches hold, elsewhere so many that
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 def place_blocks(
-    batch: Batch, size: int, spacing: int, answers: bool, generator: torch.Generator
+    batch: TrainingBatch, size: int, spacing: int, answers: bool, generator: torch.Generator
 ) -> Blocks:
     """Return blocks at random places, one for every `spacing` tokens of the longest conversation.
 
@@ -50,8 +50,7 @@ def place_blocks(
     """
     n = batch.tokens.shape[1]
     count = max(1, min(n - 2, -(-n // spacing)))
-    place = torch.arange(n + size)
-    wanted = place < batch.lengths[:, None].cpu()
+    wanted = torch.arange(n + size) < batch.lengths[:, None].cpu()
     if answers:
         wanted &= F.pad(batch.answer.cpu(), (0, size))
     fit = wanted[:, 2:n]  # the anchor before it is 1 to n - 2
@@ -205,7 +204,7 @@ class BlockLoss(torch.autograd.Function):
         return grads[0] * to_x, grads[0] * to_second, *[None] * 5
 
 
-def draft(network: BlockNetwork, batch: Batch, blocks: Blocks) -> Drafted:
+def draft(network: BlockNetwork, batch: TrainingBatch, blocks: Blocks) -> Drafted:
     """Run the blocks, and return the positions that count."""
     anchors, counts = blocks
     of = torch.arange(len(anchors), device=anchors.device)[:, None]
@@ -310,7 +309,7 @@ def new_network(config: BlockConfig, target: FrozenTarget, seed: int) -> BlockNe
     return network
 
 
-class Held(NamedTuple):
+class HeldOutMetrics(NamedTuple):
     """Figures on held-out answers. The tokens before a position are the text's.
 
     `agreement`: by position, how often the drafter's likeliest token is the target's. `overlap`: by
@@ -326,9 +325,9 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def hold_out(
+def measure_held_out(
     network: BlockNetwork, target: FrozenTarget, shards: Shards, chosen: Sequence[int]
-) -> Held:
+) -> HeldOutMetrics:
     """Measure a drafter on the `chosen` conversations, which it was not trained on."""
     size = network.config.block_size
     generator, sums, chains = torch.Generator().manual_seed(0), torch.zeros(3, size), torch.zeros(3)
@@ -354,4 +353,4 @@ def hold_out(
         chains[2] += whole.sum()
     agreement, overlap = (sums[:2] / sums[2].clamp(min=1)).tolist()
     mats = (1 + chains[:2] / chains[2].clamp(min=1)).tolist()
-    return Held(agreement, overlap, *mats)
+    return HeldOutMetrics(agreement, overlap, *mats)

@@ -17,7 +17,7 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.feature import OFFERED
 from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards, collate, spread_lengths
-from quickbeam.train.target import Batch, FrozenTarget, autocast
+from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 
 LIKELY = 48  # the target's likeliest tokens that are kept of each place
 # Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
@@ -58,7 +58,7 @@ def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def unroll(
-    network: EagleHead, batch: Batch, depths: int
+    network: EagleHead, batch: TrainingBatch, depths: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Run `depths` passes, and yield of each what it reads, which rows count, and its outputs.
 
@@ -138,7 +138,7 @@ def collect_places(
 
 
 def _by_depth(
-    network: EagleHead, head: torch.Tensor, batch: Batch, depths: int
+    network: EagleHead, head: torch.Tensor, batch: TrainingBatch, depths: int
 ) -> Iterator[Places]:
     b, n = batch.tokens.shape
     last = batch.hidden[..., -head.shape[1] :]
@@ -170,7 +170,7 @@ def _by_depth(
 
 
 def _first_known(
-    batch: Batch, likely: torch.Tensor, vocab: int
+    batch: TrainingBatch, likely: torch.Tensor, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions at which each token is first known, `[b, vocab]` twice.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import cycle, islice
@@ -22,10 +21,7 @@ FIXED = {"option": False}  # fields that no option sets
 # only what the model likes to ask. `code` is about programs, in English. Add none that begins as
 # the questions of a benchmark do that we measure with.
 WORDS = json.loads(resources.files(__package__).joinpath("openers.json").read_text("utf-8"))
-OPENERS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    kind: WORDS[kind] for kind in ("questions", "documents")
-}
-LANGUAGES = tuple(OPENERS["questions"])
+LANGUAGES: tuple[str, ...] = tuple(WORDS["questions"])
 
 
 def opening_words(kind: str, languages: str) -> list[str]:
@@ -33,7 +29,7 @@ def opening_words(kind: str, languages: str) -> list[str]:
 
     Raises `InvalidInput` for a language without any.
     """
-    words, asked = OPENERS[kind], [one.strip() for one in languages.split(",")]
+    words, asked = WORDS[kind], [one.strip() for one in languages.split(",")]
     if unknown := [one for one in asked if one not in words]:
         raise InvalidInput(
             f"no language {unknown[0]!r} to write text in: choose among {', '.join(LANGUAGES)}"

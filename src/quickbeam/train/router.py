@@ -35,14 +35,14 @@ def ranking(counts: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def halve(features: torch.Tensor, size: int, seed: int = 0) -> torch.Tensor:
+def halve(features: torch.Tensor, size: int) -> torch.Tensor:
     """Return an order of the rows of `features` `[n, d]` in which neighbours are alike: `[n]`.
 
     Rows are halved by balanced spherical 2-means again and again (Parabel, XR-Transformer), down to
     parts of `size` rows; the last one may have fewer. So the order can be cut into clusters of
-    `size`. The same seed gives the same order on the same machine.
+    `size`. On the same machine the order is the same.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     x = F.normalize(features.float(), dim=1)
     done, left = list[torch.Tensor](), [torch.arange(len(x))]
     while left:

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.train.target import Batch
+from quickbeam.train.target import TrainingBatch
 
 SHARD = 20_000  # a file is written once there are so many tokens for it
 HELD_OUT = 50  # one conversation in this many is never trained on
 
 
-class Conversation(NamedTuple):
+class ConversationTokens(NamedTuple):
     """A conversation of n tokens.
 
     `tokens`: `[n]` int32. `answer`: `[n]` bool, which of them the model says as an answer; a
@@ -44,9 +44,9 @@ class ShardWriter:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.files = len(list(folder.glob("text-*.safetensors")))
-        self._held: list[Conversation] = []
+        self._held: list[ConversationTokens] = []
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: ConversationTokens) -> None:
         self._held.append(conversation)
         if sum(len(c.tokens) for c in self._held) >= SHARD:
             self.flush()
@@ -77,7 +77,7 @@ class ShardWriter:
         self._held, self.files = [], self.files + 1
 
 
-class Shards(list[Conversation]):
+class Shards(list[ConversationTokens]):
     """The conversations of a folder, in order.
 
     Raises `InvalidInput` for a file that is no shard, and for a folder without any.
@@ -87,10 +87,10 @@ class Shards(list[Conversation]):
         super().__init__()
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                held: Any = load_file(path)
-                lengths = held["length"].tolist()
-                parts = (held[name].split(lengths) for name in ("tokens", "answer"))
-                self.extend(map(Conversation, *parts, held["temperature"].tolist()))
+                tensors: Any = load_file(path)
+                lengths = tensors["length"].tolist()
+                parts = (tensors[name].split(lengths) for name in ("tokens", "answer"))
+                self.extend(map(ConversationTokens, *parts, tensors["temperature"].tolist()))
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
         if not self:
@@ -102,8 +102,7 @@ class Shards(list[Conversation]):
 
     def counts(self, vocab: int) -> torch.Tensor:
         """Return how often each token occurs, `[vocab]` int64."""
-        every = torch.cat([one.tokens for one in self])
-        return torch.bincount(every.long(), minlength=vocab)
+        return torch.bincount(torch.cat([one.tokens for one in self]).long(), minlength=vocab)
 
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
@@ -165,13 +164,14 @@ def spread_lengths(
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def collate(conversations: Sequence[Conversation]) -> Batch:
+def collate(conversations: Sequence[ConversationTokens]) -> TrainingBatch:
     """Return conversations as a batch, padded to the longest, without hidden states."""
     tokens, answer = (
         pad_sequence(list(column), batch_first=True)
         for column in zip(*((c.tokens, c.answer) for c in conversations), strict=True)
     )
-    return Batch(tokens.long(), answer, torch.tensor([len(c.tokens) for c in conversations]))
+    lengths = torch.tensor([len(c.tokens) for c in conversations])
+    return TrainingBatch(tokens.long(), answer, lengths)
 
 
 def split(shards: Shards) -> tuple[list[int], list[int]]:

@@ -26,14 +26,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.models.formats import pick_device
 from quickbeam.train.places import Places, collect_places
 from quickbeam.train.recipes import ShortlistPlan
-from quickbeam.train.router import (
-    CLUSTERINGS,
-    halve,
-    ranking,
-    recall,
-    routed,
-    train_router,
-)
+from quickbeam.train.router import CLUSTERINGS, halve, ranking, recall, routed, train_router
 from quickbeam.train.shards import Shards, split
 from quickbeam.train.target import FrozenTarget, load_target
 
@@ -95,11 +88,6 @@ class ShortlistTraining:
             if len(self.ranking) != vocab:
                 raise InvalidInput(f"--list-of {plan.list_of}: of another vocabulary")
 
-    @property
-    def head(self) -> torch.Tensor:
-        """The target's head, `[vocab, d]`."""
-        return self.target.head
-
     def to_cpu(self) -> None:
         """Move what is used after the text was read to the CPU, where its places are."""
         self.network.cpu()
@@ -110,7 +98,7 @@ class ShortlistTraining:
 
         Held-out conversations are not counted.
         """
-        counts = self.shards.counts(len(self.head))
+        counts = self.shards.counts(len(self.target.head))
         for i in split(self.shards)[1]:
             counts -= torch.bincount(self.shards[i].tokens.long(), minlength=len(counts))
         return counts
@@ -122,10 +110,10 @@ class ShortlistTraining:
         counted = self._collect(held, HELD_PLACES, partial(report, "held-out places"))
         self.to_cpu()
         report("clusters", None)
-        features = CLUSTERINGS[self.plan.clusters](self.network, self.head, places)
+        features = CLUSTERINGS[self.plan.clusters](self.network, self.target.head, places)
         rest = self.ranking[self.listed :].sort().values
         order = torch.cat([self.ranking[: self.listed], rest[halve(features[rest], self.size)]])
-        layout = Layout(order, self.listed, self.size, len(self.head))
+        layout = Layout(order, self.listed, self.size, len(self.target.head))
         report("router", None)
         plan, clusters, residual = self.plan, layout.cluster_of, self.plan.clusters == "pifa"
         how = {"width": plan.width, "epochs": plan.router_epochs, "seed": self.seed}
@@ -154,7 +142,7 @@ class ShortlistTraining:
         rank[self.ranking] = torch.arange(len(rank))
         rank = rank[places.target]
         figures: Figures = {}
-        for rows in (round(len(self.head) * share) for share in SHARES):
+        for rows in (round(len(self.target.head) * share) for share in SHARES):
             count = (rows - layout.frequent) // layout.size
             if count > 0:
                 hit = routed(self.network, router, places, layout.cluster_of, count)

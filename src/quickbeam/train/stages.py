@@ -27,7 +27,7 @@ from quickbeam.models.formats import pick_device
 from quickbeam.models.loading import load_model
 from quickbeam.models.opening import make_model, model_eos_ids
 from quickbeam.train import text
-from quickbeam.train.block import Held, new_network
+from quickbeam.train.block import HeldOutMetrics, new_network
 from quickbeam.train.recipes import Plan, Recipe, opening_words
 from quickbeam.train.router import ranking
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts
@@ -35,7 +35,7 @@ from quickbeam.train.target import FrozenTarget, load_target
 from quickbeam.train.trainer import Report, Trainer
 
 
-def written(plan: Plan) -> Shards | None:
+def existing_text(plan: Plan) -> Shards | None:
     """Return the text that is there. Raises `InvalidInput` for files that are no shards."""
     return Shards(plan.text) if any(plan.text.glob("*.safetensors")) else None
 
@@ -59,7 +59,7 @@ class TextStage:
         interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
         the text can't be written.
         """
-        plan, earlier = self.plan, written(self.plan)
+        plan, earlier = self.plan, existing_text(self.plan)
         there = 0 if earlier is None else earlier.tokens
         prompts = None
         if plan.prompts is not None:
@@ -78,9 +78,9 @@ class TextStage:
 
         template = None if prompts else text.Template.of(self._tokenizer, self._stops)
         stops = template.stops if template else frozenset(self._stops)
-        recipe = text.Recipe(
+        recipe = text.TextRecipe(
             length=plan.length,
-            question=min(text.Recipe.question, plan.length // 3),
+            question=min(text.TextRecipe.question, plan.length // 3),
             quote=plan.quote,
             openers=opening_words("questions", plan.languages),
             documents=opening_words("documents", plan.languages),
@@ -103,14 +103,9 @@ class TextStage:
         if not getattr(self._tokenizer, "chat_template", None):
             words = "\n".join(m["content"] for m in messages)
             return [int(token) for token in self._tokenizer(words)["input_ids"]]
-        template = self._tokenizer.get_chat_template()
-        ids = self._tokenizer.apply_chat_template(
-            for_template(template, messages),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
-        return [int(token) for token in ids]
+        turns = for_template(self._tokenizer.get_chat_template(), messages)
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [int(token) for token in self._tokenizer.apply_chat_template(turns, **how)]
 
 
 def block_config(model: PreTrainedModel, tokenizer: Any, recipe: Recipe) -> BlockConfig:
@@ -181,7 +176,7 @@ class BlockStage:
             network, self.target, plan.text, plan.recipe, total, plan.out, trained=trained
         )
 
-    def run(self, report: Callable[[Report], None]) -> Held:
+    def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
         """Train, write what was asked for and the figures, and return these.
 
         The tokens by how often the text has them lie beside the drafter from the start.

@@ -24,7 +24,7 @@ from quickbeam.models.loading import load_model
 KEPT_BYTES = 16 << 30  # of hidden states on disk, at most, and at most half of what is free there
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Conversations side by side, padded at the end.
 
     `tokens`: `[b, n]` int64. `answer`: `[b, n]` bool. `lengths`: `[b]` int64, without the padding.
@@ -37,8 +37,8 @@ class Batch(NamedTuple):
     lengths: torch.Tensor
     hidden: torch.Tensor = torch.empty(0)
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(*(column.to(device) for column in self))
+    def to(self, device: torch.device) -> TrainingBatch:
+        return TrainingBatch(*(column.to(device) for column in self))
 
 
 class FrozenTarget:
@@ -59,7 +59,7 @@ class FrozenTarget:
         )
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> Batch:
+    def read(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch with hidden states, on the target's device."""
         batch = batch.to(self.device)
         # padding follows the text, and attention is causal: no mask is needed
@@ -75,7 +75,7 @@ class FrozenTarget:
         self.embedding.cpu()
 
 
-class KeptStates:
+class StateCache:
     """Hidden states of conversations, each of which the target reads once.
 
     They are kept in the target's number format, a file for each text, in `folder` of at most
@@ -88,7 +88,7 @@ class KeptStates:
         kept = sum(path.stat().st_size for path in folder.iterdir())
         self._left = min(limit, kept + shutil.disk_usage(folder).free // 2) - kept
 
-    def read(self, batch: Batch) -> Batch:
+    def read(self, batch: TrainingBatch) -> TrainingBatch:
         """Return the batch with hidden states, on the target's device."""
         lengths = batch.lengths.tolist()
         paths = [self._path(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]

@@ -25,7 +25,7 @@ from quickbeam.models.chat_template import for_template
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.train.recipes import WORDS, opening_words
-from quickbeam.train.shards import Conversation
+from quickbeam.train.shards import ConversationTokens
 
 # What users say before and after a longer text, and whether the model goes on with their turn. The
 # answer repeats much of what stands far before it.
@@ -38,7 +38,7 @@ USER_TEMPERATURE, DOCUMENT_TEMPERATURE = 0.9, 0.8
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TextRecipe:
     """How text is written.
 
     A conversation holds at most `length` tokens, a user turn at most `question` beside what it
@@ -108,7 +108,7 @@ class Template:
         )
 
 
-class Talk:
+class Dialogue:
     """One conversation in the making.
 
     It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
@@ -140,10 +140,10 @@ class Talk:
         self.repeated = self.repeated + 1 if self._last in self._seen else 0
         self._seen.add(self._last)
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ConversationTokens:
         """Return the conversation, once it is `over`."""
         tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
-        return Conversation(tokens, answer, self.temperature)
+        return ConversationTokens(tokens, answer, self.temperature)
 
 
 class Writer:
@@ -165,7 +165,7 @@ class Writer:
         encode: Callable[[str], list[int]],
         template: Template | None,
         stops: frozenset[int],
-        recipe: Recipe,
+        recipe: TextRecipe,
         prompts: Sequence[list[int]] | None = None,
         tokens: int | None = None,
         stepped: Callable[[int], None] = lambda unfinished: None,
@@ -196,52 +196,52 @@ class Writer:
         self._wanted, self._stepped = tokens, stepped
         self._complete = 0  # tokens of complete conversations
 
-    def __iter__(self) -> Iterator[Conversation]:
+    def __iter__(self) -> Iterator[ConversationTokens]:
         # each turn is a request; the cache holds what stands before it
         engine = Engine(self._model, most=self._slots)
-        running, done = dict[SequenceState, Talk](), 0
+        running, done = dict[SequenceState, Dialogue](), 0
         try:
             self._fill(engine, running)
             while running:
                 engine.step()
-                for sequence, talk in list(running.items()):
+                for sequence, dialogue in list(running.items()):
                     if sequence.error is not None:
                         raise sequence.error
-                    if len(sequence.output.token_ids) == talk.turn:  # it is being read
+                    if len(sequence.output.token_ids) == dialogue.turn:  # it is being read
                         continue
-                    talk.append(sequence.output.token_ids[-1])
-                    if not self._turn_ends(talk):
+                    dialogue.append(sequence.output.token_ids[-1])
+                    if not self._turn_ends(dialogue):
                         continue
                     engine.cancel(sequence)
                     del running[sequence]
-                    if not talk.over:
-                        running[engine.add(self._request(talk))] = talk
+                    if not dialogue.over:
+                        running[engine.add(self._request(dialogue))] = dialogue
                         continue
                     if (done := done + 1) % self._slots == 0:
                         engine.forget()  # what is kept of all conversations would fill the memory
-                    if any(talk.answer):
-                        self._complete += len(talk.tokens)
-                        yield talk.conversation()
+                    if any(dialogue.answer):
+                        self._complete += len(dialogue.tokens)
+                        yield dialogue.conversation()
                 self._fill(engine, running)
-                self._stepped(sum(len(talk.tokens) for talk in running.values()))
+                self._stepped(sum(len(dialogue.tokens) for dialogue in running.values()))
         finally:
             engine.close()
 
-    def _request(self, talk: Talk) -> Request:
-        heat = talk.temperature if talk.answering else USER_TEMPERATURE
-        room, seed = self._recipe.length - len(talk.tokens), self._random.getrandbits(63)
-        params = SamplingParams(max_tokens=room, temperature=heat, seed=seed, ignore_eos=True)
+    def _request(self, dialogue: Dialogue) -> Request:
+        temperature = dialogue.temperature if dialogue.answering else USER_TEMPERATURE
+        room, seed = self._recipe.length - len(dialogue.tokens), self._random.getrandbits(63)
+        params = SamplingParams(room, temperature, seed=seed, ignore_eos=True)
         sampler = Sampler(params, (), self._model.vocab_size)
-        return Request(talk.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
+        return Request(dialogue.tokens, params, NoDraft(), Output(NullTokenizer(), params), sampler)
 
-    def _fill(self, engine: Engine, running: dict[SequenceState, Talk]) -> None:
+    def _fill(self, engine: Engine, running: dict[SequenceState, Dialogue]) -> None:
         while len(running) < self._slots and not self._enough(running.values()):
-            if (talk := self._fresh()) is None:
+            if (dialogue := self._fresh()) is None:
                 break
-            if len(talk.tokens) < self._recipe.length:
-                running[engine.add(self._request(talk))] = talk
+            if len(dialogue.tokens) < self._recipe.length:
+                running[engine.add(self._request(dialogue))] = dialogue
 
-    def _enough(self, running: Iterable[Talk]) -> bool:
+    def _enough(self, running: Iterable[Dialogue]) -> bool:
         """Return whether the conversations so far likely come to the tokens that are asked for.
 
         Each of those that run counts as half of the room at least. (The mean of the complete ones
@@ -250,27 +250,27 @@ class Writer:
         if self._wanted is None:
             return False
         half = self._recipe.length // 2
-        coming = sum(max(half, len(talk.tokens)) for talk in running)
+        coming = sum(max(half, len(dialogue.tokens)) for dialogue in running)
         return self._complete + coming >= self._wanted
 
-    def _fresh(self) -> Talk | None:
+    def _fresh(self) -> Dialogue | None:
         temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
         if self._prompts is not None:
             if self._next == len(self._prompts):
                 return None
             ids = self._prompts[self._next]
             self._next += 1
-            return Talk(ids, temperature, answering=True)
+            return Dialogue(ids, temperature, answering=True)
         assert self._template is not None
         kind, quote = self._random.random(), self._recipe.quote
         if self._documents and quote <= kind < 1.5 * quote:
             words = self._template.raw + self._random.choice(self._documents)
-            return Talk(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
+            return Dialogue(words, DOCUMENT_TEMPERATURE, answering=True, document=True)
         if self._answers and kind < quote:
             words, complete = self._quote()
             reply = self._template.reply if complete else []
-            return Talk(self._template.begin + words + reply, temperature, answering=complete)
-        return Talk(self._template.begin + self._opener(), temperature)
+            return Dialogue(self._template.begin + words + reply, temperature, answering=complete)
+        return Dialogue(self._template.begin + self._opener(), temperature)
 
     def _quote(self) -> tuple[list[int], bool]:
         """Return a user turn around a text, and whether the turn is complete.
@@ -289,44 +289,45 @@ class Writer:
         opens = self._openers and self._random.random() < 0.5
         return self._random.choice(self._openers) if opens else []
 
-    def _turn_ends(self, talk: Talk) -> bool:
+    def _turn_ends(self, dialogue: Dialogue) -> bool:
         """Return whether a turn has ended. Then the other speaker goes on, or all is `over`."""
         recipe, template = self._recipe, self._template
-        ended, talk.over = talk.tokens[-1] in self._stops, len(talk.tokens) >= recipe.length
-        repeating = talk.repeated >= recipe.repetition
-        if talk.over:
+        ended = dialogue.tokens[-1] in self._stops
+        dialogue.over = len(dialogue.tokens) >= recipe.length
+        repeating = dialogue.repeated >= recipe.repetition
+        if dialogue.over:
             return True
-        if talk.document:
-            talk.over = ended or repeating or talk.turn >= DOCUMENT
-            if talk.over and talk.turn > LEAST:
+        if dialogue.document:
+            dialogue.over = ended or repeating or dialogue.turn >= DOCUMENT
+            if dialogue.over and dialogue.turn > LEAST:
                 begin = len(template.raw) if template else 0
-                self._written.append(talk.tokens[begin : len(talk.tokens) - ended])
-        elif talk.answering:
+                self._written.append(dialogue.tokens[begin : len(dialogue.tokens) - ended])
+        elif dialogue.answering:
             if repeating or not ended:
-                talk.over = repeating
+                dialogue.over = repeating
                 return repeating
-            if talk.turn > LEAST:
-                self._answers.append(talk.tokens[-talk.turn : -1])
+            if dialogue.turn > LEAST:
+                self._answers.append(dialogue.tokens[-dialogue.turn : -1])
             # Half of the conversations that have room go on.
-            full = template is None or len(talk.tokens) > recipe.length * 0.6
-            talk.over = full or self._random.random() < 0.5
-            if template is not None and not talk.over:
-                self._hand_over(talk, template.again, self._opener())
+            full = template is None or len(dialogue.tokens) > recipe.length * 0.6
+            dialogue.over = full or self._random.random() < 0.5
+            if template is not None and not dialogue.over:
+                self._hand_over(dialogue, template.again, self._opener())
             return True
-        elif ended or talk.turn >= recipe.question:
+        elif ended or dialogue.turn >= recipe.question:
             assert template is not None
-            self._hand_over(talk, template.reply)
+            self._hand_over(dialogue, template.reply)
             return True
-        return talk.over
+        return dialogue.over
 
-    def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
+    def _hand_over(self, dialogue: Dialogue, between: list[int], words: Sequence[int] = ()) -> None:
         """Give the turn to the other speaker, who begins with `words`.
 
         The template says `between` before them, whose first token may be there already.
         """
-        known = between[:1] == talk.tokens[-1:]
-        said = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
-        talk.tokens += said
-        talk.answer += [False] * len(said)
-        talk.answering, talk.turn = not talk.answering, 0
-        talk.over = len(talk.tokens) >= self._recipe.length
+        known = between[:1] == dialogue.tokens[-1:]
+        words = [*between[known:], *words][: self._recipe.length - len(dialogue.tokens)]
+        dialogue.tokens += words
+        dialogue.answer += [False] * len(words)
+        dialogue.answering, dialogue.turn = not dialogue.answering, 0
+        dialogue.over = len(dialogue.tokens) >= self._recipe.length

@@ -20,16 +20,16 @@ from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
 from quickbeam.train.block import (
     Blocks,
-    Held,
+    HeldOutMetrics,
     LossVocabulary,
     draft,
-    hold_out,
     loss_of,
+    measure_held_out,
     place_blocks,
 )
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
-from quickbeam.train.target import KEPT_BYTES, Batch, FrozenTarget, KeptStates, autocast
+from quickbeam.train.target import KEPT_BYTES, FrozenTarget, StateCache, TrainingBatch, autocast
 
 HIDDEN = "hidden"  # the folder of hidden states, in that of the training
 # First share of the run, in which every token counts, those of users too: text is expensive, and
@@ -53,14 +53,14 @@ class Report(NamedTuple):
     loss: float
     rate: float
     seconds: float
-    held: Held
+    held: HeldOutMetrics
 
 
 def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for all else.
 
     Muon (Jordan, 2024) makes a step's singular values equal. Scaled to AdamW's size of steps
-    (2502.16982) it takes the same learning rate, and few steps teach it more.
+    (2502.16982) it takes the same learning rate, and needs fewer steps.
     """
     within = {"layers", "fc"}
     named = [(name.partition(".")[0] in within, one) for name, one in network.named_parameters()]
@@ -77,7 +77,7 @@ class Trainer:
 
     `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
     seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text
-    (`KeptStates`). The text may grow meanwhile: each round takes what is there when it begins.
+    (`StateCache`). The text may grow meanwhile: each round takes what is there when it begins.
     `trained`: the network is no new one, and needs no first phase (`WHOLE`, `block.LEAD`).
 
     Raises `InvalidInput` for a checkpoint of another training.
@@ -98,6 +98,7 @@ class Trainer:
         self.network, self.target, self.recipe = network.to(target.device), target, recipe
         self.text, self.folder, self.every, self.report_every = text, folder, every, report_every
         self.total, self._trained = tokens, trained
+        self.checkpoint = folder / "checkpoint.pt"
         self.step = self.seen = self.round = self.batch = 0
         self.seconds = 0.0
         self.shards = Shards(text)
@@ -105,15 +106,10 @@ class Trainer:
         self._optimizers = optimizers(network, recipe.lr)
         self._resume()
         self._held = split(self.shards)[1]
-        counts = self.shards.counts(len(target.head))
-        self._vocabulary = LossVocabulary(counts, recipe.loss_vocab)
+        self._vocabulary = LossVocabulary(self.shards.counts(len(target.head)), recipe.loss_vocab)
         # an accelerator's target reads text faster than a disk gives hidden states
         kept = KEPT_BYTES if target.device.type == "cpu" else 0
-        self._states = KeptStates(target, folder / HIDDEN, kept)
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+        self._states = StateCache(target, folder / HIDDEN, kept)
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
@@ -122,8 +118,8 @@ class Trainer:
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             self.network.load_state_dict(state["network"])
-            for one, held in zip(self._optimizers, state["optimizers"], strict=True):
-                one.load_state_dict(held)
+            for one, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                one.load_state_dict(saved)
             for name, value in state["counters"].items():
                 setattr(self, name, value)
         except Exception as error:  # of any kind, by what the file holds
@@ -146,7 +142,7 @@ class Trainer:
         os.replace(part, self.checkpoint)
         self.network.save(self.folder)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[TrainingBatch]:
         """Yield batches with hidden states, from where the training stands.
 
         Each round has a new random order.
@@ -162,7 +158,7 @@ class Trainer:
             self.shards = Shards(self.text)
             self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
 
-    def run(self, report: Callable[[Report], None]) -> Held:
+    def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
         """Train to the end, and return the held-out figures of the result.
 
         Raises `QuickbeamError` for a loss or a gradient that is not finite. Whatever ends it early,
@@ -187,7 +183,7 @@ class Trainer:
         shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)
         return self.check(FINAL_TOKENS)
 
-    def _step(self, batch: Batch) -> float:
+    def _step(self, batch: TrainingBatch) -> float:
         recipe, device = self.recipe, self.target.device
         done, size = self.seen / self.total, self.network.config.block_size
         phase = 1.0 if self._trained else done
@@ -215,7 +211,7 @@ class Trainer:
             )
         return value
 
-    def check(self, tokens: int) -> Held:
+    def check(self, tokens: int) -> HeldOutMetrics:
         """Return figures on about so many `tokens` of held-out conversations."""
         chosen, count = [], 0
         for i in self._held:
@@ -223,7 +219,7 @@ class Trainer:
                 break
             chosen.append(i)
             count += len(self.shards[i].tokens)
-        return hold_out(self.network, self.target, self.shards, chosen)
+        return measure_held_out(self.network, self.target, self.shards, chosen)
 
     def _log(self, report: Callable[[Report], None], loss: float, rate: float) -> None:
         done, held = self.seen / self.total, self.check(CHECK_TOKENS)

@@ -81,8 +81,7 @@ class FusedHead:
 
     The scores always have `(ceil(frequent / size) + most) * size` columns.
 
-    Raises `InvalidInput` for bfloat16 in Triton's interpreter, which multiplies its bits as if they
-    were integers.
+    Raises `InvalidInput` for bfloat16 in Triton's interpreter, which multiplies bits as integers.
     """
 
     def __init__(self, weight: torch.Tensor, layout: Layout, most: int) -> None:
@@ -113,16 +112,8 @@ class FusedHead:
                 "D": 64,
             }
             grid = (len(slots), triton.cdiv(layout.size, tile["S"]), triton.cdiv(n, tile["N"]))
-            numbers = (
-                n,
-                h.shape[1],
-                layout.size,
-                self.always,
-                layout.frequent,
-                len(layout.order),
-                h.stride(0),
-                out.stride(0),
-            )
+            sizes = layout.size, self.always, layout.frequent, len(layout.order)
+            numbers = n, h.shape[1], *sizes, h.stride(0), out.stride(0)
             with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
                 block_logits[grid](
                     h, self.weight, chosen, out, *numbers, **tile, enable_fp_fusion=True

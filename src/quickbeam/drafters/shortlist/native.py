@@ -66,7 +66,7 @@ def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
 class NativeRouter:
     """A router in the native kernels: the packed weights of a `Router`.
 
-    `clusters`: how many clusters it scores. `name`: as of `NativeBlocks`.
+    `clusters`: how many clusters it scores. `name`: as of `NativeHead`.
     """
 
     def __init__(self, router: Router, kernels: Kernels, name: str | None = None) -> None:
@@ -103,17 +103,15 @@ class Prepared(NamedTuple):
 
     blocks: npt.NDArray[np.int64]  # which blocks of 16 outputs
     tokens: torch.Tensor  # [s] int64, the token of each column
-    # [m], for the context's columns, which follow the others: -inf for tokens that a block holds
-    # too, else 0; None without such columns
+    # [m], of the context's columns, the last: -inf for tokens that a block holds, else 0; or None
     bias: torch.Tensor | None
 
 
-class NativeBlocks:
+class NativeHead:
     """The packed rows of a head in a layout's order: the frequent block, then the clusters.
 
     Each of these parts is padded to whole blocks of 16 outputs; the padding has -inf for a logit.
-    `name`: the format in which rows are kept, one of `library.FORMATS`; None: that of
-    `rows_format`.
+    `name`: the format in which rows are kept, of `library.FORMATS`; None: that of `rows_format`.
     """
 
     def __init__(
@@ -137,8 +135,7 @@ class NativeBlocks:
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
             program.chosen(self._packed, h, logits)
         # a placeholder: `score` points the operation at the context's rows
-        one = packer.pack([weight[:1]], torch.zeros(1))
-        self._beside.linear(one, h, logits)
+        self._beside.linear(packer.pack([weight[:1]], torch.zeros(1)), h, logits)
         # what `prepare` gives for no cluster: the frequent tokens alone
         self.listed = self.prepare(torch.empty(0, dtype=torch.int64))
 
@@ -155,20 +152,14 @@ class NativeBlocks:
 
         `h`: `[n, d]` bfloat16. `rows`: where the context's rows are, if it has any.
         """
-        width = len(prepared.tokens)
+        width, bias = len(prepared.tokens), prepared.bias
         columns, logits = len(prepared.blocks) * BLOCK, torch.empty(len(h), width)
         if width:
-            program = self._beside if prepared.bias is not None else self._alone
+            program = self._alone if bias is None else self._beside
             program.set(0, target_stride=width)
-            if prepared.bias is not None and rows is not None:
-                places = {"weight": rows.address, "bias": prepared.bias.data_ptr()}
-                program.set(
-                    1,
-                    outputs=len(prepared.bias),
-                    target_stride=width,
-                    target_offset=columns,
-                    **places,
-                )
+            if bias is not None and rows is not None:
+                given = {"weight": rows.address, "bias": bias.data_ptr(), "outputs": len(bias)}
+                program.set(1, target_stride=width, target_offset=columns, **given)
             program.run(
                 plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks
             )
@@ -178,7 +169,7 @@ class NativeBlocks:
 class NativeRows:
     """Packed rows of a head that are added one by one: what `ContextTokens` keeps.
 
-    `name`: as in `NativeBlocks`. Both are scored side by side, so they need the same format.
+    `name`: as in `NativeHead`. Both are scored side by side, so they need the same format.
     """
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels, name: str | None = None) -> None:

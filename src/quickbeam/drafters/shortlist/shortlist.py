@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from quickbeam.drafters.folder import UNREADABLE, write_folder
 from quickbeam.drafters.shortlist.layout import Layout, Scores, require_distinct
 from quickbeam.drafters.shortlist.native import (
-    NativeBlocks,
+    NativeHead,
     NativeRouter,
     NativeRows,
     Prepared,
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
 PREFIX = "router."
 WINDOW = 3072
-# A full window drops one token in `SPARE` at once, so that it is rebuilt only after that many new
-# tokens.
+# A full window drops one token in `SPARE` at once, and is then rebuilt only after that many.
 SPARE = 4
 
 
@@ -123,10 +122,10 @@ class Shortlist:
         self.layout, self._window = layout, window
         self.chosen, self.weight = min(chosen, layout.clusters), weight.detach()
         self.router = self.native_router = self.native = None
-        self._kernels = usable_kernels(weight)
+        self._kernels = head_kernels(weight)
         if self._kernels is not None:
             self._format = rows_format(weight)
-            self.native = NativeBlocks(self.weight, layout, self._kernels, self._format)
+            self.native = NativeHead(self.weight, layout, self._kernels, self._format)
         self.fused = (
             None if self.native is not None else _fused_for(self.weight, layout, self.chosen)
         )
@@ -147,13 +146,13 @@ class Shortlist:
 
     def begin(self, ids: Sequence[int]) -> ShortlistState:
         """Return the state of a sequence that begins with the prompt `ids`."""
-        context = None
-        if self._window is not None:
-            rows = None
-            if self._kernels is not None:
-                rows = NativeRows(self.weight, self._kernels, self._format)
-            context = ContextTokens(self._window, self._frequent, rows, self.weight.device)
-            context.extend(ids)
+        if self._window is None:
+            return ShortlistState(self, None)
+        rows, weight = None, self.weight
+        if self._kernels is not None:
+            rows = NativeRows(weight, self._kernels, self._format)
+        context = ContextTokens(self._window, self._frequent, rows, weight.device)
+        context.extend(ids)
         return ShortlistState(self, context)
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
@@ -162,8 +161,7 @@ class Shortlist:
         Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
         of the call: that many of them are expected to need it. The best `chosen` are scored; a
         score that is NaN has probability 0. So a call with few nodes has more room for each.
-        DynaSpec (2510.13847, §4.2) decays the number with a node's depth instead; its formula is
-        not published.
+        DynaSpec (2510.13847, §4.2) decays the number with a node's depth; no formula is published.
         """
         probs = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
         worth = probs.nan_to_num(0.0).sum(0)
@@ -195,8 +193,7 @@ class Shortlist:
         prepared = self.native.prepare(clusters) if len(clusters) else self.native.listed
         if len(beside):  # rows of repeated tokens lie among the others
             bias = torch.zeros(len(beside)).masked_fill_(repeated, -torch.inf)
-            every = torch.cat([prepared.tokens, beside])
-            prepared = Prepared(prepared.blocks, every, bias)
+            prepared = Prepared(prepared.blocks, torch.cat([prepared.tokens, beside]), bias)
         return prepared, count
 
 
@@ -209,8 +206,7 @@ class ShortlistState:
 
     def __init__(self, shared: Shortlist, context: ContextTokens | None) -> None:
         self.shared, self.context, self.scored = shared, context, 0
-        # of the last call: the clusters, the version of the context, what was prepared for them,
-        # and how many tokens that scores
+        # of the last call: clusters, the context's version, what was prepared, how many tokens
         self._last: tuple[torch.Tensor, int, Prepared, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -255,7 +251,7 @@ def _fused_for(weight: torch.Tensor, layout: Layout, most: int) -> FusedHead | N
     return FusedHead(weight, layout, most)
 
 
-def usable_kernels(weight: torch.Tensor) -> Kernels | None:
+def head_kernels(weight: torch.Tensor) -> Kernels | None:
     """Return the native kernels if they can multiply with this head."""
     plain = weight.device.type == "cpu" and weight.dtype is torch.bfloat16
     return kernels() if plain and weight.shape[1] % 2 == 0 else None
@@ -325,6 +321,6 @@ class Artefact:
             ) from error
 
     @staticmethod
-    def there(folder: Path) -> bool:
+    def exists(folder: Path) -> bool:
         """Whether `folder` holds the files of a shortlist, broken or not."""
         return all((folder / name).is_file() for name in (FIELDS, TENSORS))

@@ -22,7 +22,7 @@ from quickbeam.models.families import (
     qwen,
 )
 from quickbeam.models.families.reading import Config, NotDescribed
-from quickbeam.models.stack import Matrices, Stack
+from quickbeam.models.stack import LinearAttention, Stack
 from quickbeam.models.stack_tensors import experts, linears, names, tensor_of
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
             "correct it"
         ) from error
     try:
-        for rotary, turned in dict.fromkeys((one.rotary, one.turned) for one in stack.attentions):
+        for rotary, dim in dict.fromkeys((one.rotary, one.rotary_dim) for one in stack.attentions):
             if rotary is not None:
-                angles_of(config, rotary, turned)
+                angles_of(config, rotary, dim)
     except InvalidInput as error:
         raise NotDescribed(str(error)) from error
     return stack
@@ -88,17 +88,17 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
 def _refuse_odd_sizes(stack: Stack) -> None:
     """Raise `InvalidInput` for numbers of a layer that can't be together."""
 
-    def must(holds: bool, told: str) -> None:
+    def must(holds: bool, what: str) -> None:
         if not holds:
-            raise InvalidInput(f"its configuration has {told}, which can't be together")
+            raise InvalidInput(f"its configuration has {what}, which can't be together")
 
     for of in stack.attentions:
         must(of.heads % of.kv_heads == 0, f"{of.heads} heads of queries, {of.kv_heads} of keys")
         must(of.window != 0, "a window of no tokens")
-        even = 0 <= of.turned <= of.head_dim and of.turned % 2 == 0
-        must(even, f"heads of {of.head_dim}, of which {of.turned} turn")
+        even = 0 <= of.rotary_dim <= of.head_dim and of.rotary_dim % 2 == 0
+        must(even, f"heads of {of.head_dim}, of which {of.rotary_dim} turn")
     for one in stack.recurrents:
-        if isinstance(one, Matrices):
+        if isinstance(one, LinearAttention):
             each = one.heads % one.key_heads == one.heads % one.groups == 0
             must(each, f"{one.heads} heads in {one.key_heads} groups")
     for routing, count in ((of.routing, len(of.chosen)) for of in experts(stack)):
@@ -121,11 +121,11 @@ def describe(model: PreTrainedModel) -> Stack:
     if model.config.model_type not in FAMILIES or not kind.__module__.startswith("transformers."):
         raise NotDescribed(f"no family describes {kind.__name__}")
     stack = stack_of(model.config, model.dtype)
-    found = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers()}
-    if odd := sorted(found ^ (names(stack) - buffers)):
-        told = "a parameter" if odd[0] in found else "no parameter"
-        raise NotDescribed(f"this {kind.__name__} has {told} {odd[0]}")
+    if odd := sorted(parameters ^ (names(stack) - buffers)):
+        has = "a parameter" if odd[0] in parameters else "no parameter"
+        raise NotDescribed(f"this {kind.__name__} has {has} {odd[0]}")
     for name, module in model.named_modules():
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             raise NotDescribed(f"{name} has a forward of its own")

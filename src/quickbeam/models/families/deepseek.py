@@ -49,7 +49,7 @@ def attention(c: Config, i: int, interleaved: bool) -> Attention:
     c.ignore("qk_head_dim head_dim num_key_value_heads rope_theta rope_scaling")  # of others
     c.ignore("aux_loss_alpha seq_aux ep_size")  # of training
     at, bias = f"model.layers.{i}.self_attn", bool(c.attention_bias)
-    dim, turned = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_rope_head_dim
+    dim, rotary_dim = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_rope_head_dim
     first, query = f"{at}.q_proj", None
     if c.get("q_lora_rank") is not None:
         first = f"{at}.q_a_proj"
@@ -64,7 +64,7 @@ def attention(c: Config, i: int, interleaved: bool) -> Attention:
         head_dim=dim,
         scaling=scaling(c, dim),
         rotary=Rotary(interleaved=interleaved),
-        turned=turned,
+        rotary_dim=rotary_dim,
         latent=latent,
     )
 
@@ -75,8 +75,8 @@ def small(module: str) -> Norm:
 
 def scaling(c: Config, dim: int) -> float:
     """Return the factor of scores: that of YaRN is in it."""
-    rope, found = c.rope_parameters, float(dim**-0.5)
+    rope, scale = c.rope_parameters, float(dim**-0.5)
     wide, factor = rope.get("mscale_all_dim", 0), rope.get("factor") or 1.0
     if rope.get("rope_type", "default") == "default" or not wide or factor <= 1:
-        return found
-    return found * float(0.1 * wide * math.log(factor) + 1) ** 2
+        return scale
+    return scale * float(0.1 * wide * math.log(factor) + 1) ** 2

@@ -22,14 +22,14 @@ from quickbeam.models.families.reading import (
     head_norms,
     layer_of,
     rms,
+    rotary_dim,
     tensors,
-    turned,
 )
 from quickbeam.models.stack import (
     Attention,
-    Beside,
     Layer,
     Norm,
+    ParallelExperts,
     PerLayerInput,
     PerLayerInputs,
     Rotary,
@@ -158,7 +158,7 @@ def _attention(c: Config, i: int) -> Attention:
         scaling=1.0,
         window=None if full else c.sliding_window,
         rotary=Rotary(kind),
-        turned=turned(c, dim, kind),
+        rotary_dim=rotary_dim(c, dim, kind),
         norms=(rms(c, f"{at}.q_norm"), rms(c, f"{at}.{'k_norm' if source is None else 'q_norm'}")),
         value_norm=True,
         values_are_keys=both and source is None,
@@ -170,7 +170,7 @@ def _layer(c: Config, i: int) -> Layer:
     at, act = f"model.layers.{i}", c.hidden_activation
     more: dict[str, Any] = {"scalar": f"{at}.layer_scalar"}
     if c.enable_moe_block:
-        more["beside"] = _beside(c, at, i)
+        more["parallel_experts"] = _parallel_experts(c, at, i)
     else:
         c.ignore("num_experts top_k_experts moe_intermediate_size")
     if c.hidden_size_per_layer_input:
@@ -180,7 +180,7 @@ def _layer(c: Config, i: int) -> Layer:
     return layer_of(c, i, _attention(c, i), gated(c, i, act=act), AROUND, **more)
 
 
-def _beside(c: Config, at: str, i: int) -> Beside:
+def _parallel_experts(c: Config, at: str, i: int) -> ParallelExperts:
     routing = Routing(
         tensors(f"{at}.router.proj"),
         c.top_k_experts,
@@ -193,4 +193,4 @@ def _beside(c: Config, at: str, i: int) -> Beside:
     def norm(where: str, number: int) -> Norm:
         return rms(c, f"{at}.{where}_feedforward_layernorm_{number}")
 
-    return Beside(chosen, norm("pre", 2), router, norm("post", 2), norm("post", 1))
+    return ParallelExperts(chosen, norm("pre", 2), router, norm("post", 2), norm("post", 1))

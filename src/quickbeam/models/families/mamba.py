@@ -25,7 +25,7 @@ from quickbeam.models.stack import (
     FeedForward,
     Layer,
     Linear,
-    Matrices,
+    LinearAttention,
     Norm,
     Stack,
     Tensor,
@@ -36,10 +36,10 @@ BEFORE: Names = ("input_layernorm", "pre_ff_layernorm")
 STEPS = "time_step_floor time_step_limit time_step_max time_step_min time_step_rank"
 
 
-def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) -> Matrices:
+def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) -> LinearAttention:
     """Return Mamba-2. `sizes`: heads, their dimension, groups of B and C, and B's dimension.
 
-    `in_proj` gives gates, what is convolved, and steps. `more`: other fields of `Matrices`.
+    `in_proj` gives gates, what is convolved, and steps. `more`: other fields of `LinearAttention`.
     """
     heads, dim, groups, state = sizes
     inner, channels = heads * dim, heads * dim + 2 * groups * state
@@ -50,7 +50,7 @@ def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) 
     def rows(kind: str) -> tuple[Tensor, ...]:
         return tuple(Tensor(f"{at}.in_proj.{kind}", cut=cut) for cut in cuts)
 
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "into": Linear(rows("weight"), rows("bias") if biased else ()),
         "out": tensors(f"{at}.out_proj", bias=biased),
         "weight": f"{at}.conv1d.weight",
@@ -65,22 +65,22 @@ def mixer(at: str, sizes: tuple[int, int, int, int], biased: bool, **more: Any) 
         "norm_last": True,
         "skip": f"{at}.D",
     }
-    return Matrices(**(told | more))
+    return LinearAttention(**(fields | more))
 
 
-def _mamba(c: Config, at: str, **more: Any) -> Matrices:
+def _mamba(c: Config, at: str, **more: Any) -> LinearAttention:
     """Return Mamba-2 by the names that most configurations have."""
     c.ignore("mamba_expand mamba_chunk_size")  # sizes follow; kernels
     c.must("hidden_act", "silu", "swish")
     least, most = c.time_step_limit
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "taps": c.mamba_d_conv,
         "bias": f"{at}.conv1d.bias" if c.mamba_conv_bias else None,
         "least": least,
         "most": most,
     }
     sizes = c.mamba_n_heads, c.mamba_d_head, c.mamba_n_groups, c.mamba_d_state
-    return mixer(at, sizes, bool(c.mamba_proj_bias), **(told | more))
+    return mixer(at, sizes, bool(c.mamba_proj_bias), **(fields | more))
 
 
 def granite_hybrid(c: Config) -> Stack:
@@ -94,11 +94,11 @@ def granite_hybrid(c: Config) -> Stack:
         up = halves(f"{at}.input_linear")
         if c.get("gates_apart"):  # in .gguf files
             up = tensors(f"{at}.gate_proj", f"{at}.up_proj")
-        act = activation(c.hidden_act)
-        shared = FeedForward(up, tensors(f"{at}.output_linear"), act, True)
+        down = tensors(f"{at}.output_linear")
+        shared = FeedForward(up, down, activation(c.hidden_act), True)
         return granite_experts(c, i, shared) if c.num_local_experts else shared
 
-    def mixer(i: int) -> Attention | Matrices:
+    def mixer(i: int) -> Attention | LinearAttention:
         if c.layer_types[i] == "linear_attention":
             at = f"model.layers.{i}.mamba"
             return _mamba(c, at, norm=rms(c, f"{at}.norm"))
@@ -140,7 +140,7 @@ def nemotron_h(c: Config) -> Stack:
     def norm(module: str) -> Norm:
         return Norm((f"{module}.weight",), c.layer_norm_epsilon)
 
-    def mamba(at: str) -> Matrices:
+    def mamba(at: str) -> LinearAttention:
         return mixer(
             at,
             (c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size),
@@ -170,18 +170,17 @@ def nemotron_h(c: Config) -> Stack:
 
 def falcon_h1(c: Config) -> Stack:
     """Attention beside Mamba-2 in each layer, and many factors."""
-    names = f"mamba_d_ssm attn_layer_indices mlp_expansion_factor {STEPS}"
-    c.ignore(names, mamba_use_mlp=True)
-    read, said = c.attention_in_multiplier, c.ssm_in_multiplier
-    if (c.attention_bias and read != 1) or (c.mamba_proj_bias and said != 1):
+    c.ignore(f"mamba_d_ssm attn_layer_indices mlp_expansion_factor {STEPS}", mamba_use_mlp=True)
+    attention_in, ssm_in = c.attention_in_multiplier, c.ssm_in_multiplier
+    if (c.attention_bias and attention_in != 1) or (c.mamba_proj_bias and ssm_in != 1):
         raise NotDescribed("a factor before a product with a bias")
-    gates, values, keys, queries, steps = (said * one for one in c.ssm_multipliers)
+    gates, values, keys, queries, steps = (ssm_in * one for one in c.ssm_multipliers)
     up, down = c.mlp_multipliers
 
     def layer(i: int) -> Layer:
         at, bias = f"model.layers.{i}.mamba", c.attention_bias
         fed = gated(c, i, c.mlp_bias, name="feed_forward")
-        of = attention(c, i, bias, window=None, factor=c.attention_out_multiplier * read)
+        of = attention(c, i, bias, window=None, factor=c.attention_out_multiplier * attention_in)
         mamba = _mamba(
             c,
             at,
@@ -193,7 +192,7 @@ def falcon_h1(c: Config) -> Stack:
             step_scale=steps,
             factor=c.ssm_out_multiplier,
         )
-        scaled = replace(of, scaling=of.scaling * read**2 * c.key_multiplier)
+        scaled = replace(of, scaling=of.scaling * attention_in**2 * c.key_multiplier)
         fed = replace(fed, gate_scale=up, factor=down)
         return layer_of(c, i, scaled, fed, BEFORE, recurrent=mamba)
 

@@ -102,7 +102,7 @@ def ernie4_5_moe(c: Config) -> Stack:
 def gpt_oss(c: Config) -> Stack:
     """A sink for each head, and experts with biases and a clamped gate, whose weights are stored
     transposed, a gate and what it lets through in turn."""
-    # not used, or said by others
+    # not used, or given by others
     c.ignore("hidden_act experts_per_token initial_context_length")
 
     def expert(at: str, n: int) -> FeedForward:

@@ -23,7 +23,7 @@ from quickbeam.models.stack import (
     FeedForward,
     Layer,
     Linear,
-    Matrices,
+    LinearAttention,
     Norm,
     Routing,
     Stack,
@@ -87,7 +87,7 @@ def _hybrid(c: Config, fed: Callable[[int], FeedForward | Experts], apart: bool)
     def norm(module: str) -> Norm:
         return rms(c, module, plus_one=True)
 
-    def mixer(i: int) -> Attention | Matrices:
+    def mixer(i: int) -> Attention | LinearAttention:
         if (kind := c.layer_types[i]) == "linear_attention":
             return _delta(c, f"model.layers.{i}.linear_attn", apart)
         if kind != "full_attention":
@@ -113,7 +113,7 @@ def _gated_attention(c: Config, i: int) -> Attention:
     return attention(c, i, c.attention_bias, qkv=qkv, norms=norms, gated=True)
 
 
-def _delta(c: Config, at: str, apart: bool) -> Matrices:
+def _delta(c: Config, at: str, apart: bool) -> LinearAttention:
     keys, heads = c.linear_num_key_heads, c.linear_num_value_heads
     key, value = c.linear_key_head_dim, c.linear_value_head_dim
     if c.hidden_act != "silu" or key % 4:
@@ -128,7 +128,7 @@ def _delta(c: Config, at: str, apart: bool) -> Matrices:
         edges = (0, key, 2 * key, 2 * key + each * value, 2 * key + 2 * each * value)
         cuts = (Tensor(f"{at}.in_proj_qkvz.weight", heads=keys, cut=cut) for cut in pairwise(edges))
         into = Linear((*cuts, *both))
-    return Matrices(
+    return LinearAttention(
         into,
         tensors(f"{at}.out_proj"),
         f"{at}.conv1d.weight",
@@ -159,18 +159,16 @@ def qwen3_next(c: Config) -> Stack:
     return _hybrid(c, lambda i: _sparse(c, i, True, bool(c.norm_topk_prob)), apart=False)
 
 
-def qwen3_moe(c: Config) -> Stack:
-    return _qwen3_moe(c, bool(c.norm_topk_prob))
-
-
 def qwen3_vl_moe(c: Config) -> Stack:
     """The weights of the chosen experts add up to 1."""
     c.ignore("", norm_topk_prob=True)
-    return _qwen3_moe(c, renormalised=True)
+    return qwen3_moe(c, renormalised=True)
 
 
-def _qwen3_moe(c: Config, renormalised: bool) -> Stack:
+def qwen3_moe(c: Config, renormalised: bool | None = None) -> Stack:
+    """`renormalised`: None where the configuration says it."""
     c.ignore("use_sliding_window")  # `sliding_window` follows from it
+    renormalised = bool(c.norm_topk_prob) if renormalised is None else renormalised
 
     def layer(i: int) -> Layer:
         norms, window = head_norms(c, i), c.get("sliding_window")

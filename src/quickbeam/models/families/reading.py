@@ -101,8 +101,8 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute, or `default` where it is missing or None."""
         self.ignore(name)
-        found = getattr(self._config, name, None)
-        return default if found is None else found
+        value = getattr(self._config, name, None)
+        return default if value is None else value
 
     def ignore(self, names: str, **only: Any) -> None:
         """Accept attributes that change nothing in the family's models, by their `names`.
@@ -116,18 +116,18 @@ class Config:
 
     def must(self, name: str, *accepted: Any) -> None:
         """Raise `NotDescribed` for an attribute with another value than `accepted` and None."""
-        if (found := self.get(name)) is not None and found not in accepted:
-            raise NotDescribed(f"{name}={found!r}")
+        if (value := self.get(name)) is not None and value not in accepted:
+            raise NotDescribed(f"{name}={value!r}")
 
     def layer(self, i: int) -> Config:
         """Return the configuration of layer `i`, for a model whose layers may have their own."""
         fields = self._config.to_dict()
         each = {int(number): own for number, own in (fields.get("per_layer_config") or {}).items()}
         names = SimpleNamespace(attribute_map={}, **fields | each.get(i, {}))
-        found = Config(names, self.number_format)
+        config = Config(names, self.number_format)
         self._read.add("per_layer_config")
-        found._read = self._read
-        return found
+        config._read = self._read
+        return config
 
     def refuse_unknown(self) -> None:
         """Raise `NotDescribed` naming attributes that are set and that the family didn't read."""
@@ -185,7 +185,7 @@ def window(c: Config, i: int) -> int | None:
     return int(size)
 
 
-def turned(c: Config, dim: int, kind: str | None = None) -> int:
+def rotary_dim(c: Config, dim: int, kind: str | None = None) -> int:
     """Return how many of a head's `dim` dimensions the rotary angles turn."""
     # older names of what `rope_parameters` holds
     c.ignore("partial_rotary_factor rope_theta rope_scaling rope_local_base_freq")
@@ -206,7 +206,7 @@ def attention(
     at, dim = f"model.layers.{i}.self_attn", changes.get("head_dim") or head_dim(c)
     kind = changes.pop("kind", None)
     c.ignore("layer_types sliding_window")  # what the window follows from, if at all
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "qkv": tensors(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj", bias=bias),
         "out": tensors(f"{at}.o_proj", bias=bias if out_bias is None else out_bias),
         "heads": c.num_attention_heads,
@@ -215,9 +215,9 @@ def attention(
         "scaling": dim**-0.5,
         "window": window(c, i) if "window" not in changes else None,
         "rotary": Rotary(),
-        "turned": turned(c, dim, kind) if changes.get("rotary", True) else 0,
+        "rotary_dim": rotary_dim(c, dim, kind) if changes.get("rotary", True) else 0,
     }
-    return Attention(**(told | changes))
+    return Attention(**(fields | changes))
 
 
 def head_norms(
@@ -300,12 +300,12 @@ def layer_of(
 
 def decoder(c: Config, layer: Callable[[int], Layer], **changes: Any) -> Stack:
     """Return a stack with Llama's names. `changes`: other fields than those of Llama's."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "embedding": "model.embed_tokens.weight",
         "inside": "model.layers",
         "layers": tuple(layer(i) for i in range(c.num_hidden_layers)),
         "head": tensors("lm_head"),
     }
     if "norm" not in changes:
-        told["norm"] = rms(c, "model.norm")
-    return Stack(**(told | changes))
+        fields["norm"] = rms(c, "model.norm")
+    return Stack(**(fields | changes))

@@ -27,22 +27,14 @@ def _llama(m: Metadata) -> dict[str, Any]:
 
 
 def _qwen2(m: Metadata) -> dict[str, Any]:
-    found = plain(m) | {"model_type": "qwen2"}
-    if not found.pop("attention_bias"):
+    fields = plain(m) | {"model_type": "qwen2"}
+    if not fields.pop("attention_bias"):
         raise NotDescribed("its queries, keys and values have no bias")
-    return found
-
-
-def _qwen3(m: Metadata) -> dict[str, Any]:
-    return plain(m) | {"model_type": "qwen3"}
+    return fields
 
 
 # as llama.cpp has it
 _ALL_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def _qwen3_moe(m: Metadata) -> dict[str, Any]:
-    return plain(m) | chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"}
 
 
 def _qwen3_5(m: Metadata, tiled: bool = True) -> dict[str, Any]:
@@ -68,8 +60,8 @@ def _qwen3_5_moe(m: Metadata) -> dict[str, Any]:
 
 
 def _qwen3_next(m: Metadata) -> dict[str, Any]:
-    found = _qwen3_5(m, tiled=False) | chosen(m, "num_experts") | _ALL_SPARSE
-    return found | {"model_type": "qwen3_next", "gates_apart": True}
+    fields = _qwen3_5(m, tiled=False) | chosen(m, "num_experts") | _ALL_SPARSE
+    return fields | {"model_type": "qwen3_next", "gates_apart": True}
 
 
 def _granite(m: Metadata) -> dict[str, Any]:
@@ -82,22 +74,17 @@ def _granite(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _granite_moe(m: Metadata) -> dict[str, Any]:
-    return _granite(m) | chosen(m) | {"model_type": "granitemoe"}
-
-
 def _olmoe(m: Metadata) -> dict[str, Any]:
-    found = plain(m) | chosen(m, "num_experts")
-    return found | {"model_type": "olmoe", "norm_topk_prob": False}
+    return plain(m) | chosen(m, "num_experts") | {"model_type": "olmoe", "norm_topk_prob": False}
 
 
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
     """What no key says is as published."""
-    found = plain(m) | windows(m, 2) | chosen(m)
-    if found["rope_parameters"]["rope_type"] == "yarn":
-        turns = {f"beta_{one}": m.get(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow")}
-        found["rope_parameters"] |= turns | {"truncate": False}
-    return found | {
+    fields = plain(m) | windows(m, 2) | chosen(m)
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        betas = {f"beta_{one}": m.get(f"rope.scaling.yarn_beta_{one}") for one in ("fast", "slow")}
+        fields["rope_parameters"] |= betas | {"truncate": False}
+    return fields | {
         "model_type": "gpt_oss",
         "intermediate_size": m["expert_feed_forward_length"],
         "swiglu_alpha": 1.702,
@@ -106,12 +93,12 @@ def _gpt_oss(m: Metadata) -> dict[str, Any]:
 
 
 def _lfm2(m: Metadata) -> dict[str, Any]:
-    found = plain(m)
-    del found["hidden_act"]
+    fields = plain(m)
+    del fields["hidden_act"]
     heads = m.each("attention.head_count_kv")
-    return found | {
+    return fields | {
         "model_type": "lfm2",
-        "norm_eps": found.pop("rms_norm_eps"),
+        "norm_eps": fields.pop("rms_norm_eps"),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "conv_L_cache": m["shortconv.l_cache"],
         "conv_bias": False,
@@ -179,13 +166,13 @@ def _nemotron_h(m: Metadata) -> dict[str, Any]:
     kinds = ("mlp", "full_attention", "linear_attention")
     shared, widths = m.each("attention.head_count_kv"), m.each("feed_forward_length")
     by_layer = [1 if kv else 0 if inner else 2 for kv, inner in zip(shared, widths, strict=True)]
-    found, of = plain(m), _mamba(m)
+    fields, of = plain(m), _mamba(m)
     for name in ("hidden_act", "rope_parameters"):
-        del found[name]
-    return found | {
+        del fields[name]
+    return fields | {
         "model_type": "nemotron_h",
         "layers_block_type": [kinds[one] for one in by_layer],
-        "layer_norm_epsilon": found.pop("rms_norm_eps"),
+        "layer_norm_epsilon": fields.pop("rms_norm_eps"),
         "mamba_num_heads": of["mamba_n_heads"],
         "mamba_head_dim": of["mamba_d_head"],
         "n_groups": of["mamba_n_groups"],
@@ -201,8 +188,8 @@ def _nemotron_h(m: Metadata) -> dict[str, Any]:
 
 
 def _smollm3(m: Metadata) -> dict[str, Any]:
-    turns = [int((i + 1) % 4 != 0) for i in range(m["block_count"])]  # as llama.cpp has it
-    return plain(m) | {"model_type": "smollm3", "no_rope_layers": turns}
+    rotated = [int((i + 1) % 4 != 0) for i in range(m["block_count"])]  # as llama.cpp has it
+    return plain(m) | {"model_type": "smollm3", "no_rope_layers": rotated}
 
 
 def _phi3(m: Metadata) -> dict[str, Any]:
@@ -211,33 +198,25 @@ def _phi3(m: Metadata) -> dict[str, Any]:
     return plain(m) | {"model_type": "phi3", "sliding_window": m.get("attention.sliding_window")}
 
 
-def _gemma(m: Metadata) -> dict[str, Any]:
-    return plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
-
-
 def _later_gemma(m: Metadata, model_type: str, largest: int, every: int) -> dict[str, Any]:
-    found = plain(m) | windows(m, every)
+    fields = plain(m) | windows(m, every)
     # the largest model's attention is scaled by the width, as llama.cpp has it
-    of_width = found["hidden_size"] // found["num_attention_heads"]
-    return found | {
+    of_width = fields["hidden_size"] // fields["num_attention_heads"]
+    return fields | {
         "model_type": model_type,
         "hidden_act": None,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": of_width if m["block_count"] == largest else found["head_dim"],
+        "query_pre_attn_scalar": of_width if m["block_count"] == largest else fields["head_dim"],
         "attn_logit_softcapping": m.get("attn_logit_softcapping"),
         "final_logit_softcapping": m.get("final_logit_softcapping"),
     }
 
 
-def _gemma2(m: Metadata) -> dict[str, Any]:
-    return _later_gemma(m, "gemma2", 46, 2)
-
-
 def _gemma3(m: Metadata) -> dict[str, Any]:
-    found = _later_gemma(m, "gemma3_text", 62, 6)
+    fields = _later_gemma(m, "gemma3_text", 62, 6)
     near = {"rope_theta": float(m.get("rope.freq_base_swa", 10000.0)), "rope_type": "default"}
-    rope = {"full_attention": found["rope_parameters"], "sliding_attention": near}
-    return found | {"rope_parameters": rope}
+    rope = {"full_attention": fields["rope_parameters"], "sliding_attention": near}
+    return fields | {"rope_parameters": rope}
 
 
 def _olmo2(m: Metadata) -> dict[str, Any]:
@@ -250,14 +229,14 @@ def _olmo2(m: Metadata) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "llama": _llama,
     "granite": _granite,
-    "granitemoe": _granite_moe,
+    "granitemoe": lambda m: _granite(m) | chosen(m) | {"model_type": "granitemoe"},
     "granitehybrid": _granite_hybrid,
     "falcon-h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "smollm3": _smollm3,
     "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe,
+    "qwen3": lambda m: plain(m) | {"model_type": "qwen3"},
+    "qwen3moe": lambda m: plain(m) | chosen(m) | _ALL_SPARSE | {"model_type": "qwen3_moe"},
     "qwen35": _qwen3_5,
     "qwen35moe": _qwen3_5_moe,
     "qwen3next": _qwen3_next,
@@ -267,16 +246,16 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "lfm2moe": _lfm2_moe,
     "phi3": _phi3,
     "olmo2": _olmo2,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
+    "gemma": lambda m: plain(m) | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": lambda m: _later_gemma(m, "gemma2", 46, 2),
     "gemma3": _gemma3,
     "gemma4": gemma4,
 }
 # whose queries and keys have the two halves of a head alternate row by row
-TURNED = {"llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3"}
+INTERLEAVED = {"llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3"}
 # of which, for transformers, rows of experts' gates and of what they let through alternate, and
 # experts' matrices are transposed
-WOVEN = {"gpt-oss"}
+INTERLEAVED_EXPERTS = {"gpt-oss"}
 
 
 def architecture_of(file: GgufFile) -> tuple[str, dict[str, Any]]:

@@ -15,14 +15,14 @@ from quickbeam.models.angles import hold
 from quickbeam.models.checkpoint import ModelConfig
 from quickbeam.models.families import stack_of
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.models.gguf.architecture import TURNED, WOVEN, architecture_of
+from quickbeam.models.gguf.architecture import INTERLEAVED, INTERLEAVED_EXPERTS, architecture_of
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.names import ANGLES, StoredName, is_behind, stored_names
 from quickbeam.models.gguf.tokenizer import load_tokenizer
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.quantised import BlockRows, Weight, dense_rows, with_data
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
-from quickbeam.models.stack import Matrices, Stack
+from quickbeam.models.stack import LinearAttention, Stack
 from quickbeam.models.stack_tensors import Parameters, experts, names, norms
 
 SAMPLED = {
@@ -58,12 +58,13 @@ class GgufParameters(Parameters):
         """Raises `NotDescribed` for what is not described, and `InvalidInput` for a file that is
         not whole."""
         self.file, self.config, self.stack = file, config, stack
-        self._turned, self._woven = architecture in TURNED, architecture in WOVEN
+        self._interleaved = architecture in INTERLEAVED
+        self._interleaved_experts = architecture in INTERLEAVED_EXPERTS
         self.dtype, self._kernels = dtype, kernels
         self._plus_one = {name for norm in norms(stack) if norm.plus_one for name in norm.weights}
         if stack.norm.plus_one:
             self._plus_one |= {name for name, shape in beside.items() if len(shape) == 1}
-        matrices = [one for one in stack.recurrents if isinstance(one, Matrices)]
+        matrices = [one for one in stack.recurrents if isinstance(one, LinearAttention)]
         self._slopes = {one.log_slope for one in matrices}
         # what may be stored with an axis more
         self._flat = self._slopes | {name for one in matrices for name in _of_heads(one)}
@@ -81,7 +82,7 @@ class GgufParameters(Parameters):
 
     def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
         """Return the names in the file of each `wanted` parameter, one above the other."""
-        found = {}
+        stored = {}
         for name in wanted:
             own, _, kind = name.rpartition(".")
             parts = [stored_name(name) or ""]
@@ -92,29 +93,30 @@ class GgufParameters(Parameters):
                     down = stored_name(f"{own}.down_proj.{end}") or ""
                     parts = [down.replace("_down_", f"_{one}_") for one in ("gate", "up")]
             if all(one in self.file.tensors for one in parts):
-                found[name] = tuple(parts)
+                stored[name] = tuple(parts)
                 if len({self.file.tensors[one].shape for one in parts}) > 1:
-                    joined = " and ".join(parts)
-                    raise InvalidInput(f"{self.file.path}: {joined} have other shapes")
-        return found
+                    raise InvalidInput(f"{self.file.path}: {' and '.join(parts)} have other shapes")
+        return stored
 
     def shape(self, name: str) -> list[int]:
         first, *rest = [list(self.file.tensors[one].shape) for one in self._stored[name]]
-        found = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
+        shape = [first[0], first[1] + rest[0][1], *first[2:]] if rest else first
         if name in self._flat:
-            return [math.prod(found)]
+            return [math.prod(shape)]
         if name in self._lacking:
-            found.insert(self._lacking[name], 1)
-            return found
-        return [found[0], *found[:0:-1]] if self._woven and len(found) == 3 else found
+            shape.insert(self._lacking[name], 1)
+            return shape
+        transposed = self._interleaved_experts and len(shape) == 3
+        return [shape[0], *shape[:0:-1]] if transposed else shape
 
     def like(self, name: str) -> Weight:
         if self.dtype is torch.float32:
             return super().like(name)
-        found = [self.file[one] for one in self._stored[name]]  # mapped
-        part = found[0]
-        if len(found) > 1:
-            part = _joined([one[:0] for one in found], self._woven, self.shape(name)[0])
+        weights = [self.file[one] for one in self._stored[name]]  # mapped
+        part = weights[0]
+        if len(weights) > 1:
+            none = [one[:0] for one in weights]
+            part = _joined(none, self._interleaved_experts, self.shape(name)[0])
         if isinstance(part, BlockRows):
             return with_data(part, torch.empty_like(part.data, device="meta"))
         return torch.empty(self.shape(name), dtype=part.dtype, device="meta")
@@ -126,15 +128,15 @@ class GgufParameters(Parameters):
         """
         if first:
             self.file.forget()
-        found = [self._ordered(name, self.file[one]) for one in self._stored[name]]
-        part = found[0][first:last]
-        if len(found) > 1:
-            part = _joined([one[first:last] for one in found], self._woven)
+        weights = [self._ordered(name, self.file[one]) for one in self._stored[name]]
+        part = weights[0][first:last]
+        if len(weights) > 1:
+            part = _joined([one[first:last] for one in weights], self._interleaved_experts)
         if isinstance(part, BlockRows):
             if self.dtype is not torch.float32:
                 return part
             part = dense_rows(self._kernels, part)
-        if self._woven and part.dim() == 3:
+        if self._interleaved_experts and part.dim() == 3:
             part = part.transpose(1, 2)
         if name in self._plus_one:
             part = part.float() - 1
@@ -152,7 +154,7 @@ class GgufParameters(Parameters):
             "q_proj": self.config.num_attention_heads,
             "k_proj": self.config.num_key_value_heads,
         }.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None or not self._turned:
+        if heads is None or not self._interleaved:
             return weight
         return with_data(weight, _halves(weight.data, heads))
 
@@ -193,29 +195,29 @@ class GgufCheckpoint(GgufParameters):
         )
 
     def _places(self, stored_name: StoredName, wanted: Set[str]) -> dict[str, tuple[str, ...]]:
-        found = super()._places(stored_name, wanted)
-        read = {one for parts in found.values() for one in parts}
+        stored = super()._places(stored_name, wanted)
+        read = {one for parts in stored.values() for one in parts}
         read.update(one for name in self.stack.unread if (one := stored_name(name)) is not None)
         odd, layers = self.file.tensors.keys() - read - set(ANGLES), self.config.num_hidden_layers
         if odd := {one for one in odd if not is_behind(one, layers)}:
             raise NotDescribed(f"the file holds {min(odd)}")
-        return found
+        return stored
 
     @property
     def ends(self) -> set[int]:
         """Ids that end an answer."""
-        found = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
-        return {one for one in found if isinstance(one, int)}
+        ids = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
+        return {one for one in ids if isinstance(one, int)}
 
     @property
     def sampling(self) -> dict[str, Any]:
         """What the file says of sampling, in the words of a generation config."""
         of = self.file.metadata
-        found = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {own: of.get(f"general.sampling.{name}") for name, own in SAMPLED.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def _of_heads(of: Matrices) -> Iterator[str]:
+def _of_heads(of: LinearAttention) -> Iterator[str]:
     """Yield what a recurrence has of each head or group, beside its slopes."""
     if of.skip is not None:
         yield of.skip
@@ -223,14 +225,15 @@ def _of_heads(of: Matrices) -> Iterator[str]:
         yield from of.norm.weights
 
 
-def _joined(parts: Sequence[Weight], woven: bool, count: int | None = None) -> Weight:
-    """Return matrices `[experts, rows, …]` one below the other, or `woven` row by row. `count`:
-    without their numbers, of so many experts. Raises `NotDescribed` for those of two formats."""
+def _joined(parts: Sequence[Weight], interleaved: bool, count: int | None = None) -> Weight:
+    """Return matrices `[experts, rows, …]` one below the other, or `interleaved` row by row.
+
+    `count`: without their numbers, of so many experts. Raises `NotDescribed` for two formats."""
     kinds = {one.name if isinstance(one, BlockRows) else str(one.dtype) for one in parts}
     if len(kinds) > 1:
         raise NotDescribed(f"experts' gates and what they let through are {' and '.join(kinds)}")
     of = [one.data for one in parts]
-    data = torch.stack(of, 2).flatten(1, 2) if woven else torch.cat(of, 1)
+    data = torch.stack(of, 2).flatten(1, 2) if interleaved else torch.cat(of, 1)
     if count is not None:
         data = torch.empty(count, *data.shape[1:], dtype=data.dtype, device="meta")
     return with_data(parts[0], data)

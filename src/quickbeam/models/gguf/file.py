@@ -87,18 +87,18 @@ class GgufFile:
         for _ in range(pairs):
             key = self._string()
             self.metadata[key] = self._value(self._number("I"))
-        found = [self._about() for _ in range(tensors)]
+        headers = [self._about() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         begin = -(-self._at // alignment) * alignment
-        for name, kind, shape, offset in found:
+        for name, kind, shape, offset in headers:
             self.tensors[name] = self._placed(name, kind, shape, begin + offset)
 
     def _take(self, size: int) -> bytes:
         if size > self.size - self._at:
             raise ValueError(f"it ends at byte {self.size}, in the middle of its metadata")
-        found = self._map[self._at : self._at + size]
+        taken = self._map[self._at : self._at + size]
         self._at += size
-        return found
+        return taken
 
     def _number(self, letter: str) -> Any:
         return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
@@ -107,15 +107,15 @@ class GgufFile:
         return self._take(self._number("Q")).decode()
 
     def _strings(self, count: int) -> list[str]:
-        found, whole, at, take = [], self._map, self._at, int.from_bytes
+        texts, whole, at, take = [], self._map, self._at, int.from_bytes
         for _ in range(count):
             begin = at + 8
             at = begin + take(whole[at:begin], "little")
-            found.append(whole[begin:at])
+            texts.append(whole[begin:at])
             if at > self.size:
                 raise ValueError("a text in its metadata is longer than the file")
         self._at = at
-        return [one.decode() for one in found]
+        return [one.decode() for one in texts]
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:

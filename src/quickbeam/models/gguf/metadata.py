@@ -32,38 +32,37 @@ class Metadata:
         self.file, self.name, self._read = file, name, set[str]()
 
     def __getitem__(self, key: str) -> Any:
-        if (found := self.get(key)) is None:
+        if (value := self.get(key)) is None:
             raise NotDescribed(f"its metadata has no {self.name}.{key}")
-        return found
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a number or a text; `default` where it is missing."""
         self._read.add(key)
-        found = self.file.metadata.get(f"{self.name}.{key}", default)
-        if isinstance(found, np.ndarray):
-            if len(set(found.tolist())) != 1:
+        value = self.file.metadata.get(f"{self.name}.{key}", default)
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
                 raise NotDescribed(f"{self.name}.{key} differs from layer to layer")
-            found = found.tolist()[0]
-        if isinstance(found, list) or (isinstance(found, float) and not math.isfinite(found)):
-            raise NotDescribed(f"{self.name}.{key} is {str(found)[:80]}")
-        return found
+            value = value.tolist()[0]
+        if isinstance(value, list) or (isinstance(value, float) and not math.isfinite(value)):
+            raise NotDescribed(f"{self.name}.{key} is {str(value)[:80]}")
+        return value
 
     def each(self, key: str) -> list[Any]:
         """Return a number for each layer, of an array or of one for all."""
         self._read.add(key)
-        found = self.file.metadata.get(f"{self.name}.{key}")
-        every = found.tolist() if isinstance(found, np.ndarray) else [found] * self["block_count"]
+        value = self.file.metadata.get(f"{self.name}.{key}")
+        every = value.tolist() if isinstance(value, np.ndarray) else [value] * self["block_count"]
         if len(every) != self["block_count"]:
             raise NotDescribed(f"{self.name}.{key} is of {len(every)} layers")
         return every
 
     def numbers(self, tensor: str) -> list[float]:
         """Return those of a tensor that is no matrix."""
-        found = self.file[tensor]
-        if isinstance(found, BlockRows) or found.dim() > 1:
+        stored = self.file[tensor]
+        if isinstance(stored, BlockRows) or stored.dim() > 1:
             raise NotDescribed(f"{tensor} is a matrix")
-        numbers: list[float] = found.tolist()
-        return numbers
+        return stored.tolist()
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
@@ -86,8 +85,8 @@ def rope_of(m: Metadata, dim: int) -> dict[str, Any]:
     """Return the rotary parameters of heads of `dim` dimensions."""
     kind, base = m.get("rope.scaling.type", "none"), float(m.get("rope.freq_base", 10000.0))
     rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
-    if (turned := m.get("rope.dimension_count") or dim) != dim:
-        rope["partial_rotary_factor"] = turned / dim
+    if (rotary_dim := m.get("rope.dimension_count") or dim) != dim:
+        rope["partial_rotary_factor"] = rotary_dim / dim
     length = m["context_length"]
     factors = next((m.numbers(one) for one in ANGLES[:2] if m.has(one)), None)
     if factors is not None:  # by which frequencies are divided
@@ -106,12 +105,12 @@ def rope_of(m: Metadata, dim: int) -> dict[str, Any]:
     return rope
 
 
-def only(values: Iterable[Any], told: str) -> Any:
+def only(values: Iterable[Any], what: str) -> Any:
     """Return the one value that isn't 0 or missing; None where there is none."""
-    found = {one for one in values if one}
-    if len(found) > 1:
-        raise NotDescribed(f"its layers have different {told}")
-    return next(iter(found), None)
+    distinct = {one for one in values if one}
+    if len(distinct) > 1:
+        raise NotDescribed(f"its layers have different {what}")
+    return next(iter(distinct), None)
 
 
 def plain(m: Metadata, **known: Any) -> dict[str, Any]:
@@ -169,13 +168,13 @@ def gemma4(m: Metadata) -> dict[str, Any]:
         "sliding_attention": _turning(m, "_swa", dim),
         "full_attention": _turning(m, "", m["attention.key_length"]) | _proportional(m),
     }
-    found = plain(
+    fields = plain(
         m,
         intermediate_size=widths[0],
         num_key_value_heads=only((n for is_near, n in counts if is_near), "numbers of heads"),
         rope_parameters=kinds,
     )
-    found |= {
+    fields |= {
         "model_type": "gemma4_text",
         "head_dim": dim,
         "global_head_dim": m["attention.key_length"],
@@ -192,12 +191,12 @@ def gemma4(m: Metadata) -> dict[str, Any]:
         "vocab_size_per_layer_input": table.shape[0] if table else 1,
         "enable_moe_block": bool(m.get("expert_count")),
     }
-    if full != found["num_key_value_heads"] and not same:
+    if full != fields["num_key_value_heads"] and not same:
         raise NotDescribed("its layers have different numbers of heads")
-    if found["enable_moe_block"]:
-        found |= chosen(m, "num_experts")
-        found["top_k_experts"] = found.pop("num_experts_per_tok")
-    return found
+    if fields["enable_moe_block"]:
+        fields |= chosen(m, "num_experts")
+        fields["top_k_experts"] = fields.pop("num_experts_per_tok")
+    return fields
 
 
 def _turning(m: Metadata, kind: str, dim: int) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def stored_names(architecture: str, layers: int, tensors: Collection[str]) -> St
         for old, new in RENAMED.items():
             name = name.replace(old, new)
         of_nemotron_h = name.replace("model.", "backbone.", 1)
-        found = table.get_name(name, SUFFIXES) or table.get_name(of_nemotron_h, SUFFIXES) or ""
+        own = table.get_name(name, SUFFIXES) or table.get_name(of_nemotron_h, SUFFIXES) or ""
         # transformers' names of parameters outside of modules have no suffix; and what all rows
         # read may have the name of a feed-forward without experts
-        known = (found, *(f"{found}{suffix}" for suffix in SUFFIXES), found.replace("_shexp", ""))
+        known = (own, *(f"{own}{suffix}" for suffix in SUFFIXES), own.replace("_shexp", ""))
         return next((one for one in known if one in tensors), None)
 
     return stored_name
@@ -62,12 +62,12 @@ def mtp_names(
     """
     at, last = f"blk.{block}.nextn", f"blk.{block}.nextn.shared_head_norm"
     modules = {layout.fc: "eh_proj", layout.token_norm: "enorm", layout.hidden_norm: "hnorm"}
-    found = {own: f"{at}.{name}.weight" for own, name in modules.items()}
-    found[layout.norm] = f"{last if f'{last}.weight' in tensors else 'output_norm'}.weight"
+    stored = {own: f"{at}.{name}.weight" for own, name in modules.items()}
+    stored[layout.norm] = f"{last if f'{last}.weight' in tensors else 'output_norm'}.weight"
     of_layer = stored_names(architecture, block + 1, tensors)
 
     def stored_name(name: str) -> str | None:
-        known = found.get(name.removesuffix(".weight"))
+        known = stored.get(name.removesuffix(".weight"))
         if known is not None:
             return known if known in tensors else None
         return of_layer(name.replace("model.layers.0.", f"model.layers.{block}."))

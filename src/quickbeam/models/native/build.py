@@ -133,8 +133,8 @@ def features() -> set[str]:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return set(next(found, "").split())
+    words = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return set(next(words, "").split())
 
 
 def runs(name: str) -> bool:
@@ -165,10 +165,10 @@ def flags_of(name: str) -> tuple[str, ...]:
 
 def digest(name: str) -> str:
     """Return a hash of the sources and of how they are compiled, 16 hex digits."""
-    found = hashlib.sha256(" ".join([*FLAGS, *flags_of(name)]).encode())
+    hashed = hashlib.sha256(" ".join([*FLAGS, *flags_of(name)]).encode())
     for path in sources():
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]
 
 
 def file_name(name: str) -> str:
@@ -200,7 +200,7 @@ def compiler() -> list[str] | None:
     """
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
-    return next(([found] for found in COMPILERS if shutil.which(found)), None)
+    return next(([name] for name in COMPILERS if shutil.which(name)), None)
 
 
 def no_compiler() -> CannotBuild:
@@ -250,9 +250,9 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
             except OSError as error:
                 raise CannotBuild(f"{command[0]} can't be run: {error.strerror}") from error
             if done.returncode:
-                said = done.stderr or done.stdout  # cl writes its errors there
-                reason = next((line for line in said.splitlines() if "error" in line), "")
-                raise CannotBuild(f"{command[0]} failed: {reason or said.strip()[:200]}")
+                output = done.stderr or done.stdout  # cl writes its errors there
+                reason = next((line for line in output.splitlines() if "error" in line), "")
+                raise CannotBuild(f"{command[0]} failed: {reason or output.strip()[:200]}")
         os.replace(result, path)
 
 
@@ -314,8 +314,8 @@ def main(arguments: Sequence[str]) -> int:
     failed = False
     for name, result in build_all(names).items():
         failed = failed or isinstance(result, CannotBuild)
-        told = "not built: " if isinstance(result, CannotBuild) else ""
-        print(f"kernels: {name} {told}{result}")
+        prefix = "not built: " if isinstance(result, CannotBuild) else ""
+        print(f"kernels: {name} {prefix}{result}")
     return int(bool(arguments) and failed)
 
 

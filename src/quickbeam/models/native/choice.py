@@ -73,13 +73,13 @@ def describe_kernels() -> str:
 
     Raises `InvalidInput` for a request that can't be met.
     """
-    asked = requested()
-    names, reason = candidates(asked)
+    request = requested()
+    names, reason = candidates(request)
     for name in names:
         if build.cached(name).is_file():
             return f"native ({name})"
         if build.compiler() is not None:
             return f"native ({name}), compiled on first use"
         reason = str(build.no_compiler())
-    refuse(asked, reason)
+    refuse(request, reason)
     return f"PyTorch's ({reason})"

@@ -171,9 +171,9 @@ struct Grouped {
   }
 
   int64_t read(int64_t count) const {  // experts that any row chose
-    int64_t found = 0;
-    for (int64_t e = 0; e < count; ++e) found += begin[size_t(e) + 1] > begin[size_t(e)];
-    return found;
+    int64_t chosen = 0;
+    for (int64_t e = 0; e < count; ++e) chosen += begin[size_t(e) + 1] > begin[size_t(e)];
+    return chosen;
   }
 };
 

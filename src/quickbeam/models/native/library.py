@@ -83,7 +83,6 @@ FORMATS: dict[str, Format] = {
 
 
 def _all(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
-    """Return fields of one kind."""
     return tuple((name, kind) for name in names.split())
 
 
@@ -248,9 +247,9 @@ class Kernels:
             raise build.CannotBuild(f"the system does not let this process use {name}")
         self.page = int(library.qb_page())
         for function, (takes, gives) in SIGNATURES.items():
-            found = getattr(library, f"qb_{function}")
-            found.argtypes, found.restype = takes, gives
-            setattr(self, function, found)
+            entry = getattr(library, f"qb_{function}")
+            entry.argtypes, entry.restype = takes, gives
+            setattr(self, function, entry)
 
 
 _loaded = dict[str, Kernels]()
@@ -309,5 +308,5 @@ def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
     """
     if device != "cpu" or dtype not in ("bfloat16", "float32"):
         return f"PyTorch's ({dtype} on {device})"
-    found, reason = _choose()
-    return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"
+    chosen, reason = _choose()
+    return f"native ({chosen.name})" if chosen is not None else f"PyTorch's ({reason})"

@@ -31,15 +31,15 @@ inline void philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t k
 }
 
 inline double number(uint64_t bits) {
-  double found;
-  std::memcpy(&found, &bits, 8);
-  return found;
+  double result;
+  std::memcpy(&result, &bits, 8);
+  return result;
 }
 
 inline uint64_t bits_of(double number) {
-  uint64_t found;
-  std::memcpy(&found, &number, 8);
-  return found;
+  uint64_t bits;
+  std::memcpy(&bits, &number, 8);
+  return bits;
 }
 
 inline double small_whole(uint64_t n) { return number(n | 0x4330000000000000) - 0x1p52; }  // of n below 2^52, which can be the bits of a fraction
@@ -184,7 +184,7 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
   static thread_local std::vector<float> lift;
   static thread_local std::vector<int64_t> near;
   static thread_local std::vector<double> lifted;
-  static thread_local std::vector<Candidate> found;
+  static thread_local std::vector<Candidate> candidates;
   static thread_local Words words;
   const int64_t chunks = noise.chunks;
   const auto name = [&](int64_t i) { return token == nullptr ? i : token[i]; };
@@ -241,14 +241,14 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
     much[i] *= q, seen += q, sum += much[i];
   }
   sum += std::max(0.0, 1 - seen);
-  found.clear();
+  candidates.clear();
   for (int64_t i = 0; i < looked; ++i)
-    if (much[i] / sum > floor) found.push_back({much[i] / sum, near[size_t(i)]});
-  const int64_t count = std::min<int64_t>(wanted, int64_t(found.size()));
-  std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Candidate& a, const Candidate& b) {
+    if (much[i] / sum > floor) candidates.push_back({much[i] / sum, near[size_t(i)]});
+  const int64_t count = std::min<int64_t>(wanted, int64_t(candidates.size()));
+  std::partial_sort(candidates.begin(), candidates.begin() + count, candidates.end(), [](const Candidate& a, const Candidate& b) {
     return a.prob > b.prob || (a.prob == b.prob && a.column < b.column);
   });
-  for (int64_t i = 0; i < count; ++i) names[i] = name(found[size_t(i)].column), probs[i] = found[size_t(i)].prob;
+  for (int64_t i = 0; i < count; ++i) names[i] = name(candidates[size_t(i)].column), probs[i] = candidates[size_t(i)].prob;
   return count;
 }
 

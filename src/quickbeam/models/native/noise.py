@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from quickbeam.models.native.library import Kernels, NoiseRow
-from quickbeam.noise import CHUNK, CUT, KEPT, Array, Noise, Numbers, Peaks, Place, Row
+from quickbeam.noise import CHUNK, CUT, KEPT, Array, ArrayLike, Noise, NoisePlace, Peaks, Row
 
 
-def laid(numbers: Numbers, dtype: torch.dtype) -> torch.Tensor:
+def laid(numbers: ArrayLike, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers as a contiguous tensor of this dtype, copied only where they are not."""
     given = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(np.array(numbers))
     return (given if given.dtype is dtype else given.to(dtype)).contiguous()
@@ -40,7 +40,7 @@ class NativeNoise(Noise):
         numbers = np.array(self.rows[position][1])  # a copy: the memory may come to hold another
         return numbers[: self._chunks], numbers[2 * self._chunks :].view(np.int64)
 
-    def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
+    def largest(self, scores: ArrayLike, position: int, scale: float = 1.0) -> int:
         scores = laid(scores, torch.float32)
         row = self._row(position)
         return int(self._kernels.largest(scores.data_ptr(), scores.shape[0], row, scale))
@@ -65,9 +65,9 @@ class NativeNoise(Noise):
 
     def perturb(
         self,
-        rows: Numbers,
-        tokens: Numbers | None,
-        places: Sequence[Place],
+        rows: ArrayLike,
+        tokens: ArrayLike | None,
+        places: Sequence[NoisePlace],
         temperature: float,
         most: int,
     ) -> list[Row]:

@@ -18,8 +18,7 @@
 
 namespace qb {
 
-// Pairs of inputs between two looks at what to fetch, by the tile's rows: with few rows it waits for memory, with many for the multipliers.
-constexpr int64_t pace(int rows) { return rows <= 2 ? 4 : 8; }
+constexpr int64_t PACE = 4;  // pairs of inputs between two looks at what to fetch
 
 // What belongs to a weight's numbers: those of a row as products read them, and how many inputs stand side by side.
 template <class W>
@@ -44,7 +43,7 @@ static void tile(const typename Reads<W>::X* x, int64_t x_stride, const W* w, in
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) s[r][b] = more ? load(y + r * y_stride + b * 16) : zero();
   for (int64_t k = 0; k < steps;) {
-    const int64_t end = std::min(steps, k + pace(R));
+    const int64_t end = std::min(steps, k + PACE);
     for (int64_t l = lines * k / steps; l < lines * end / steps; ++l) QB_PREFETCH(ahead + l * 64);
     for (; k < end; ++k) {
       if constexpr (std::is_same_v<W, float>) {

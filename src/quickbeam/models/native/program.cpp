@@ -75,8 +75,8 @@ struct Scratch {  // grows with use, kept by the thread that calls
 
 class Worker {
  public:
-  Worker(const Call& call, Scratch& scratch, Meeting& meeting, int64_t thread, int64_t threads)
-      : call_(call), batch_(call.batch), scratch_(scratch), meeting_(meeting), thread_(thread), threads_(threads) {}
+  Worker(const Call& call, Scratch& scratch, Barrier& barrier, int64_t thread, int64_t threads)
+      : call_(call), batch_(call.batch), scratch_(scratch), barrier_(barrier), thread_(thread), threads_(threads) {}
 
   void run(const Op* ops, int64_t count) {
     const Op* product = ops;  // the next one that is not done
@@ -101,7 +101,7 @@ class Worker {
         case GATE: gate(op); break;
         case REORDER: reorder(op); break;
       }
-      meet();
+      wait_for_all();
     }
 #ifdef QB_AMX
     release_tiles();
@@ -112,7 +112,7 @@ class Worker {
   const Call& call_;
   const Batch& batch_;
   Scratch& scratch_;
-  Meeting& meeting_;
+  Barrier& barrier_;
   const int64_t thread_, threads_;
   int64_t rows_ = 0;              // of BEST
   const Op* planned_ = nullptr;   // whose tiles of queries the scratch holds
@@ -127,7 +127,7 @@ class Worker {
   int64_t low(int64_t n) const { return n * thread_ / threads_; }
   int64_t high(int64_t n) const { return n * (thread_ + 1) / threads_; }
 
-  void meet() { meeting_.wait(threads_, ahead_); }
+  void wait_for_all() { barrier_.wait(threads_, ahead_); }
 
   // The blocks of a product that this thread makes; those of gates go in twos.
   struct Blocks {
@@ -313,7 +313,7 @@ class Worker {
       scratch_.peaks.assign(size_t(n * threads_), -INFINITY);
       scratch_.best.assign(size_t(n * threads_), 0);
     }
-    meet();
+    wait_for_all();
   }
 
   void note_best(int64_t row, int64_t column, int64_t count, Lanes y) {
@@ -331,7 +331,7 @@ class Worker {
   }
 
   void finish_best(const Op& op, int64_t n) {
-    meet();
+    wait_for_all();
     for (int64_t r = low(n); r < high(n); ++r) {
       int64_t best = scratch_.best[size_t(r)];
       float top = scratch_.peaks[size_t(r)];
@@ -384,7 +384,7 @@ class Worker {
         router.route(scores + r * stride, routes + r * of.top);
         std::fill_n(at<float>(op.target) + r * op.target_stride, op.outputs, 0.0f);
       }
-      meet();
+      wait_for_all();
     }
     const Grouped grouped(of, routes, batch_.rows, scores, stride);
     const ExpertPass<T> pass{of, op.format, op.activation, op.softcap, op.scaling, at<T>(op.source), op.source_stride, batch_.rows, op.inputs,
@@ -392,7 +392,7 @@ class Worker {
                              std::max<int64_t>(0, op.first_expert), op.last_expert};
     if (thread_ == 0) op.experts->read = grouped.read(of.count);
     pass.up(grouped, thread_, threads_, sums_);
-    meet();
+    wait_for_all();
     pass.down(grouped, thread_, threads_, sums_);
   }
 
@@ -527,7 +527,7 @@ class Worker {
       const int64_t node = nodes.base + r - batch_.span[s].row;
       if (nodes.inputs) std::memcpy(nodes.inputs + node * of.inputs + of.input, row + of.kept, size_t(of.kept_count) * 4);
     }
-    meet();
+    wait_for_all();
     std::vector<float> places;
     const int64_t units = of.units(), first = low(batch_.spans * units), last = high(batch_.spans * units);
     for (int64_t i = first; i < last;) {
@@ -578,7 +578,7 @@ class Worker {
     Attention<T> attention(shape, batch_, at<T>(op.source), at<T>(op.target), scratch_.scores, weights, scratch_.sums);
     const bool fresh = !planned_ || planned_->window != op.window || planned_->heads != op.heads || planned_->kv_heads != op.kv_heads;
     planned_ = &op;
-    attention.run(thread_, threads_, fresh, [this] { meet(); }, scratch_.tiles, scratch_.waves);
+    attention.run(thread_, threads_, fresh, [this] { wait_for_all(); }, scratch_.tiles, scratch_.waves);
   }
 };
 
@@ -607,16 +607,16 @@ QB_API int64_t qb_allowed() {
 QB_API void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t threads) {
   static thread_local qb::Scratch scratch;
   qb::Scratch& mine = scratch;
-  // Where other work holds a core, threads that meet after every operation wait more than they work: then the next calls go alone, two at
-  // first, as a moment's work is soon over, and ever more where it is not.
+  // Where other work holds a core, threads that wait for each other after every operation wait more than they work: then the next calls go
+  // alone, two at first, as a moment's work is soon over, and ever more where it is not.
   static thread_local int64_t alone_for = 0, longer = 2;
   threads = std::min(threads, qb::most_threads());
   if (threads > 1 && --alone_for >= 0) threads = 1;
   const qb::Clock::time_point began = qb::Clock::now();
-  qb::Meeting meeting;
-  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, meeting, thread, all).run(ops, count); });
+  qb::Barrier barrier;
+  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, barrier, thread, all).run(ops, count); });
   if (threads < 2) return;
-  const bool busy = meeting.lost() * 2 > qb::Clock::now() - began;
+  const bool busy = barrier.lost() * 2 > qb::Clock::now() - began;
   if (busy) alone_for = longer;
   longer = busy ? std::min<int64_t>(2 * longer, 512) : 2;
 }

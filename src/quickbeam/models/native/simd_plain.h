@@ -54,9 +54,9 @@ inline float total(const Lanes& a) {
   return all;
 }
 inline bool any_above(const Lanes& a, float y) {
-  int found = 0;
-  for (int i = 0; i < 16; ++i) found |= !(a.v[i] <= y);
-  return found != 0;
+  int above = 0;
+  for (int i = 0; i < 16; ++i) above |= !(a.v[i] <= y);
+  return above != 0;
 }
 inline Lanes round_even(const Lanes& a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 inline Lanes two_to(const Lanes& n) {

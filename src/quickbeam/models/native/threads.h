@@ -56,7 +56,7 @@ struct Ahead {
 
 // Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
 // long waits, as for a thread whose core does other work.
-class Meeting {
+class Barrier {
  public:
   // Who has to wait fetches from `ahead` meanwhile.
   void wait(int64_t threads, Ahead& ahead) {
