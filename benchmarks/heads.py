@@ -89,6 +89,7 @@ def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], floa
 def measure(
     vocab: int, d: int, rows: list[int], shares: list[float], given: Namespace
 ) -> list[dict[str, float]]:
+    """Return the milliseconds of all heads, by rows and share."""
     generator, device = torch.Generator().manual_seed(0), given.device or "cpu"
     weight = torch.empty(vocab, d, dtype=torch.bfloat16)
     for part in weight.split(16_384):

@@ -113,7 +113,8 @@ class Noise:
     def peaks(self, position: int) -> Peaks:
         """Return each chunk's largest number `[chunks]` at a position, and its token `[chunks]`.
 
-        The last token may lie beyond the vocabulary. Positions count prompt and answer from 0.
+        In the last chunk that token may lie beyond the vocabulary. Positions count prompt and
+        answer from 0.
         """
         if position not in self._places:
             self._places[position] = self._find_peaks(position)

@@ -20,7 +20,8 @@ class TokenTree:
     - `probs`: for a drawn node, the distribution `q` `[vocab]` that it was drawn from, before the
       tokens of earlier siblings are removed. For a deterministic proposal (n-grams, last logits) it
       is `None`: all probability is on its token.
-    - `children`: for each node, its children by token, in the order of proposal.
+    - `children`: for each node, its children by token, in the order of proposal. No two siblings
+      share a token.
     """
 
     def __init__(self, root: int) -> None:
@@ -72,7 +73,7 @@ class TokenTree:
         """Return a tree of the first `count` nodes."""
         tree = TokenTree(self.token[0])
         lists = self.parent, self.token, self.source, self.value, self.probs, self.probability
-        for entries in list(zip(*lists, strict=True))[1:count]:
+        for entries in zip(*(one[1:count] for one in lists), strict=True):
             tree.add(*entries)
         return tree
 

@@ -27,7 +27,8 @@ without the tokens of all earlier siblings, renormalised: children are drawn wit
 
 If all children are deterministic proposals, the rule amounts to this: draw a token from p, and
 follow the child that holds it if there is one. `verify_residual` does exactly that in this case.
-Each emitted token then takes one random number, whatever the tree was, as in plain decoding.
+Each emitted token then takes one random number, whatever the tree was. So a seed gives the answer
+of plain decoding.
 """
 
 from __future__ import annotations

@@ -304,7 +304,8 @@ class Drafter(Source):
 
         They are at the request's `draft_temperature`, over the tokens that were scored. One batched
         call serves all requests. Each node is requested at most once a tree, after its parent, and
-        the root comes first. One that is not finite is returned as zeros.
+        the root comes first. One that is not finite is returned as zeros, so that nothing is
+        proposed there.
         """
 
 

@@ -186,7 +186,7 @@ class MtpPasses:
 
 
 def runs_mtp(model: Model) -> bool:
-    """Whether a head can run beside `model`, whose memory has no limit that it would exceed."""
+    """Whether a head can run beside `model`, without memory that its pages were given."""
     return isinstance(model, NativeModel) and model.streamed is None
 
 

@@ -60,7 +60,8 @@ class Masks:
       Where it must end, nothing else is.
 
     One matcher goes from path to path: it rolls back to where the two paths part and reads the
-    rest. What is allowed depends on the tokens alone. Results are cached until it grows.
+    rest. What is allowed depends on the tokens alone. Results are cached until the
+    answer grows.
     """
 
     def __init__(

@@ -205,7 +205,8 @@ class ClientDisconnected(QuickbeamError):
 
 
 async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client leaves first, cancel it and raise."""
+    """Return the result of `work`. If the client leaves first, it is cancelled, and
+    `ClientDisconnected` raised."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(_left(http))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
