@@ -49,7 +49,7 @@ class CostModel:
     RATE = 0.05  # the share of a difference that one pass corrects
     COMMON = 0.5  # the share of a correction that all widths get: the machine's speed has changed
     CALLS = 8  # how many recent calls give the median
-    CALL = 0.3  # share of a plain pass that a call is guessed to take before one was timed
+    CALL = 0.4  # share of a plain pass that a call is guessed to take before one was timed
     MORE = 0.15  # share of a call that each further sequence adds before that was seen
     LEAST = 0.5  # share of a call's seconds that is not reading, at least
 
