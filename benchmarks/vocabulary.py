@@ -4,8 +4,7 @@
 
 "Kept" is the mean accepted tokens (MAT) over that of the full vocabulary; "less the first" holds it
 against the first of `--vocabs` at the same size. Standard errors are over questions, which are the
-same for all. "Recall" is the share of the text's tokens that were scored where they were drafted
-for. Head ms are those of routing, head and softmax in a call of the drafter.
+same for all. Head ms are those of routing, head and softmax in a call of the drafter.
 """
 
 from __future__ import annotations
