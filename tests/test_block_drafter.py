@@ -229,9 +229,11 @@ def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, 
         for within in (2.0, 7.0, math.inf):
             state = SimpleNamespace()
             logits = wide[:, 3 : count + 3]  # rows that don't lie side by side
-            state.scores, state.tokens = plain.near(logits, names, within)
+            state.scores, state.tokens = plain.candidates(logits, names, within)
             for mine, expected in zip(
-                native.near(logits, names, within), plain.near(logits, names, within), strict=True
+                native.candidates(logits, names, within),
+                plain.candidates(logits, names, within),
+                strict=True,
             ):
                 assert torch.equal(mine, expected)
             places = [(0, 5), (3, VOCAB - 1), (3, 0)]
@@ -239,7 +241,7 @@ def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, 
                 native.follow(state, places), plain.follow(state, places), atol=1e-5, rtol=1e-5
             )
     wide[1, 17] = math.nan  # shows in its row, whatever the others'
-    kept, tokens = native.near(wide, None, 0.0)
+    kept, tokens = native.candidates(wide, None, 0.0)
     assert kept[1, tokens.tolist().index(17)].isnan() and 4 <= len(tokens) < 20
 
 

@@ -83,7 +83,7 @@ class TorchBlocks(TorchPasses):
         rows = self.network(anchors, [cache.length for cache in caches], attend)
         return rows[:, len(visible) - self.network.config.drafted :]  # type: ignore[no-any-return]
 
-    def near(
+    def candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the columns of `logits` `[drafted, s]` that are likely, and their tokens.
@@ -153,14 +153,14 @@ class NativeBlocks:
         self._compiled(listed)
         return self._compiled.hidden.view(len(caches), size, -1)[:, size - config.drafted :]
 
-    def near(
+    def candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor | None, within: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TorchBlocks.near`."""
+        """See `TorchBlocks.candidates`."""
         (rows, count), names = logits.shape, torch.empty(logits.shape[1], dtype=torch.int64)
         kept, given = torch.empty(rows * count), None if tokens is None else tokens.data_ptr()
         call = logits.data_ptr(), rows, logits.stride(0), count, given, within
-        n = self._pack.kernels.near(*call, names.data_ptr(), kept.data_ptr())
+        n = self._pack.kernels.candidates(*call, names.data_ptr(), kept.data_ptr())
         return kept[: rows * n].view(rows, n), names[:n]
 
     def follow(self, state: BlockState, places: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -305,7 +305,9 @@ class BlockDrafter(FeatureDrafter):
                 state = states[i]
                 if scored.tokens is None:  # the whole head, which may be padded
                     logits = logits[:, : self.vocab_size]
-                state.scores, state.tokens = self.passes.near(logits, scored.tokens, self.within)
+                state.scores, state.tokens = self.passes.candidates(
+                    logits, scored.tokens, self.within
+                )
                 if self._confidence is not None:
                     state.confidence = (state.rows.float() @ self._confidence[0]).tolist()
 

@@ -217,7 +217,7 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "largest": ((c_void_p, c_int64, POINTER(NoiseRow), c_double), c_int64),
     "perturb": ((*_ROW, *4 * (c_double,), c_int64, c_void_p, c_void_p), c_int64),
     "ranked": ((c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p), c_int64),
-    "near": ((*_IN_ROWS, c_float, c_void_p, c_void_p), c_int64),
+    "candidates": ((*_IN_ROWS, c_float, c_void_p, c_void_p), c_int64),
     "follow": ((c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p), None),
 }
 

@@ -729,10 +729,12 @@ QB_API int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, 
   return qb::ranked(row, count, token, most, floor, name, number);
 }
 
-QB_API int64_t qb_near(const float* scores, int64_t rows, int64_t stride, int64_t count, const int64_t* token, float within, int64_t* name, float* to) {
-  return qb::near(scores, rows, stride, count, token, within, name, to);
+QB_API int64_t qb_candidates(const float* scores, int64_t rows, int64_t stride, int64_t count, const int64_t* token, float within, int64_t* name,
+                     float* to) {
+  return qb::candidates(scores, rows, stride, count, token, within, name, to);
 }
 
-QB_API void qb_follow(const float* scores, int64_t count, const int64_t* token, const uint16_t* before, const uint16_t* after, int64_t rank, float* to) {
+QB_API void qb_follow(const float* scores, int64_t count, const int64_t* token, const uint16_t* before, const uint16_t* after, int64_t rank,
+              float* to) {
   qb::follow(scores, count, token, before, after, rank, to);
 }

@@ -32,7 +32,8 @@ inline int64_t ranked(const float* row, int64_t count, const int64_t* token, int
 
 // Columns of scores [rows][stride] that are NaN in some row, or at most `within` below its largest: their names, and their scores [rows][kept] to
 // `to`. `token`: the name of each of `count` columns, or null where column i is token i. Returns how many are kept.
-inline int64_t near(const float* scores, int64_t rows, int64_t stride, int64_t count, const int64_t* token, float within, int64_t* name, float* to) {
+inline int64_t candidates(const float* scores, int64_t rows, int64_t stride, int64_t count, const int64_t* token, float within, int64_t* name,
+                          float* to) {
   std::vector<uint8_t> marked(static_cast<size_t>(count));
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = scores + r * stride;
