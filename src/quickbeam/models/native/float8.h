@@ -68,32 +68,13 @@ constexpr int MOST_FLOAT8 = 3;
 constexpr int WIDEST_FLOAT8[MOST_FLOAT8 + 1] = {0, 2, 1, 1};
 #endif
 
-template <int R>
-static Float8Tile float8_tile_of(int64_t blocks) {
-  constexpr int most = WIDEST_FLOAT8[R];
-  switch (blocks) {
-    case 1: return float8_tile<R, 1>;
-    case 2: return float8_tile<R, most >= 2 ? 2 : 1>;
-    case 3: return float8_tile<R, most >= 3 ? 3 : 1>;
-    default: return float8_tile<R, most >= 4 ? 4 : 1>;
-  }
-}
-
+template <int R = 1, int B = 1>
 static Float8Tile float8_tile_for(int64_t rows, int64_t blocks) {
-  switch (rows) {
-    case 1: return float8_tile_of<1>(blocks);
-    case 2: return float8_tile_of<2>(blocks);
-#ifdef QB_ZMM
-    case 3: return float8_tile_of<3>(blocks);
-    case 4: return float8_tile_of<4>(blocks);
-    case 5: return float8_tile_of<5>(blocks);
-    case 6: return float8_tile_of<6>(blocks);
-    case 7: return float8_tile_of<7>(blocks);
-    default: return float8_tile_of<8>(blocks);
-#else
-    default: return float8_tile_of<3>(blocks);
-#endif
-  }
+  if constexpr (R < MOST_FLOAT8)
+    if (rows > R) return float8_tile_for<R + 1>(rows, blocks);
+  if constexpr (B < WIDEST_FLOAT8[R])
+    if (blocks > B) return float8_tile_for<R, B + 1>(rows, blocks);
+  return float8_tile<R, B>;
 }
 
 // As `panels` of product.h.

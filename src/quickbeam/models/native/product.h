@@ -84,54 +84,34 @@ using Tile = void (*)(const typename Reads<W>::X*, int64_t, const W*, int64_t, i
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #if defined(QB_DOT) && defined(QB_ZMM)
-constexpr int MOST_ROWS = 8, MOST_BLOCKS = 8;
-constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 2, 2};
+constexpr int MOST_ROWS = 12;
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 2, 2, 2, 2, 2, 2};
 #elif defined(QB_ZMM)
-constexpr int MOST_ROWS = 8, MOST_BLOCKS = 4;
+constexpr int MOST_ROWS = 8;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 2, 2, 2, 2};
 #else
-constexpr int MOST_ROWS = 6, MOST_BLOCKS = 4;
+constexpr int MOST_ROWS = 6;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
-// How many blocks of a weight rows of one part, and of several, go through side by side. On processors with fast products they wait for memory,
-// which is read fastest as few streams.
+// How many blocks of a weight rows of one part, and of several, go through side by side, and how many rows several parts have at most, and
+// how many bytes ahead rows of one part fetch what they read; 0: the next panel. On processors with fast products they wait for memory, which
+// is read fastest as few streams.
 #if defined(QB_DOT) && defined(QB_ZMM)
-constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1}, WIDEST_PARTS[MOST_ROWS + 1] = {0, 2, 2, 2, 2, 2, 2, 2, 2};
+constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, WIDEST_PARTS[] = {0, 2, 2, 2, 2, 2, 2, 2, 2};
+constexpr int64_t PART_ROWS = 8, AHEAD = 1 << 13;
 #else
 constexpr const int *WIDEST_ALONE = WIDEST, *WIDEST_PARTS = WIDEST;
+constexpr int64_t PART_ROWS = MOST_ROWS, AHEAD = 0;
 #endif
 
-template <class W, int R>
-static Tile<W> tile_of(int blocks) {
-  switch (blocks) {
-    case 1: return tile<W, R, 1>;
-    case 2: return tile<W, R, WIDEST[R] >= 2 ? 2 : 1>;
-    case 3: return tile<W, R, WIDEST[R] >= 3 ? 3 : 1>;
-    case 4: return tile<W, R, WIDEST[R] >= 4 ? 4 : 1>;
-    case 5: return tile<W, R, WIDEST[R] >= 5 ? 5 : 1>;
-    case 6: return tile<W, R, WIDEST[R] >= 6 ? 6 : 1>;
-    case 7: return tile<W, R, WIDEST[R] >= 7 ? 7 : 1>;
-    default: return tile<W, R, WIDEST[R] >= 8 ? 8 : 1>;
-  }
-}
-
-template <class W>
-static Tile<W> tile_for(int rows, int blocks) {
-  switch (rows) {
-    case 1: return tile_of<W, 1>(blocks);
-    case 2: return tile_of<W, 2>(blocks);
-    case 3: return tile_of<W, 3>(blocks);
-    case 4: return tile_of<W, 4>(blocks);
-    case 5: return tile_of<W, 5>(blocks);
-#if defined(QB_ZMM)
-    case 6: return tile_of<W, 6>(blocks);
-    case 7: return tile_of<W, 7>(blocks);
-    default: return tile_of<W, 8>(blocks);
-#else
-    default: return tile_of<W, 6>(blocks);
-#endif
-  }
+template <class W, int R = 1, int B = 1>
+static Tile<W> tile_for(int64_t rows, int64_t blocks) {
+  if constexpr (R < MOST_ROWS)
+    if (rows > R) return tile_for<W, R + 1>(rows, blocks);
+  if constexpr (B < WIDEST[R])
+    if (blocks > B) return tile_for<W, R, B + 1>(rows, blocks);
+  return tile<W, R, B>;
 }
 
 // Rows of a product in parts of nearly as many each, at most `most`.
@@ -156,7 +136,7 @@ static void step_product(const typename Reads<W>::X* x, int64_t x_stride, int64_
     const int64_t most = WIDEST[count];
     for (int64_t b = 0; b < blocks; b += most) {
       const int64_t some = std::min(most, blocks - b);
-      tile_for<W>(int(count), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, steps, y + first * y_stride + b * 16,
+      tile_for<W>(count, some)(x + first * x_stride, x_stride, w + b * w_stride, w_stride, steps, y + first * y_stride + b * 16,
                                          y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
     }
   }
@@ -235,17 +215,18 @@ constexpr int64_t PANEL = 32 * 8 * 16;  // numbers a panel's sums have room for
 
 // Panels of blocks, `block_bytes` each, one after the other; a tile of R rows has at most widest[R] blocks. `each(f)` calls f(first, last)
 // for ranges of blocks. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks, sums, stride, ahead, lines)` makes the sums of
-// a part and fetches `lines` of the next panel; `done(low, rows, block, blocks, sums, stride)` takes them.
+// a part and fetches `lines` from `ahead`: what lies `distance` bytes behind its own blocks, or of the next panel where that is 0.
+// `done(low, rows, block, blocks, sums, stride)` takes the sums.
 template <class Each, class Tile, class Done>
 static void walk_panels(const Parts& parts, const int* widest, const void* weight, int64_t block_bytes, Each each, bool even, float* sums,
-                        Tile tile, Done done) {
+                        Tile tile, Done done, int64_t distance = 0) {
   const int64_t tallest = parts.tallest();
   const int64_t most = even ? std::max(2, widest[tallest] & ~1) : widest[tallest];  // even: maybe two tiles, one after the other
   each([&](int64_t first, int64_t last) {
     for (int64_t b = first; b < last; b += most) {
-      const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
-      const char *here = static_cast<const char*>(weight) + b * block_bytes, *ahead = here + some * block_bytes;
-      const int64_t lines = follow * block_bytes / 64;  // of the next panel, spread over all tiles
+      const int64_t some = std::min(most, last - b), follow = distance ? some : std::min(most, last - b - some);
+      const char *here = static_cast<const char*>(weight) + b * block_bytes, *ahead = here + (distance ? distance : some * block_bytes);
+      const int64_t lines = follow * block_bytes / 64;  // spread over all tiles
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t low = parts.begin(part), count = parts.begin(part + 1) - low;
         for (int64_t c = 0, now; c < some; c += now) {
@@ -294,14 +275,15 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
     const int64_t stride = entries.stride();
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
-      tile_for<W>(int(count), int(blocks))(taken + low * stride, stride, reinterpret_cast<const W*>(block), w_stride,
+      tile_for<W>(count, blocks)(taken + low * stride, stride, reinterpret_cast<const W*>(block), w_stride,
                                            inputs / Reads<W>::INPUTS, to, to_stride, false, ahead, lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
     };
-    const Parts parts(n, MOST_ROWS);
-    walk_panels(parts, parts.count == 1 ? WIDEST_ALONE : WIDEST_PARTS, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made);
+    const Parts parts(n, n > MOST_ROWS ? PART_ROWS : MOST_ROWS);
+    const bool alone = parts.count == 1;
+    walk_panels(parts, alone ? WIDEST_ALONE : WIDEST_PARTS, w, w_stride * int64_t(sizeof(W)), each, even, sums, tile, made, alone ? AHEAD : 0);
   }
 }
 

@@ -131,33 +131,13 @@ constexpr int MOST_QUANTISED = 5;
 constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1, 1};
 #endif
 
-template <class F, int R>
-static QuantisedTile quantised_tile_of(int64_t blocks) {
-  constexpr int most = WIDEST_QUANTISED[R];
-  switch (blocks) {
-    case 1: return quantised_tile<F, R, 1>;
-    case 2: return quantised_tile<F, R, most >= 2 ? 2 : 1>;
-    case 3: return quantised_tile<F, R, most >= 3 ? 3 : 1>;
-    default: return quantised_tile<F, R, most >= 4 ? 4 : 1>;
-  }
-}
-
-template <class F>
+template <class F, int R = 1, int B = 1>
 static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
-  switch (rows) {
-    case 1: return quantised_tile_of<F, 1>(blocks);
-    case 2: return quantised_tile_of<F, 2>(blocks);
-    case 3: return quantised_tile_of<F, 3>(blocks);
-    case 4: return quantised_tile_of<F, 4>(blocks);
-#ifdef QB_VNNI
-    case 5: return quantised_tile_of<F, 5>(blocks);
-    case 6: return quantised_tile_of<F, 6>(blocks);
-    case 7: return quantised_tile_of<F, 7>(blocks);
-    default: return quantised_tile_of<F, 8>(blocks);
-#else
-    default: return quantised_tile_of<F, 5>(blocks);
-#endif
-  }
+  if constexpr (R < MOST_QUANTISED)
+    if (rows > R) return quantised_tile_for<F, R + 1>(rows, blocks);
+  if constexpr (B < WIDEST_QUANTISED[R])
+    if (blocks > B) return quantised_tile_for<F, R, B + 1>(rows, blocks);
+  return quantised_tile<F, R, B>;
 }
 
 // As `panels` of product.h: blocks of outputs, handed to `done(row, rows, block, blocks, sums, stride)` part by part. `each(f)` calls
