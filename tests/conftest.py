@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,19 @@ from quickbeam import hub
 # An example that takes long on a busy machine is no failure (how many: `examples` in cases.py).
 settings.register_profile("quickbeam", deadline=None, print_blob=True)
 settings.load_profile("quickbeam")
+
+BEGAN = time.time()
+
+
+def pytest_sessionfinish(session):
+    """Delete what the user's cache keeps of models in temporary folders, once all workers ended."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for name in ("weights/*toy*", "digests/*"):
+        for file in hub.cache_folder().glob(name):
+            if file.stat().st_mtime >= BEGAN:
+                file.unlink(missing_ok=True)
+
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests
 # start and interrupt.

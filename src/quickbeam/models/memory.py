@@ -36,7 +36,7 @@ def map_file(path: Path) -> torch.Tensor | None:
     """Return a file's bytes, `[size]` uint8, mapped: read when they are first used, and shared with
     other processes.
 
-    None where Linux maps them in small pages, which a pass reads more slowly (`room_for_weights`).
+    None where Linux maps many in small pages, which a pass reads more slowly (`room_for_weights`).
     Large ones need a file system that keeps a file in them (ext4 and XFS in recent versions).
     """
     with open(path, "rb") as file:
@@ -46,7 +46,7 @@ def map_file(path: Path) -> torch.Tensor | None:
         with suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
         mapped[::HUGE].sum()  # maps them
-        if _in_huge_pages(mapped.data_ptr()) < len(mapped) / 2:
+        if _in_huge_pages(mapped.data_ptr()) < 0.9 * len(mapped):
             return None
     return mapped
 
