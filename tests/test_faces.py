@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -174,13 +175,13 @@ def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
 
 
 def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_folder):
-    llm = LLM(toy_folder, "ar")
-    first, thread = llm.generate("hello", PARAMS).token_ids, llm.thread._thread
+    llm, before = LLM(toy_folder, "ar"), set(threading.enumerate())
+    first, (thread,) = llm.generate("hello", PARAMS).token_ids, {*threading.enumerate()} - before
     llm.close()
     assert not thread.is_alive()
     assert llm.generate("hello", PARAMS).token_ids == first
     stream = llm.stream("hello", LONG)
-    thread, model = llm.thread._thread, weakref.ref(llm.model)
+    (thread,), model = {*threading.enumerate()} - before, weakref.ref(llm.model)
     del llm
     assert next(stream) and thread.is_alive()  # a stream keeps its engine
     del stream

@@ -81,17 +81,14 @@ class SlowDrafter(KnownDrafter):
     def begin(self, ids, shortlist=None):
         return ReadingState(ids)
 
-    def _read(self, states):
+    def read(self, states, least=1, end=None):
         for state in states:
             self.clock.now += self.token * state.unread
             self.tokens_read += state.unread
             state.unread = 0
 
-    def read(self, states, least=1, end=None):
-        self._read(states)
-
     def answer(self, requests):
-        self._read([request.context.states[self.name] for request in requests])
+        self.read([request.context.states[self.name] for request in requests])
         self.clock.now += self.call
         return super().answer(requests)
 
