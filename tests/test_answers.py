@@ -6,7 +6,7 @@ import random
 import pytest
 
 from answers import request, run
-from cases import refuses
+from cases import before, refuses
 from models import tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.texts import AGREED, GRAM, SCAN, AnswerMemory, Texts
@@ -128,10 +128,9 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
     for who, text in texts.items():
         memory.of(who).add(text)
     memory.close()
-    added, add = list[int](), Texts.add
-    with monkeypatch.context() as patch:
-        patch.setattr(Texts, "add", lambda self, ids: (added.append(len(ids)), add(self, ids)))
-        again = AnswerMemory(1 << 20, path, "m")
+    added = list[int]()
+    before(monkeypatch, Texts, "add", lambda self, ids: added.append(len(ids)))
+    again = AnswerMemory(1 << 20, path, "m")
     assert added == [80] * 3  # what is still empty is not read
     for who, text in texts.items():
         match = again.of(who).match(text[:40])

@@ -16,7 +16,7 @@ import pytest
 
 from cases import before, few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
-from quickbeam.engine.stream import Stream
+from quickbeam.engine.sequence import SequenceState
 from quickbeam.options import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
@@ -117,18 +117,17 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
 
 
 def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
-    begin, seen = llm.stream, list[Stream]()
+    active, seen = llm.engine.scheduler.active, set[SequenceState]()
 
     def broken(batch):
-        if any(part.cache is bad.sequence.cache for part in batch.parts for bad in seen[2:3]):
+        seen.update(active)
+        if any(part.cache is bad.cache for part in batch.parts for bad in active[2:3]):
             raise RuntimeError("no such pass")
 
-    noted = lambda *given, **more: seen.append(begin(*given, **more)) or seen[-1]  # noqa: E731
-    monkeypatch.setattr(llm, "stream", noted)
     before(monkeypatch, llm.model, "forward", broken)
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
-    assert not llm.engine.busy and all(one.sequence.over for one in seen)
+    assert not llm.engine.busy and all(one.over for one in seen)
 
 
 def test_asynchronous_conversations_have_the_same_answers(llm):

@@ -297,8 +297,7 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
         assert ends == [2] and early == []
 
 
-def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(served_runner, "cache_folder", lambda: tmp_path / "cache")
+def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, cache):
     of, first = served_runner.digest_of, served_runner.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first)
     with monkeypatch.context() as patch:
