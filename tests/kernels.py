@@ -113,17 +113,12 @@ def write(kernels, shape, keys, values, rows):
 
 def relocated(store, seed=0):
     """A store with the same tokens in other memory, its pages in another order there."""
-    pages, numbers = store._pages, store.pool._numbers
-    memory = torch.full((len(pages) + 1, numbers + 32), torch.nan, dtype=torch.bfloat16)
+    pages, other = store.pages, store.pool.new()
+    memory = torch.full((len(pages) + 1, len(pages[0].data) + 32), torch.nan, dtype=torch.bfloat16)
     places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
-    other = store.pool.new()
-    for at, page in zip(places, pages, strict=True):
-        moved = Page(memory[at, 32:].copy_(page.data))
-        moved.users = 1
-        other._pages.append(moved)
+    moved = [memory[at, 32:].copy_(page.data) for at, page in zip(places, pages, strict=True)]
+    other.adopt([[*map(Page, moved)]], store.length)
     other.pool.used += len(pages)
-    other.bind()
-    other.length = store.length
     return other
 
 

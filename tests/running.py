@@ -77,10 +77,6 @@ async def begun(runner, *jobs):
         return await runner.begin(jobs, ticket)
 
 
-def begun_answers(runner):
-    return sum(len(one.answers) for one in runner.loaded._mailboxes.values())
-
-
 def idle(runner):
     gate, engine = runner.gate, runner.llm.engine
     places = (gate.inside, gate.waiting, gate.waiting_tokens)

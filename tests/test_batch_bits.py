@@ -113,7 +113,7 @@ class World:
         if self.texts:
             text = self.texts.pop(self.below(len(self.texts)))
             if self.rng.random() < 0.7:
-                for page in text.cache._pages:
+                for page in text.cache.pages:
                     if page.users == 1:
                         page.data.fill_(torch.nan)
                         self.done["spoil"] += 1
@@ -190,7 +190,7 @@ def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name, seeds, ste
 
 
 def all_but_the_last(self):
-    pages = enumerate(self._pages)
+    pages = enumerate(self.pages)
     return [i for i, page in pages if page.users > 1 and i * self.page >= self.length]
 
 

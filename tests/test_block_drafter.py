@@ -221,9 +221,8 @@ def test_a_shortlist_is_scored_once_a_tree(dtype):
 def test_the_kernels_find_candidates_and_what_follows_them_as_pytorch_does(isa, rank):
     config = replace(DSPARK, markov_rank=rank)
     plain = Toy(config, dtype=torch.bfloat16, native=False).drafter.passes
-    native = Toy(config, dtype=torch.bfloat16).drafter.passes
-    assert isinstance(plain, TorchBlocks) and isinstance(native, NativeBlocks)
-    native._pack.kernels = load(isa)
+    assert isinstance(plain, TorchBlocks)
+    native = NativeBlocks(plain.network, load(isa), None)
     wide = 4 * torch.randn(4, VOCAB + 20, generator=torch.Generator().manual_seed(rank))
     for count, names in ((VOCAB, None), (VOCAB - 3, torch.randperm(VOCAB)[:-3]), (5, None)):
         for within in (2.0, 7.0, math.inf):

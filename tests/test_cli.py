@@ -12,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 import fake_llm
-from quickbeam import hub
 from quickbeam.cli.app import app
 from quickbeam.cli.common import statistics_line
 from quickbeam.cli.demo import EXAMPLES
@@ -227,7 +226,9 @@ def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_pa
     assert "not pulled" in run("pull", "--list").stdout
     # a path is never broken, however narrow the terminal
     assert f"  {tmp_path / 'smollm2-135m'}\n" in run("pull", "--list").stdout
-    monkeypatch.setattr(hub, "_make", lambda *_: None)
+    (tmp_path / "smollm2-135m").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / "smollm2-135m" / file).touch()
     assert run("pull").stdout == f"{tmp_path / 'smollm2-135m'}\n"
 
 

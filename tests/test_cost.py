@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from cases import before, examples, refuses
 from models import tiny
-from quickbeam.engine import cost as cost_module
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
 from quickbeam.engine.cost import WIDTHS, CostModel
 from quickbeam.models.kv import NoRoom
@@ -57,33 +56,20 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     held.release()
 
 
-def takes(monkeypatch, seconds):
-    """Have passes of so many nodes take `seconds(nodes)`, as far as costs are measured."""
-    run = cost_module._time
-
-    def timed(model, nodes, context, sequences):
-        run(model, nodes, context, sequences)
-        return seconds(nodes)
-
-    monkeypatch.setattr(cost_module, "_time", timed)
-
-
 def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    takes(monkeypatch, lambda nodes: 1 + 0.1 * nodes)
     model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
     CostModel.kept(model, 16)
     assert not list(tmp_path.iterdir())  # a small model
-    model.weight_bytes = 2**30
-    first = CostModel.kept(model, 16)
-    monkeypatch.setattr(CostModel, "measure", None)
-    second = CostModel.kept(model, 16)
+    model.weight_bytes, ticks = 2**30, itertools.count(1)
+    with monkeypatch.context() as patch:  # a clock by which no pass takes as long as another
+        patch.setattr("time.perf_counter", lambda: next(ticks) ** 1.02 / 1000)
+        first = CostModel.kept(model, 16)
+        patch.setattr(CostModel, "measure", None)
+        second = CostModel.kept(model, 16)
     for rows in (1, 5, 16, 40):
-        assert second.alone(rows, 3) == first.alone(rows, 3)
-        assert second.reading(rows, 100) == first.reading(rows, 100)
-    monkeypatch.undo()
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    takes(monkeypatch, lambda nodes: 1 + 0.1 * nodes)
+        assert second.alone(rows, 3) == first.alone(rows, 3) > first.alone(rows)
+        assert second.reading(rows, 100) == first.reading(rows, 100) > 0
     (kept,) = (tmp_path / "costs").iterdir()
     for broken in ("{", "[1]", "[{}, {}, 0]"):
         kept.write_text(broken)

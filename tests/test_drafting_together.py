@@ -9,7 +9,7 @@ import torch
 
 from answers import answer, request, run
 from drafters import DRAFTED
-from features import Pair, context_of, grown, rounds, words
+from features import Pair, context_of, grown, interrupt, rounds, words
 from kernels import SETS
 from models import VOCAB, tiny
 from quickbeam.drafters.base import DraftRequest
@@ -184,15 +184,10 @@ def test_a_call_that_fails_can_be_made_again(way, take, monkeypatch):
     second.context.extend([12])  # nobody read its hidden state
     with pytest.raises(ValueError, match="not read yet"):
         pair.drafter.answer([first.request(tree, [0]), second.request(TokenTree(12), [0])])
-    alone, run = pair.begin([5, 6, 7], 8), pair.drafter.passes.run
-
-    def failing(*args):
-        run(*args)
-        raise RuntimeError("broken")
-
+    alone = pair.begin([5, 6, 7], 8)
     for nodes in ([0], [1]):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
-            patch.setattr(pair.drafter.passes, "run", failing)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            interrupt(patch, pair.drafter.passes, "run", 1)
             first.distributions(tree, nodes)
         same(way, first.distributions(tree, nodes), alone.distributions(tree, nodes))
 

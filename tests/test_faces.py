@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 
 from cases import before, few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
-from quickbeam.engine.stream import Stream
+from quickbeam.engine.sequence import SequenceState
 from quickbeam.options import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
@@ -116,18 +117,17 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone, method):
 
 
 def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
-    begin, seen = llm.stream, list[Stream]()
+    active, seen = llm.engine.scheduler.active, set[SequenceState]()
 
     def broken(batch):
-        if any(part.cache is bad.sequence.cache for part in batch.parts for bad in seen[2:3]):
+        seen.update(active)
+        if any(part.cache is bad.cache for part in batch.parts for bad in active[2:3]):
             raise RuntimeError("no such pass")
 
-    noted = lambda *given, **more: seen.append(begin(*given, **more)) or seen[-1]  # noqa: E731
-    monkeypatch.setattr(llm, "stream", noted)
     before(monkeypatch, llm.model, "forward", broken)
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
-    assert not llm.engine.busy and all(one.sequence.over for one in seen)
+    assert not llm.engine.busy and all(one.over for one in seen)
 
 
 def test_asynchronous_conversations_have_the_same_answers(llm):
@@ -174,13 +174,13 @@ def test_closing_ends_what_is_waited_for(toy_folder, monkeypatch):
 
 
 def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_folder):
-    llm = LLM(toy_folder, "ar")
-    first, thread = llm.generate("hello", PARAMS).token_ids, llm.thread._thread
+    llm, before = LLM(toy_folder, "ar"), set(threading.enumerate())
+    first, (thread,) = llm.generate("hello", PARAMS).token_ids, {*threading.enumerate()} - before
     llm.close()
     assert not thread.is_alive()
     assert llm.generate("hello", PARAMS).token_ids == first
     stream = llm.stream("hello", LONG)
-    thread, model = llm.thread._thread, weakref.ref(llm.model)
+    (thread,), model = {*threading.enumerate()} - before, weakref.ref(llm.model)
     del llm
     assert next(stream) and thread.is_alive()  # a stream keeps its engine
     del stream

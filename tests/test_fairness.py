@@ -50,7 +50,7 @@ def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
         tenant = rng.choice(list(largest))
         asked, cost = SimpleNamespace(tenant=tenant), rng.randint(1, largest[tenant])
         queue.add(SimpleNamespace(arrival=arrival, cost=cost, request=asked))
-    while len(queue._queues) == len(largest):
+    while len(queue.heads()) == len(largest):
         one = queue.heads()[0]
         queue.take(one)
         served[one.request.tenant] += one.cost

@@ -16,12 +16,10 @@ from transformers.generation import logits_process as processing
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.streamers import BaseStreamer
 
-import quickbeam.hf
 from answers import answer
 from cases import few, refuses
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.answering import Answering
-from quickbeam.hf import generate, generator, params_of
+from quickbeam.hf import engine_of, generate, generator, params_of
 from quickbeam.methods import make_method
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
@@ -44,18 +42,6 @@ TOP_P = processing.TopPLogitsWarper(0.9)
 @pytest.fixture(scope="module")
 def llama():
     return tiny("llama")
-
-
-@pytest.fixture
-def made(monkeypatch):
-    engines = []
-
-    def make(*arguments):
-        engines.append(Answering(*arguments))
-        return engines[-1]
-
-    monkeypatch.setattr(quickbeam.hf, "Answering", make)
-    yield engines
 
 
 def pair(model, ids=ROWS, how=generate, **wanted):
@@ -279,20 +265,21 @@ def test_models_that_are_refused(llama):
     refuses("merge_and_unload", adapted.generate, ROWS[:1], **ask)
 
 
-def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made):
+def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model():
     model = tiny("llama")
-    for _ in range(2):
-        model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
-    assert len(made) == 1
+    made = [engine_of(model, None, None)]
+    model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
+    assert engine_of(model, None, None) is made[0]
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-    assert torch.equal(*pair(model, ROWS[:1], **GREEDY)) and len(made) == 2
-    model.double()
-    assert torch.equal(*pair(model, ROWS[:1], **GREEDY))
-    assert len(made) == 3
+    for change in (lambda: None, model.double):
+        change()
+        assert torch.equal(*pair(model, ROWS[:1], **GREEDY))
+        made.append(engine_of(model, None, None))
+    assert len(set(made)) == 3
     engine = weakref.ref(made[-1].engine)
     made.clear()
-    del model
+    del model, change
     gc.collect()
     for _ in range(300):  # its thread ends a moment later
         if engine() is None:
@@ -301,7 +288,7 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made):
     assert engine() is None
 
 
-def test_a_failure_leaves_nothing_open(made):
+def test_a_failure_leaves_nothing_open():
     class Broken(stopping.StoppingCriteria):
         def __call__(self, input_ids, scores, **_):
             if input_ids.shape[1] > 20:
@@ -312,5 +299,5 @@ def test_a_failure_leaves_nothing_open(made):
     more = dict(stopping_criteria=stopping.StoppingCriteriaList([Broken()]), **GREEDY)
     given = dict(attention_mask=MASK, custom_generate=generate, **more)
     refuses("broken", model.generate, ROWS, **given, error=RuntimeError)
-    assert not made[0].engine.busy
+    assert not engine_of(model, None, None).engine.busy
     assert torch.equal(*pair(model, ROWS[:1], **GREEDY))

@@ -46,10 +46,10 @@ class World:
     def __init__(self, layout, way):
         dtype = torch.float32 if way == "float32" else torch.bfloat16
         source = tiny(layout, dtype, seed=3)
-        network = EagleHead(WIDE)
-        network.load_state_dict(head_of(WIDE, source).state_dict())
+        weights = head_of(WIDE, source).state_dict()
         self.model = make_model(source, chunk=32, native=way == "native")
-        network._shared.update(embedding=self.model.embedding, head=self.model.head)
+        network = EagleHead(WIDE, self.model.embedding, self.model.head)
+        network.load_state_dict(weights)
         self.drafter = eagle_drafter(network, self.model)
         small = make_model(tiny(layout, dtype, seed=3), native=way == "native")
         self.small = LMDrafter(small, VOCAB)

@@ -92,7 +92,6 @@ def test_a_window_that_only_the_mask_knows_of_is_heeded():
     ids = [(7 * i + 3) % 97 for i in range(40)]
     expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
     target = Target(model, chunk=16)
-    assert {layer.window for layer in target.model._context.layers.values()} == {6}
     torch.testing.assert_close(target.prefill(ids), expected, atol=1e-4, rtol=1e-4)
 
 

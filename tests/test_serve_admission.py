@@ -9,7 +9,7 @@ from cases import refuses
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.serve.admission import Busy, Gate
 from quickbeam.serve.settings import ServeSettings
-from running import LONG, begun, begun_answers, braked, idle, job, served, until
+from running import LONG, begun, braked, idle, job, served, until
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +103,7 @@ async def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
     async with served(llm) as (runner, client):
         with braked(llm.engine) as brake:
             tasks = [asyncio.create_task(begun(runner, job(llm))) for _ in range(2)]
-            await until(lambda: runner.gate.inside == begun_answers(runner) == 2)
+            await until(lambda: runner.gate.inside == len(runner.under_way) == 2)
             brake.release(3)  # answers need 200 steps
             running = [stream for task in tasks for stream in await task]
             runner.settings = replace(runner.settings, queue_timeout=0.3)
@@ -144,7 +144,7 @@ async def test_nothing_on_the_event_loop_waits_for_a_step(llm):
             for path in ("/health", "/metrics", "/v1/models", "/"):
                 assert (await client.get(path)).status_code == 200
             other = asyncio.create_task(begun(runner, job(llm, "another")))
-            await until(lambda: runner.gate.waiting == 2 and begun_answers(runner) == 2)
+            await until(lambda: runner.gate.waiting == 2 and len(runner.under_way) == 2)
             assert not task.done() and not other.done()
         for stream in await task + await other:
             stream.close()

@@ -24,12 +24,11 @@ import pytest
 from cases import raising, refuses
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.serve import keys_of
-from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import runner as served_runner
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
-from running import LONG, begun, begun_answers, braked, idle, job, served, until
+from running import LONG, begun, braked, idle, job, served, until
 from scripts import cli
 from serving import ScriptedRunner
 
@@ -169,7 +168,7 @@ async def test_what_takes_too_long_to_end_is_ended(llm):
                 got = lines(streamed)
                 await anext(got)
                 one.stop()
-                await until(lambda: one.runner._aio._closed)
+                await until(lambda: one.runner.loaded.closed)
                 brake.release(1)  # the step that is under way
                 rest = [chunk async for chunk in got]
             assert any("error" in json.loads(chunk) for chunk in rest if chunk != "[DONE]")
@@ -185,7 +184,7 @@ async def test_a_client_that_leaves_frees_its_answer(llm, stream, steps):
             task = asyncio.create_task(client.post("/v1/completions", json=asked))
             await until(brake.waits.is_set)
             # the second answer was begun, too
-            await until(lambda: begun_answers(one.runner) == one.runner.gate.inside == 2)
+            await until(lambda: len(one.runner.under_way) == one.runner.gate.inside == 2)
             if steps:
                 brake.release(steps)
                 await until(lambda: any(s.started for s in llm.engine.scheduler.active))
@@ -239,13 +238,13 @@ async def test_health_fails_when_the_engine_is_silent(llm):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
+def test_an_engine_whose_thread_ends_is_told(toy_folder):
     async def main(llm):
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(client.post("/v1/completions", json=BODY))
                 await until(brake.waits.is_set)
-                monkeypatch.setattr(EngineLoop, "_step", raising(MemoryError("no more")))
+                llm.thread.cancel(None)  # what is no sequence fails, and not in a step
                 brake.release(1)
                 assert (await task).status_code == 500
                 with pytest.raises(QuickbeamError, match="thread has ended"):
@@ -298,8 +297,7 @@ async def test_an_answer_is_over_when_its_last_step_is(llm):
         assert ends == [2] and early == []
 
 
-def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(served_runner, "cache_folder", lambda: tmp_path / "cache")
+def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch, cache):
     of, first = served_runner.digest_of, served_runner.fingerprint_of(llm)
     assert re.fullmatch(r"fp_[0-9a-f]{16}", first)
     with monkeypatch.context() as patch:

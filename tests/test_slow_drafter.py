@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from answers import answer
+from cases import before
 from drafters import KnownDrafter
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -81,17 +82,14 @@ class SlowDrafter(KnownDrafter):
     def begin(self, ids, shortlist=None):
         return ReadingState(ids)
 
-    def _read(self, states):
+    def read(self, states, least=1, end=None):
         for state in states:
             self.clock.now += self.token * state.unread
             self.tokens_read += state.unread
             state.unread = 0
 
-    def read(self, states, least=1, end=None):
-        self._read(states)
-
     def answer(self, requests):
-        self._read([request.context.states[self.name] for request in requests])
+        self.read([request.context.states[self.name] for request in requests])
         self.clock.now += self.call
         return super().answer(requests)
 
@@ -161,9 +159,8 @@ def test_costs_that_a_busy_machine_measured_are_corrected(monkeypatch, call):
 
 
 def test_loading_measures_passes_and_chooses_a_drafters_weights(toy_folder, monkeypatch):
-    measured, measure = list[Model](), CostModel.measure
-    counted = lambda model, limit: measured.append(model) or measure(model, limit)  # noqa: E731
-    monkeypatch.setattr(CostModel, "measure", counted)
+    measured = list[Model]()
+    before(monkeypatch, CostModel, "measure", lambda model, limit: measured.append(model))
     with LLM(toy_folder, weights="int8", drafter=toy_folder) as llm:
         drafter = llm.prepare("auto")
         assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"

@@ -3,7 +3,7 @@
 import io
 import json
 import math
-import sys
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -49,11 +49,11 @@ def test_log_probabilities_of_banned_tokens_are_null(faked, monkeypatch):
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(True, SHOWN), (False, EVIL)])
-def test_a_terminal_is_shown_what_a_pipe_is_given(monkeypatch, terminal, expected):
+def test_a_terminal_is_shown_what_a_pipe_is_given(terminal, expected):
     out = io.StringIO()
-    monkeypatch.setattr(out, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stdout", out)
-    common.write(EVIL)
+    out.isatty = lambda: terminal
+    with redirect_stdout(out):
+        common.write(EVIL)
     assert out.getvalue() == expected
 
 

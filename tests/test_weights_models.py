@@ -15,9 +15,12 @@ from models import UNDESCRIBED, tiny
 from quantised import quantise
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
+from quickbeam.models.families import describe
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8
 from quickbeam.models.opening import make_model
+from quickbeam.models.packing import PackedWeights
+from quickbeam.models.stack_tensors import ModelParameters
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
 from streaming import ids
@@ -34,8 +37,9 @@ def test_layers_have_the_bits_asked_for_and_the_head_8_at_least(name):
     model = tiny("llama", torch.bfloat16)
     down = model.model.layers[1].mlp.down_proj
     layer, head = (one.weight.detach().clone() for one in (down, model.lm_head))
-    packed = make_model(model, weights=name)._compiled._packed
-    stack = packed._stack
+    stack = describe(model)
+    packed = PackedWeights(ModelParameters(model), stack, library.kernels(), name)
+    packed.memory = torch.empty(packed.size, dtype=torch.uint8)
     for linear, weight, kind in (
         (stack.layers[1].feed_forward.down, layer, name),
         (stack.head, head, INT8),

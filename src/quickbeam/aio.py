@@ -150,13 +150,13 @@ class AsyncLLM:
 
     `stream` and `chat_stream` return iterators of text; `generate` and `chat` wait for whole
     answers. A task that is cancelled while it waits ends its answer. With `trace=True` the deltas
-    of a stream carry its steps.
+    of a stream carry its steps. `closed`: it takes nothing new.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._closed, tokenizer = False, self.llm.tokenizer
+        self.closed, tokenizer = False, self.llm.tokenizer
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # of a token, for traces
 
     async def stream(
@@ -211,7 +211,7 @@ class AsyncLLM:
         except QuickbeamError:
             self._require_open()
             raise
-        if self._closed:
+        if self.closed:
             stream.cancel()
             self._require_open()
         answer = mailbox.answers[stream.sequence] = AsyncStream(stream, kept, self._text)
@@ -227,7 +227,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End all answers that are under way, and the engine's thread."""
-        self._closed = True
+        self.closed = True
         self.llm.close()
 
     async def __aenter__(self) -> Self:
@@ -237,7 +237,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise Closed("this AsyncLLM is closed: make another one")
         if not self.llm.thread.alive:
             raise Closed(

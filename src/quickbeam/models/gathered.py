@@ -127,7 +127,7 @@ class RowStore(SequenceCache):
         return self._states
 
     def bind(self) -> None:
-        self._numbers = np.array([page.data for page in self._pages], np.int64)
+        self._numbers = np.array([page.data for page in self.pages], np.int64)
 
     def rows(self, orders: np.ndarray) -> np.ndarray:
         """Return the rows of the pool in which these orders live."""

@@ -241,7 +241,7 @@ class SequenceStates(ABC):
 
 
 class SequenceCache(ABC):
-    """Keys and values of one sequence: a list of pages, and states of recurrent layers.
+    """Keys and values of one sequence: a list of `pages`, and states of recurrent layers.
 
     Tokens have an *order*. Committed tokens have the orders 0 to `length - 1`, which are their
     positions. The nodes of the draft tree in flight have the orders after these. They are forgotten
@@ -250,7 +250,7 @@ class SequenceCache(ABC):
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.page, self.length = pool, pool.page, 0
-        self._pages: list[Page] = []
+        self.pages: list[Page] = []
         self._states: SequenceStates | None = None  # where the model has recurrent layers
 
     @abstractmethod
@@ -263,12 +263,12 @@ class SequenceCache(ABC):
     def _shared(self) -> list[int]:
         """Return the indices of the pages that would be written next and have other users too."""
         return [
-            i for i in range(self.length // self.page, len(self._pages)) if self._pages[i].users > 1
+            i for i in range(self.length // self.page, len(self.pages)) if self.pages[i].users > 1
         ]
 
     def missing(self, tokens: int) -> int:
         """Return how many pages of the pool `reserve(tokens)` would take."""
-        missing = max(0, -(-tokens // self.page) - len(self._pages)) + len(self._shared())
+        missing = max(0, -(-tokens // self.page) - len(self.pages)) + len(self._shared())
         return missing + (0 if self._states is None else self._states.missing(self.length, tokens))
 
     def reserve(self, tokens: int) -> None:
@@ -276,16 +276,16 @@ class SequenceCache(ABC):
 
         Those from `length` on may then be written. Raises `NoRoom`.
         """
-        missing, shared = -(-tokens // self.page) - len(self._pages), self._shared()
+        missing, shared = -(-tokens // self.page) - len(self.pages), self._shared()
         if missing > 0 or shared:
             try:
                 for i in shared:
                     own = self.pool.page_for()
-                    self.pool.copy(self._pages[i], own)
-                    self.pool.leave(self._pages[i])
-                    self._pages[i] = own
+                    self.pool.copy(self.pages[i], own)
+                    self.pool.leave(self.pages[i])
+                    self.pages[i] = own
                 for _ in range(missing):
-                    self._pages.append(self.pool.page_for())
+                    self.pages.append(self.pool.page_for())
             finally:
                 self.bind()
         if self._states is not None:
@@ -310,7 +310,7 @@ class SequenceCache(ABC):
         keeps them counts as a user (`Pool.keep`).
         """
         pages = tokens // self.page
-        return self._pages[chunk * pages : (chunk + 1) * pages]
+        return self.pages[chunk * pages : (chunk + 1) * pages]
 
     def snapshot(self, tokens: int) -> Page | None:
         """Return the state of the recurrent layers behind the first `tokens` committed tokens.
@@ -328,7 +328,7 @@ class SequenceCache(ABC):
         """
         for page in (page for chunk in chunks for page in chunk):
             page.users += 1
-            self._pages.append(page)
+            self.pages.append(page)
         self.length = len(chunks) * tokens
         self.bind()
         if self._states is not None:
@@ -337,7 +337,7 @@ class SequenceCache(ABC):
     def fork(self) -> SequenceCache:
         """Return another sequence with the same committed tokens."""
         other = self.pool.new()
-        other.adopt([self._pages[: -(-self.length // self.page)]], 0)
+        other.adopt([self.pages[: -(-self.length // self.page)]], 0)
         other.length = self.length
         if self._states is not None and other._states is not None:
             self._states.fork(other._states, self.length)
@@ -345,8 +345,8 @@ class SequenceCache(ABC):
 
     def release(self) -> None:
         """Give all pages back to the pool."""
-        while self._pages:  # one by one, so that an interrupt leaves those that are still held
-            self.pool.leave(self._pages.pop())
+        while self.pages:  # one by one, so that an interrupt leaves those that are still held
+            self.pool.leave(self.pages.pop())
         self.length = 0
         self.bind()
         if self._states is not None:

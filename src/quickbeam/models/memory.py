@@ -46,12 +46,12 @@ def map_file(path: Path) -> torch.Tensor | None:
         with suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
         mapped[::HUGE].sum()  # maps them
-        if _in_huge_pages(mapped.data_ptr()) < 0.9 * len(mapped):
+        if in_huge_pages(mapped.data_ptr()) < 0.9 * len(mapped):
             return None
     return mapped
 
 
-def _in_huge_pages(begin: int) -> int:
+def in_huge_pages(begin: int) -> int:
     """Return how many bytes of the file that is mapped at address `begin` are in huge pages."""
     with suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
         inside = False

@@ -94,8 +94,8 @@ class PagedStore(SequenceCache):
         return ctypes.addressof(self._table)
 
     def bind(self) -> None:
-        self._table = (ctypes.c_void_p * len(self._pages))(
-            *[page.data.data_ptr() for page in self._pages]
+        self._table = (ctypes.c_void_p * len(self.pages))(
+            *[page.data.data_ptr() for page in self.pages]
         )
 
     def add_chain(

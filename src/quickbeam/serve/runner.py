@@ -59,7 +59,7 @@ class Runner:
         # parameters of requests that don't give them
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         self._aio: AsyncLLM | None = None
-        self._under_way = dict[RequestMetrics, AsyncStream]()  # kept until they are over
+        self.under_way = dict[RequestMetrics, AsyncStream]()  # answers, kept until they are over
         # grammars take seconds, so they have a thread of their own: the others begin answers
         self._compiling = ThreadPoolExecutor(1, "quickbeam-grammar")
         self.metrics = Metrics(self.name, self.gate)
@@ -139,12 +139,12 @@ class Runner:
             raise Unavailable(f"the server can't answer: {why}", LATER) from error
 
         def over(answer: Stream) -> None:
-            self._under_way.pop(counting, None)
+            self.under_way.pop(counting, None)
             ticket.end()
             counting.over(answer.completion, answer.times)
 
         ticket.taken += 1
-        self._under_way[counting] = stream
+        self.under_way[counting] = stream
         stream.watch(ticket.begin, over)
         return stream
 

@@ -142,7 +142,7 @@ class Trainer:
         os.replace(part, self.checkpoint)
         self.network.save(self.folder)
 
-    def _batches(self) -> Iterator[TrainingBatch]:
+    def batches(self) -> Iterator[TrainingBatch]:
         """Yield batches with hidden states, from where the training stands.
 
         Each round has a new random order.
@@ -164,7 +164,7 @@ class Trainer:
         Raises `QuickbeamError` for a loss or a gradient that is not finite. Whatever ends it early,
         the last checkpoint stands.
         """
-        batches = self._batches()
+        batches = self.batches()
         saved = reported = began = time.perf_counter()
         before, losses, fresh = self.seconds, list[float](), self.seen
         while self.seen < self.total:
