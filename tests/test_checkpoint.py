@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoTokenizer, GptOssForCausalLM, LlamaConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GptOssForCausalLM,
+    LlamaConfig,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -84,6 +90,48 @@ def test_a_configuration_of_another_version_is_filled_in_once(tmp_path, monkeypa
         assert config.rope_parameters["rope_theta"] == 500000.0 and not config.mlp_bias
     (tmp_path / "config.json").write_text("{")
     refuses(r"config\.json can't be read", read_config, tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "gone"),
+    [
+        ("qwen3", {"rope_scaling": YARN}, "none"),
+        ("phi", {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}, "none"),
+        ("llama", {"rope_parameters": PARTIAL}, "tie_word_embeddings"),
+        ("qwen2", {"max_window_layers": 1}, "layer_types"),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 6}, "none"),
+        ("hunyuan", {"rope_parameters": ALPHA}, "none"),
+    ],
+)
+@torch.inference_mode()
+def test_edited_configurations_are_read_as_transformers_reads_them(
+    name, changes, gone, tmp_path, cache
+):
+    made(name).save_pretrained(tmp_path)
+    configure(tmp_path, **changes)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields.pop(gone, None)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    how: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
+    checkpoint = Checkpoint(tmp_path, torch.float32)
+    ours = logits_of(NativeModel(checkpoint, checkpoint.stack), IDS.tolist())
+    theirs = right(IDS[None]).logits[0]
+    assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
+
+
+def test_one_file_comes_before_an_index_of_earlier_ones(tmp_path):
+    made("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    model = made("llama")
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
+    rewrite(tmp_path, {HEAD: torch.zeros_like(model.lm_head.weight)})
+    assert not Checkpoint(tmp_path, torch.float32)(HEAD).any()
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):
@@ -311,6 +359,7 @@ def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2,
     fields = json.loads((toy / "tokenizer_config.json").read_text())
     changes = {"tokenizer_class": "BertTokenizer", "image_token": "<image>"}
     changes |= {"clean_up_tokenization_spaces": True, "extra_special_tokens": {"a": "b"}}
+    changes["add_prefix_space"] = True
     for change in ({name: value} for name, value in changes.items()):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         try:
@@ -320,9 +369,19 @@ def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2,
         assert not isinstance(tokenizer, Tokenizer)
     added = {"300": {"content": "<new>", "special": False}}
     added |= {"301": {"content": "<other>", "lstrip": True}}
-    for change in ({"added_tokens_decoder": added}, {"extra_special_tokens": ["<more>"]}):
+    changes = {"added_tokens_decoder": added, "extra_special_tokens": ["<more>"]}
+    for change in ({name: value} for name, value in changes.items()):
         (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
         same_tokenizers(toy)
+    change = {"tokenizer_class": "Qwen2Tokenizer"}  # splits texts as it does, not as it is told
+    (toy / "tokenizer_config.json").write_text(json.dumps(fields | change))
+    ours, theirs = load_tokenizer(toy, read_config(toy)), AutoTokenizer.from_pretrained(toy)
+    for text in (*TEXTS, "a  b\n\n<y>\n 12"):
+        assert isinstance(ours, Tokenizer) and ours.encode(text) == theirs.encode(text)
+    pieces = [
+        one.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a1  b") for one in (ours, theirs)
+    ]
+    assert pieces[0] == pieces[1]
 
 
 ALONE = """
@@ -349,6 +408,13 @@ def test_fields_that_do_not_fit_are_named(tmp_path):
         ("gemma3", {"num_hidden_layers": "3"}, "can't be read"),
         ("gemma3", {"num_key_value_heads": 3}, "4 heads of queries, 3 of keys"),
         ("gemma3", {"layer_types": ["full_attention"]}, "can't be read"),
+        ("gemma3", {"num_hidden_layers": 10**9}, "can't be read"),
+        ("qwen3_moe", {"num_experts": 10**9}, "can't be read"),
+        ("qwen3_moe", {"num_experts_per_tok": 2.0}, r"2\.0 of 7 experts"),
+        ("llama", {"model_type": ["llama"]}, r"the model_type \['llama'\]"),
+        ("llama", {"rms_norm_eps": "x"}, "can't be read"),
+        ("llama", {"rope_parameters": "x"}, "can't be read"),
+        ("llama", {"max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
         ("gemma3", {"hidden_size": [32]}, "can't be read"),
         ("glm4_moe", {"n_group": 3}, "3 of 8 experts chosen in 2 of 3 groups"),
         ("gpt2", {"n_positions": 1024}, "wpe.weight has shape"),

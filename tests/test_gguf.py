@@ -4,11 +4,13 @@ import contextlib
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import GemmaTokenizer
 
 import gguf_files
@@ -22,7 +24,7 @@ from quickbeam.models.gguf import names
 from quickbeam.models.gguf.architecture import ARCHITECTURES, INTERLEAVED
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.gguf.tokenizer import load_tokenizer
+from quickbeam.models.gguf.tokenizer import load_tokenizer, turn_ends
 from quickbeam.models.native import library
 from quickbeam.models.native_model import NativeModel
 from streaming import alike, limits, on_disk
@@ -226,6 +228,20 @@ def test_blocks_read_from_disk_have_the_bits_of_memory(architecture, kinds, tmp_
         tokens = less.generate("ab ab ab ab", params, method="auto").token_ids
         assert tokens == llm.generate("ab ab ab ab", params, method="ar").token_ids
     assert not (tmp_path / "gguf").exists()
+
+
+def test_a_turn_ends_where_the_chat_template_ends_it():
+    known = {i: AddedToken(one) for i, one in enumerate(("<eos>", "<end_of_turn>", "<|im_end|>"))}
+    tokenizer = SimpleNamespace(chat_template="x<end_of_turn>", added_tokens_decoder=known)
+    assert turn_ends(tokenizer) == {1}
+    tokenizer.chat_template = {"default": "<|im_end|>", "tool_use": "<|end|>"}
+    assert turn_ends(tokenizer) == {2}
+    known |= {3: AddedToken("<|end|>"), 4: AddedToken("<|return|>")}
+    assert turn_ends(tokenizer) == {2, 3}
+    tokenizer.chat_template = "<|end|><|return|>"
+    assert turn_ends(tokenizer) == {4}
+    tokenizer.chat_template = None
+    assert not turn_ends(tokenizer)
 
 
 def test_text_becomes_the_files_tokens(mixed):

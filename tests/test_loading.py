@@ -264,6 +264,17 @@ def test_what_is_no_file_of_weights_is_refused(folder):
     # as Git leaves it without its extension for large files
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     refuses(r"model\.safetensors can't be read", LLM, str(folder))
+    shape = b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}'
+    two = b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": '
+    two += b'{"dtype": "U8", "shape": [2], "data_offsets": [3, 5]}}'
+    for header, words in ((shape, "'a' of shape"), (two, "'a' and 'b' lie in the same place")):
+        data = len(header).to_bytes(8, "little") + header + bytes(16)
+        (folder / "model.safetensors").write_bytes(data)
+        refuses(words, LLM, str(folder))
+    (folder / "model.safetensors").unlink()
+    for broken in (b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04" + bytes(96)):
+        (folder / "pytorch_model.bin").write_bytes(broken)
+        refuses("its weights can't be read.*download it again", LLM, str(folder))
 
 
 def test_a_tokenizer_that_is_broken_or_missing_is_named(folder):

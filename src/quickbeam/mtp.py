@@ -96,7 +96,7 @@ def has_mtp(place: Path) -> bool:
 
 
 def _names(folder: Path) -> Collection[str]:
-    if (folder / INDEX).is_file():
+    if not (folder / SINGLE).is_file():  # the order of transformers
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         return index["weight_map"].keys()  # type: ignore[no-any-return]
     with open(folder / SINGLE, "rb") as file:  # its header is JSON behind its size

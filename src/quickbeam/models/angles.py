@@ -71,6 +71,8 @@ def _scaled(kind: str, rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
 def of_config(config: Any) -> Iterator[dict[str, Any]]:
     """Yield a configuration's angles: one kind, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
+        raise InvalidInput(f"its rope_parameters are {rope!r}: download it again")
     kinds = [one for one in rope.values() if isinstance(one, dict)]
     yield from kinds or [rope]
 
@@ -83,6 +85,8 @@ def hold(config: Any) -> None:
     trained for. Therefore the context of such a model ends at that length.
     """
     length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int | float | None):
+        raise InvalidInput(f"its max_position_embeddings is {length!r}: download it again")
     for rope in of_config(config):
         border = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
@@ -153,4 +157,5 @@ def angles_of(config: Any, rotary: Rotary, dim: int) -> Angles:
     rope = config.rope_parameters
     if rotary.kind is not None and not isinstance(rope.get(rotary.kind), dict):
         raise InvalidInput(f"its rope_parameters lack those of {rotary.kind}")
-    return Angles(rope if rotary.kind is None else rope[rotary.kind], dim)
+    rope = rope if rotary.kind is None else rope[rotary.kind]
+    return Angles(rope if rotary.base is None else {**rope, "rope_theta": rotary.base}, dim)

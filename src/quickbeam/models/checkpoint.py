@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput, first_line, refuse_incomplete
 from quickbeam.models.angles import hold
 from quickbeam.models.families import stack_of
-from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
+from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed, check_count
 from quickbeam.models.native.quantised import BlockRows, Weight
 from quickbeam.models.prequantised import UNREAD, QuantisedTensor, method_of
 from quickbeam.models.shapes import check_shapes, expected, refuse_shared_experts
@@ -44,6 +45,8 @@ WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 UNWANTED = ("original/*", "consolidated*", "onnx/*", "metal/*")  # other forms of the same
 NUMBERS = {"BF16", "F16", "F32"}
 WHOLE = "5."  # versions of transformers whose configurations say all that a family reads
+# what they say in `rope_parameters`
+EARLIER = {"rope_scaling", "partial_rotary_factor", "rotary_pct", "rope_theta"}
 
 
 class ModelConfig:
@@ -86,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_plain)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} can't be read: {error}") from error
     return fields if isinstance(fields, dict) else {}
 
@@ -105,10 +108,17 @@ def read_config(folder: Path) -> ModelConfig:
     Raises `InvalidInput` where that fails.
     """
     fields = read_json(folder / "config.json")
+    part = fields.get("text_config")
+    for of in (fields, part if isinstance(part, dict) else {}):
+        if not isinstance(kind := of.get("model_type", ""), str):
+            raise InvalidInput(f"its config.json has the model_type {kind!r}: download it again")
+        for layers in {"num_hidden_layers", "n_layer"} & of.keys():  # transformers lists them all
+            check_count(of[layers], "layers")
     language = language_part(fields)
-    if str(fields.get("transformers_version")).startswith(WHOLE):
+    if str(fields.get("transformers_version")).startswith(WHOLE) and _says_all(language):
         return ModelConfig(language)
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    what = version("transformers") + json.dumps(fields, sort_keys=True)
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
     kept = cache_folder() / "configs" / f"{digest}.json"
     if not (filled := read_json(kept)):
         from transformers import AutoConfig
@@ -126,6 +136,18 @@ def read_config(folder: Path) -> ModelConfig:
         except OSError as error:
             logger.info("the configuration can't be kept in %s: %s", kept.parent, error)
     return ModelConfig(language_part(filled))
+
+
+def _says_all(fields: Mapping[str, Any]) -> bool:
+    """Whether fields are as transformers writes them, and were not edited: it would read more."""
+    rope = fields.get("rope_parameters")
+    layered = "layer_types" in fields and fields.get("use_sliding_window", True)
+    return (
+        isinstance(rope, dict)
+        and not fields.keys() & EARLIER
+        and "tie_word_embeddings" in fields
+        and bool(layered or not fields.get("sliding_window"))
+    )
 
 
 def local_folder(model: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:

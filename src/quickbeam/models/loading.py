@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
@@ -36,6 +37,7 @@ from quickbeam.models.stored import COMPOSITES
 
 # what transformers raises for a configuration that is of no model
 UNFIT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+BROKEN = (pickle.UnpicklingError, EOFError)  # the same for a broken pytorch_model.bin
 MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
 
 
@@ -225,7 +227,7 @@ def load_model(
         hold_angles(loaded)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
-    except (*UNFIT, ImportError, RuntimeError, SafetensorError) as error:
+    except (*UNFIT, *BROKEN, ImportError, RuntimeError, SafetensorError) as error:
         if (reason := _reason(error, quantised)) is None:
             raise
         raise InvalidInput(f"can't load {model!r}: {reason}") from error
@@ -280,6 +282,12 @@ def _reason(error: Exception, quantised: str) -> str | None:
             f"its weights are quantised ({quantised}), and what reads them is missing here: "
             f"{first} (or take the model's unquantised weights)"
         )
+    if (
+        isinstance(error, BROKEN)
+        or "PytorchStreamReader" in first
+        or first.startswith("[Errno 22]")
+    ):
+        return f"its weights can't be read ({first}): download it again, with all of its files"
     if isinstance(error, RuntimeError):
         return None
     return f"{first} (give a Hugging Face id, a model folder or a .gguf file)"

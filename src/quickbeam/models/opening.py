@@ -24,6 +24,7 @@ from quickbeam.models.families import describe
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.formats import check_weights, refuse_place, weights_format
 from quickbeam.models.gguf.checkpoint import GgufCheckpoint
+from quickbeam.models.gguf.tokenizer import turn_ends
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.native_model import DTYPES, NativeModel, why_not_native
@@ -56,7 +57,10 @@ def eos_ids(*owners: Any) -> set[int]:
             if isinstance(owner, Mapping)
             else getattr(owner, "eos_token_id", None)
         )
-        every |= {ids} if isinstance(ids, int) else set(ids or ())
+        listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
+        every |= {one for one in listed if type(one) is int}
+        if any(type(one) is not int for one in listed):
+            logger.warning("eos_token_id %r: no number of a token, and left out", ids)
     return every
 
 
@@ -166,13 +170,21 @@ def open_model(
             logger.info("%s is loaded by transformers: %s", name, reason)
         else:
             refuse_place(weights, device, checkpoint.dtype)
-            return _native(checkpoint, weights, memory, progress)
+            return _all_ends(name, _native(checkpoint, weights, memory, progress))
+    how: Any = (weights, memory, device_map, progress, options)
     try:
-        return _by_transformers(name, dtype, device, weights, memory, device_map, progress, options)
+        return _all_ends(name, _by_transformers(name, dtype, device, *how))
     except InvalidInput as error:
         if not reason or reason in str(error):
             raise
         raise InvalidInput(f"{error} (the native kernels don't run it: {reason})") from error
+
+
+def _all_ends(name: str, model: LoadedModel) -> LoadedModel:
+    """Add what ends a turn of a `.gguf` file's model, of which its metadata may say nothing."""
+    if name.endswith(".gguf"):
+        model.ends.update(turn_ends(model.tokenizer))
+    return model
 
 
 def _native(

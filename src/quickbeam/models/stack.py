@@ -67,11 +67,12 @@ class Rotary:
 
     `kind`: that of the layers, where the configuration has different `rope_parameters` for
     different layers. `interleaved`: dimensions 2i and 2i + 1 of a head turn together, not i and
-    i + half.
+    i + half. `base`: in place of the configuration's `rope_theta`.
     """
 
     kind: str | None = None
     interleaved: bool = False
+    base: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,12 +94,18 @@ class TensorFiles:
         weakref.finalize(self, os.close, fd)
         header.pop("__metadata__", None)
         for name, of in header.items():
-            first, last = (8 + size + at for at in of["data_offsets"])
-            kind, shape = str(of["dtype"]), of["shape"]
+            kind, shape, (first, last) = str(of["dtype"]), of["shape"], of["data_offsets"]
+            if not all(type(one) is int and one >= 0 for one in (*shape, first, last)):
+                raise ValueError(f"{name[:80]!r} of shape {shape} at {first} to {last}")
+            first, last = 8 + size + first, 8 + size + last
             itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
             if last > end or (itemsize and math.prod(shape) * itemsize != last - first):
                 raise ValueError(f"{name[:80]!r} of shape {shape} at bytes {first} to {last}")
             self._tensors[name] = _Tensor(path, fd, kind, shape, first, last)
+        spans = sorted((one["data_offsets"], name) for name, one in header.items())
+        for (before, name), (after, other) in pairwise(spans):
+            if after[0] < before[1]:
+                raise ValueError(f"{name[:80]!r} and {other[:80]!r} lie in the same place")
 
     def shape(self, name: str) -> list[int]:
         return list(self._tensors[name].shape)
@@ -158,7 +165,7 @@ class TensorFiles:
 def _files(folder: Path) -> list[Path]:
     names = [SINGLE] if (folder / SINGLE).is_file() else []
     try:
-        if (folder / INDEX).is_file():
+        if not names and (folder / INDEX).is_file():  # the order of transformers
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             names = sorted(set(index["weight_map"].values()))
         if not names:

@@ -6,23 +6,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput, first_line
 from quickbeam.models.chat_template import render
 from quickbeam.models.checkpoint import read_json
 
+# how a byte-level vocabulary's text is split: the expressions are those of the models' tokenizers
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
+
+
+def split_by(expression: str) -> pre_tokenizers.PreTokenizer:
+    """Return what splits a text by a regular expression, for a byte-level vocabulary."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(expression), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 # classes of transformers that read `tokenizer.json` as it is
 PLAIN = {"TokenizersBackend", "PreTrainedTokenizer"}
-# classes that read it, but have a normaliser of their own, and special tokens where none are named
-OWN: dict[str, tuple[Any, dict[str, str]]] = {
+# classes that read it, but have a normaliser of their own, maybe a way to split texts, and special
+# tokens where none are named
+OWN: dict[str, tuple[Any, Any, dict[str, str]]] = {
     "Qwen2Tokenizer": (
         normalizers.NFC(),
+        split_by(QWEN2),
         dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     ),
     "GemmaTokenizer": (
         normalizers.Replace(" ", "\u2581"),
+        None,
         {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
     ),
 }
@@ -34,6 +53,7 @@ OTHERS = {
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # fields of tokenizer_config.json that change more than is known here
 ODD = (
+    "add_prefix_space",
     "auto_map",
     "clean_up_tokenization_spaces",
     "fast_tokenizer_files",
@@ -74,10 +94,12 @@ def _load(folder: Path, config: Any) -> Any:
         kind = OTHERS[model_type]
     # transformers mends the tokenizers of Mistral's models
     if "stral" not in model_type and kind in PLAIN | OWN.keys() and _is_plain(folder, fields):
-        normalizer, defaults = OWN.get(kind, (None, {}))
+        normalizer, split, defaults = OWN.get(kind, (None, None, {}))
         tokenizer = read_tokenizer(folder, defaults | fields)
         if normalizer is not None:
             tokenizer.backend_tokenizer.normalizer = normalizer
+        if split is not None:
+            tokenizer.backend_tokenizer.pre_tokenizer = split
         return tokenizer
     from transformers import AutoTokenizer
 

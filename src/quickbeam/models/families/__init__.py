@@ -21,7 +21,7 @@ from quickbeam.models.families import (
     mixtures,
     qwen,
 )
-from quickbeam.models.families.reading import Config, NotDescribed
+from quickbeam.models.families.reading import Config, NotDescribed, check_count
 from quickbeam.models.stack import LinearAttention, Stack
 from quickbeam.models.stack_tensors import experts, linears, names, tensor_of
 
@@ -67,11 +67,14 @@ def stack_of(config: Any, dtype: torch.dtype) -> Stack:
         named = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
         raise NotDescribed(f"no family describes {named}")
     reading = Config(config, dtype)
+    check_count(reading.num_hidden_layers, "layers")
     try:
         stack = family(reading)
         reading.refuse_unknown()
         _refuse_odd_sizes(stack)
-    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
+    except InvalidInput:
+        raise
+    except (TypeError, AttributeError, ArithmeticError, LookupError, ValueError) as error:
         raise InvalidInput(
             f"its configuration can't be read ({first_line(error)}): download the model again, or "
             "correct it"
@@ -104,7 +107,7 @@ def _refuse_odd_sizes(stack: Stack) -> None:
     for routing, count in ((of.routing, len(of.chosen)) for of in experts(stack)):
         own, rest = divmod(count, routing.groups)
         fits = not rest and routing.best_of_group <= own and routing.top_groups <= routing.groups
-        fits = fits and 0 < routing.top <= routing.top_groups * own
+        fits = fits and 0 < routing.top <= routing.top_groups * own and type(routing.top) is int
         groups = f"{routing.top_groups} of {routing.groups} groups"
         must(fits, f"{routing.top} of {count} experts chosen in {groups}")
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 
 from quickbeam.models.families.glm import dense_first
-from quickbeam.models.families.reading import Config, decoder, experts, gated, layer_of, tensors
+from quickbeam.models.families.reading import (
+    Config,
+    NotDescribed,
+    decoder,
+    experts,
+    gated,
+    layer_of,
+    tensors,
+)
 from quickbeam.models.stack import Attention, Latent, Layer, Norm, Rotary, Routing, Stack
 
 SMALL_EPSILON = 1e-6  # of the norms of small vectors, whatever the configuration says
@@ -54,6 +62,8 @@ def attention(c: Config, i: int, interleaved: bool) -> Attention:
     if c.get("q_lora_rank") is not None:
         first = f"{at}.q_a_proj"
         query = small(f"{at}.q_a_layernorm"), tensors(f"{at}.q_b_proj")
+    elif bias:
+        raise NotDescribed("attention_bias without q_lora_rank")
     norm, up = small(f"{at}.kv_a_layernorm"), tensors(f"{at}.kv_b_proj")
     latent = Latent(c.kv_lora_rank, c.v_head_dim, norm, up, query)
     return Attention(

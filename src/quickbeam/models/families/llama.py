@@ -13,6 +13,7 @@ from quickbeam.models.families.reading import (
     decoder,
     experts,
     gated,
+    head_dim,
     head_norms,
     layer_of,
     tensors,
@@ -99,7 +100,11 @@ def phi3(c: Config) -> Stack:
 
 
 def hunyuan(c: Config) -> Stack:
-    """Queries and keys are normed after they are turned."""
+    """Queries and keys are normed after they are turned, by angles that `alpha` spreads."""
+    dim, rope = head_dim(c), c.rope_parameters
+    base = None
+    if rope.get("rope_type") == "dynamic" and (alpha := rope.get("alpha")):
+        base = float(rope["rope_theta"] * alpha ** (dim / (dim - 2)))
     c.ignore(
         "anyres_pooling_size attention_head_dim cla_share_factor class_num dense_list pad_id "
         "mask_init_id org_vocab_size pool_type text_end_id text_start_id",
@@ -111,7 +116,8 @@ def hunyuan(c: Config) -> Stack:
 
     def layer(i: int) -> Layer:
         norms = head_norms(c, i, ("query_layernorm", "key_layernorm"))
-        mixer = attention(c, i, c.attention_bias, norms=norms, norm_last=True)
+        turned = Rotary(base=base)
+        mixer = attention(c, i, c.attention_bias, norms=norms, norm_last=True, rotary=turned)
         return layer_of(c, i, mixer, gated(c, i))
 
     return decoder(c, layer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quickbeam.errors import InvalidInput
 from quickbeam.models.stack import (
     Attention,
     Experts,
@@ -73,6 +74,12 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "olmoe": {"num_local_experts": "num_experts"},
     **{kind: {"num_experts": "num_local_experts"} for kind in EXPERTS_HERE},
 }
+# model types whose layers heed `partial_rotary_factor`; transformers' code for others doesn't
+PARTIAL = {
+    *("bamba", "glm", "glm4", "glm4_moe", "glm4v_text", "gpt_neox", "nemotron", "phi", "phi3"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
+}
+MOST = 4096  # layers, or experts of a layer, that a configuration is believed to name
 # Norms of a layer by their modules' names: before its mixer and its feed-forward, and after them.
 Names = tuple[str | None, ...]
 BEFORE: Names = ("input_layernorm", "post_attention_layernorm")
@@ -143,6 +150,15 @@ class Config:
             raise NotDescribed(f"its configuration sets {', '.join(sorted(unknown))}")
 
 
+def check_count(count: Any, what: str) -> None:
+    """Raise `InvalidInput` for a number of layers or experts that no model has."""
+    if type(count) is not int or not 0 < count <= MOST:
+        raise InvalidInput(
+            f"its configuration can't be read ({str(count)[:80]} {what}; 1 to {MOST} are "
+            "accepted): download it again"
+        )
+
+
 def tensors(*modules: str, bias: bool = False, transposed: bool = False) -> Linear:
     """Return the stacked weights, and biases, of modules."""
     return Linear(
@@ -157,7 +173,7 @@ def halves(module: str) -> Linear:
 
 
 def rms(c: Config, module: str, plus_one: bool = False) -> Norm:
-    return Norm((f"{module}.weight",), c.rms_norm_eps, plus_one=plus_one)
+    return Norm((f"{module}.weight",), float(c.rms_norm_eps), plus_one=plus_one)
 
 
 def layer_norm(module: str, epsilon: float, bias: bool = True) -> Norm:
@@ -178,6 +194,8 @@ def head_dim(c: Config) -> int:
 def window(c: Config, i: int) -> int | None:
     """Return the window of layer `i` by the configuration's `layer_types`."""
     kinds, size = c.get("layer_types"), c.get("sliding_window")
+    if kinds is None and size:
+        raise NotDescribed(f"a window of {size} without layer_types")
     if kinds is None or kinds[i] == "full_attention":
         return None
     if kinds[i] != "sliding_attention" or not size:
@@ -192,7 +210,9 @@ def rotary_dim(c: Config, dim: int, kind: str | None = None) -> int:
     rope = c.rope_parameters if kind is None else c.rope_parameters.get(kind)
     if rope.get("rope_type") == "proportional":  # the rest turns by no angle
         return dim
-    return int(dim * (rope.get("partial_rotary_factor") or 1))
+    if own := rope.get("rotary_dim"):  # of a .gguf file
+        return int(own)
+    return int(dim * (rope.get("partial_rotary_factor") or 1)) if c.model_type in PARTIAL else dim
 
 
 def attention(
@@ -260,6 +280,7 @@ def experts(
     """Return the experts of layer `i`, whose weights are stacked: `[count, 2 * inner, d]`, gates
     first, and `[count, d, inner]`. `name`: the module that they are in, empty for the layer itself.
     `more`: other fields of `Experts`."""
+    check_count(count, "experts")
     at = f"model.layers.{i}.{name}.experts" if name else f"model.layers.{i}.experts"
 
     def one(n: int) -> FeedForward:

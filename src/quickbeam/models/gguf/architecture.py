@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quickbeam.errors import InvalidInput
-from quickbeam.models.families.reading import NotDescribed
+from quickbeam.models.families.reading import NotDescribed, check_count
 from quickbeam.models.gguf.file import GgufFile
 from quickbeam.models.gguf.metadata import Metadata, chosen, gemma4, plain, windows
 
 SIGMOID = 2  # of expert_gating_func
-MOST_LAYERS = 4096  # that a file is believed to have
 
 
 def _llama(m: Metadata) -> dict[str, Any]:
@@ -270,12 +268,7 @@ def architecture_of(file: GgufFile) -> tuple[str, dict[str, Any]]:
     if "token_embd.weight" not in file.tensors:
         raise NotDescribed("it has no token_embd.weight")
     metadata = Metadata(file, name)
-    layers = metadata["block_count"]
-    if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
-        raise InvalidInput(  # transformers would make them all
-            f"its metadata names {str(layers)[:80]} layers; 1 to {MOST_LAYERS} are accepted: "
-            "download it again"
-        )
+    check_count(metadata["block_count"], "layers")  # transformers would make them all
     try:
         fields = ARCHITECTURES[name](metadata)
     except (TypeError, ValueError, ArithmeticError) as error:

@@ -86,7 +86,7 @@ def rope_of(m: Metadata, dim: int) -> dict[str, Any]:
     kind, base = m.get("rope.scaling.type", "none"), float(m.get("rope.freq_base", 10000.0))
     rope: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
     if (rotary_dim := m.get("rope.dimension_count") or dim) != dim:
-        rope["partial_rotary_factor"] = rotary_dim / dim
+        rope["rotary_dim"] = rotary_dim
     length = m["context_length"]
     factors = next((m.numbers(one) for one in ANGLES[:2] if m.has(one)), None)
     if factors is not None:  # by which frequencies are divided

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from quickbeam.errors import InvalidInput
 from quickbeam.models.families.reading import NotDescribed
 from quickbeam.models.gguf.file import GgufFile
-from quickbeam.models.tokenizer import Tokenizer
+from quickbeam.models.tokenizer import CONTRACTIONS, QWEN2, REST, Tokenizer, split_by
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are found in a text before anything else
 SPACE = "\u2581"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 
-# How a byte-level vocabulary's text is split (`tokenizer.ggml.pre`). The expressions are those of
-# the models' own tokenizers.
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
-_LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+# How a byte-level vocabulary's text is split (`tokenizer.ggml.pre`).
+_QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
+_LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -33,7 +29,7 @@ DIGITS = "digits"  # GPT-2's, digits one by one
 SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code"), None),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), DIGITS),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), QWEN2),
     "qwen35": _QWEN35,
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "smaug-bpe", "falcon-h1"), _LLAMA3
@@ -44,6 +40,23 @@ SPLITS: dict[str, str | None] = {
 }
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token stays whole
 BEGIN = ("llama-bpe", "llama3", "llama-v3")  # texts begin with a token where a file doesn't say
+# Tokens that end a turn where a chat template writes them. Files that were made from a base model's
+# configuration name none, and llama.cpp knows them by these texts as well.
+TURN_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("<|eom_id|>", "<EOT>", "<|eot|>", "<|end_of_text|>"),
+)
+
+
+def turn_ends(tokenizer: Any) -> set[int]:
+    """Return the tokens that end a turn by a tokenizer's chat template."""
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else " ".join(template.values())
+    known = {one.content: token for token, one in tokenizer.added_tokens_decoder.items()}
+    ends = {one for one in TURN_ENDS if one in text and one in known}
+    if "<|return|>" in ends:  # of gpt-oss, which ends each message of a turn with the other
+        ends.discard("<|end|>")
+    return {known[one] for one in ends}
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer:
@@ -108,13 +121,8 @@ def _byte_level(of: dict[str, Any], tokens: list[str]) -> Backend:
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
     else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    if split in (_QWEN2, _QWEN35):
+        backend.pre_tokenizer = split_by(split)
+    if split in (QWEN2, _QWEN35):
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
