@@ -8,7 +8,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from transformers import MambaConfig, T5Config
 
 from cases import refuses
@@ -30,6 +32,14 @@ def llm(toy_folder):
 
 def user(*turns):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+
+
+def test_ids_may_be_of_any_kind_of_integer(llm):
+    ids = [*map(int, llm.tokenizer("hello")["input_ids"])]
+    right = llm.generate(ids, SHORT).token_ids
+    for prompt in (tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert llm.generate(prompt, SHORT).token_ids == right
+    refuses("n=3: this gives one answer", llm.stream, "hello", SamplingParams(n=3, temperature=1.0))
 
 
 def test_text_ids_and_several_prompts(llm):
@@ -105,6 +115,12 @@ def test_what_cannot_be_used_is_named(toy_folder, options, words):
     ("a" * 500, SHORT, {}, "exceed the model's context of 512"),
     ([1, 99999], SHORT, {}, "outside the model's vocabulary"),
     ([2**70], SamplingParams(presence_penalty=1.0), {}, "outside the model's vocabulary"),
+    ([5, 2.5, 7], SHORT, {}, r"a list of token ids, not \[5, 2.5, 7\]"),
+    ([1.5], SHORT, {}, "a list of token ids"),
+    (None, SHORT, {}, "a list of token ids, not None"),
+    ("\ud800", SHORT, {}, "a text, or a list of token ids"),
+    ("a", {"n": 2}, {}, "params: a SamplingParams, not a dict"),
+    ("a", SHORT, {"tenant": [1]}, r"tenant=\[1\]: give what can be hashed"),
 ])  # fmt: skip
 def test_bad_requests_are_named(llm, prompt, params, options, words):
     refuses(words, llm.generate, prompt, params, **options)

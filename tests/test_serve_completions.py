@@ -142,6 +142,9 @@ def test_offsets_count_characters_however_many_tokens_spell_them():
     begun, again = form.add((0, 1), logprobs[:2]), form.add((2, 3, 0), logprobs[2:])
     assert begun["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
     assert again["tokens"] == ["\ufffd", "bc", "a"]
+    form = CompletionLogprobs(Texts(b"a", b"<end>"), hidden={1}, echo=6, prompt=(1, 0))
+    shown = form.add((1, 0, 0, 1, 0), [Logprob(0, -1.0, {})] * 5)
+    assert shown["text_offset"] == [0, 5, 6, 7, 7]  # a prompt's are spelled, an answer's are not
 
 
 def test_prompt_logprobs_have_vllms_form(runner, llm):
@@ -209,6 +212,7 @@ def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
     for token in (-1, 10**30):
         refused(ask(runner, "/detokenize", {"tokens": [token]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
+    refused(ask(runner, "/tokenize", {"messages": messages, "odd": 1}), "odd")
     refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
     tool = {"type": "function", "function": {"name": "f"}}
     response = ask(runner, "/tokenize", {"messages": messages, "tools": [tool]})
@@ -218,5 +222,5 @@ def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
         assert ask(runner, path, method="HEAD").status_code == 200
     assert ask(runner, "/v1/nothing", method="HEAD").status_code == 404
     assert ask(runner, PATH, method="HEAD").status_code == 405
-    refused(ask(runner, "/v1/nothing", {}), None, 404)
+    assert "/v1/responses" in refused(ask(runner, "/v1/nothing", {}), None, 404)
     refused(ask(runner, PATH, method="GET"), None, 405)

@@ -38,6 +38,15 @@ def test_what_is_not_served_is_refused_by_name(runner, kind):
         refused(ask_raw(runner, KINDS[kind], json.dumps(body)), line["param"])
 
 
+def test_numbers_without_end_are_refused(runner):
+    tool = '{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}'
+    response = ask_raw(runner, RESPONSES, f'{{"input": "x", "tools": [{tool}]}}')
+    assert "not finite" in refused(response, "tools[0].parameters")
+    messages = json.dumps(MESSAGES)
+    text = f'{{"messages": {messages}, "chat_template_kwargs": {{"a": [-1e999]}}}}'
+    assert "not finite" in refused(ask_raw(runner, CHAT, text), "chat_template_kwargs")
+
+
 def test_bodies_that_are_no_json_or_too_long_are_refused(runner):
     deep, digits = "[" * 5000 + "]" * 5000, "1" + "0" * 5000
     for text in ("{", "", "[]", "3", '{"messages": NaN}', f'{{"x": {deep}}}', f'{{"n": {digits}}}'):
@@ -48,6 +57,8 @@ def test_bodies_that_are_no_json_or_too_long_are_refused(runner):
     for path, fields, param in (
         (COMPLETIONS, {"prompt": ["x", long]}, "prompt"),
         (CHAT, messages, "messages"),
+        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"a": long}}, "messages"),
+        (RESPONSES, {"input": MESSAGES * 4096, "instructions": long}, "input"),
         (RESPONSES, {"input": long}, "input"),
     ):
         response = ask(runner, path, fields)

@@ -5,10 +5,12 @@ import logging
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from quickbeam.grammar.spec import Grammar
 from quickbeam.serve.app import ENDPOINTS
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -214,8 +216,54 @@ def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
             await until(lambda: runner.gate.inside == 40)
             try:  # which would never end if it had to wait for them
                 assert (await post(json=body)).status_code == 200
+                runner.settings = replace(runner.settings, queue_timeout=0.2)
+                late = await post(json={**body, "regex": "b"})
+                assert late.status_code == 503 and "0.2 seconds" in late.text
             finally:
                 go.set()
             return codes(await asyncio.gather(*others))
 
     assert asyncio.run(main()) == [400] * 40
+
+
+def test_tenants_take_turns_to_have_grammars_compiled(llm, monkeypatch):
+    go, compiled = threading.Event(), []
+
+    def slow(grammar):
+        go.wait()
+        compiled.append(grammar.text)
+
+    async def main():
+        async with served(llm) as (runner, _):
+            monkeypatch.setattr(llm, "compile_grammar", slow)
+            asked = [("a", f"a{i}") for i in range(9)] + [("b", "b0"), ("b", "b1")]
+            tickets = [runner.gate.enter(1, tenant=tenant) for tenant, _ in asked]
+            pairs = zip(asked, tickets, strict=True)
+            waits = [
+                runner.compile_grammar(Grammar("regex", text), ticket)
+                for (_, text), ticket in pairs
+            ]
+            tasks = [asyncio.create_task(one) for one in waits]
+            await asyncio.sleep(0)
+            go.set()
+            await asyncio.gather(*tasks)
+            for ticket in tickets:
+                with ticket:
+                    pass
+
+    asyncio.run(main())
+    assert compiled[:4] == ["a0", "b0", "a1", "b1"] and len(compiled) == 11
+
+
+def test_a_client_that_leaves_in_the_midst_of_a_body_is_no_error(llm, caplog):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with serving(ScriptedRunner(ServeSettings(), llm)) as (address, _):
+        host, port = address.removeprefix("http://").split(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(head + b'Content-Length: 100\r\n\r\n{"a": ')
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            end = b"Host: localhost\r\nConnection: close\r\n\r\n"
+            connection.sendall(b"GET /health HTTP/1.1\r\n" + end)
+            assert b" 200 " in connection.recv(4096)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from numbers import Number
+from operator import index
 from typing import Any, overload
 
 from tqdm.auto import tqdm
@@ -155,7 +157,8 @@ class Answering:
 
         Raises `InvalidInput` for what can't be used.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        one = not several or (len(prompts) > 0 and isinstance(prompts[0], Number))
         return self._all([prompts] if one else prompts, one, params, progress, options)
 
     @overload
@@ -197,7 +200,7 @@ class Answering:
         streams = list[Stream]()
         try:
             for prompt, own in zip(prompts, every, strict=True):
-                for number in range((own or SamplingParams()).n):
+                for number in range(_checked(own).n):
                     streams.append(self.stream(prompt, own, choice=number, **options))
             several = len(streams) > 1 and not one and sys.stderr.isatty()
             shown = several if progress is None else progress
@@ -228,7 +231,7 @@ class Answering:
         params: SamplingParams | None = None,
         *,
         observer: Observer | None = None,
-        choice: int = 0,
+        choice: int | None = None,
         client: Client | None = None,
         tenant: Hashable = None,
         **options: Unpack[Options],
@@ -240,11 +243,13 @@ class Answering:
         it is; tenants take turns where requests wait.
         """
         check_options(options)
-        params = params or SamplingParams()
+        params = _checked(params)
+        if choice is None and params.n > 1:
+            raise InvalidInput(
+                f"n={params.n}: this gives one answer; ask for each with choice=0 to {params.n - 1}"
+            )
         name = self.drafting.method(options.get("method") or self.method)
-        ids = list(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
-        if not ids:
-            raise InvalidInput("an empty prompt: give some text")
+        ids = self._ids(prompt)
         self.model.check_prompt(ids)
         asked = name, options.get("vocab"), options.get("shortlist")
         self.prepare(*asked)
@@ -266,10 +271,23 @@ class Answering:
             setting,
             self.drafting.shortlist(setting),
             observer,
-            choice,
-            tenant,
+            choice or 0,
+            _hashable(tenant),
         )
         return Stream(self.thread, self.engine.new_sequence(request), self.name, name, client)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        """Return a prompt's token ids. Raises `InvalidInput` for what is neither text nor ids."""
+        try:
+            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            ids = [*map(index, ids)]
+        except TypeError as error:
+            raise InvalidInput(
+                f"a prompt is a text, or a list of token ids, not {repr(prompt)[:80]}"
+            ) from error
+        if not ids:
+            raise InvalidInput("an empty prompt: give some text")
+        return ids
 
     def encode_chat(
         self,
@@ -323,6 +341,20 @@ class Answering:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams | None):
+        raise InvalidInput(f"params: a SamplingParams, not a {type(params).__name__}")
+    return params or SamplingParams()
+
+
+def _hashable(tenant: Hashable) -> Hashable:
+    try:
+        hash(tenant)
+    except TypeError as error:
+        raise InvalidInput(f"tenant={tenant!r}: give what can be hashed, as a text") from error
+    return tenant
 
 
 def choose_budget(asked: Budget | None, method: str) -> int | None:

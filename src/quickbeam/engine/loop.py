@@ -93,7 +93,10 @@ class EngineLoop:
 
     def start(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
         self.clients[sequence] = clients
-        self.engine.start(sequence)
+        try:
+            self.engine.start(sequence)
+        except Exception as error:  # this request's own fault
+            sequence.end("error", error)
         if sequence.over:
             self._notify([sequence])
 

@@ -85,7 +85,9 @@ class GrammarCompiler:
         compile_text = partial(LLMatcher, self._tokenizer, text, log_level=0)
         matcher = in_own_thread(compile_text, 2 * trial.STACK)
         if matcher.is_error():
-            raise InvalidInput(f"{grammar.kind}: {matcher.get_error().strip()}")
+            why = matcher.get_error().strip()
+            why = "it is too large: make it smaller" if "panic" in why else why
+            raise InvalidInput(f"{grammar.kind}: {why}")
         # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
             logger.info("%s: %r", grammar.kind, warning)

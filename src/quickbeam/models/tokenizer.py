@@ -211,8 +211,9 @@ class Tokenizer:
     # --- texts ---
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text."""
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the ids of a text. Unlike in `Backend.encode`, other threads run meanwhile."""
+        how = {"add_special_tokens": add_special_tokens}
+        return self.backend_tokenizer.encode_batch_fast([text], **how)[0].ids
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
         """Return the ids of a text as `input_ids`, or a list of them for a list of texts."""

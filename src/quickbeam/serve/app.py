@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -35,7 +35,7 @@ from quickbeam.serve.messages import (
     ChatRequest,
     CompletionRequest,
     Detokenize,
-    TokenizeChat,
+    Tokenize,
     TokenizeText,
 )
 from quickbeam.serve.responses import ResponsesRequest
@@ -88,8 +88,15 @@ def create_app(runner: Runner) -> Starlette:
     if settings.cors_origins:  # before the keys, as a browser asks first without one
         allowed: Json = {"allow_origins": settings.cors_origins, "allow_methods": every}
         middleware.insert(0, Middleware(CORSMiddleware, **allowed, allow_headers=every))
-    # an unknown path is reported in the form of the other errors, too
-    handlers: Any = {HTTPException: lambda _, error: errors.response(error)}
+    known = ", ".join([*posts, *GET])
+
+    def failed(_: Request, error: HTTPException) -> Response:
+        """Report an unknown path in the form of the other errors, too."""
+        if error.status_code == 404:
+            error = HTTPException(404, f"there is no such path: this server has {known}")
+        return errors.response(error)
+
+    handlers: Any = {HTTPException: failed}
     return Starlette(
         routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan
     )
@@ -190,7 +197,7 @@ def guarded(runner: Runner, handler: Handler) -> Callable[[Request], Awaitable[R
         try:
             answer = await handler(runner, http)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
-        except ClientDisconnected:
+        except (ClientDisconnected, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
             if isinstance(error, RetryableError) and http.method == "POST":
@@ -292,9 +299,9 @@ def _model(runner: Runner, name: str) -> Json:
     }
 
 
-async def tokenize(runner: Runner, http: Request) -> Json:
+async def tokenize(runner: Runner, http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
-    request = await read(http, TokenizeText | TokenizeChat)
+    request = await read(http, Tokenize)
     tokenizer = runner.llm.tokenizer
     with named(request):
         check_model(runner, request.model)
@@ -306,9 +313,14 @@ async def tokenize(runner: Runner, http: Request) -> Json:
             if request.tools:
                 tool_format(tokenizer)  # raises if the chat template doesn't take tools
             ids = await asyncio.to_thread(encode_conversation, runner.llm, request, request.tools)
-    texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     room = runner.llm.room(0)
-    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
+
+    def told() -> Response:  # in a thread, as there may be millions
+        texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        about = {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
+        return JSONResponse(about)
+
+    return await asyncio.to_thread(told)
 
 
 async def detokenize(runner: Runner, http: Request) -> Json:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from quickbeam.engine.result import Completion, Logprob
@@ -15,7 +16,7 @@ from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
+from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
@@ -41,7 +42,10 @@ async def begin_conversation(
     runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
 ) -> Streams:
     """Have the engine begin to answer a conversation."""
-    tokens = sum(len(text_of(one.content)) for one in conversation.messages) // BYTES_A_TOKEN + 1
+    parts = [*conversation.messages, *(calls.tools or ())]
+    length = sum(len(part.model_dump_json(exclude_none=True)) for part in parts)
+    length += len(json.dumps(conversation.chat_template_kwargs))
+    tokens = length // BYTES_A_TOKEN + 1
     return await convert.begin(
         runner,
         request,
@@ -58,7 +62,7 @@ async def begin_text(runner: Runner, request: CompletionRequest) -> TextCompleti
         for one in prompts
     )
     answers = await convert.begin(
-        runner, request, lambda: [encode_text(llm, one, suffix) for one in prompts], tokens
+        runner, request, lambda: (encode_text(llm, one, suffix) for one in prompts), tokens
     )
     return TextCompletion(runner, request, answers)
 
@@ -223,6 +227,9 @@ class TextCompletion(Choices):
     def __init__(self, runner: Runner, request: CompletionRequest, answers: Streams) -> None:
         super().__init__(runner, request, answers, "cmpl", "text_completion")
         self._request, decode = request, runner.llm.tokenizer.decode
+        added = runner.llm.tokenizer.added_tokens_decoder
+        skips = request.skip_special_tokens is not False
+        hidden = {token for token, one in added.items() if one.special and skips}
         echoes = [
             "" if not request.echo else one if isinstance(one, str) else str(decode(one))
             for one in request.prompts
@@ -231,9 +238,9 @@ class TextCompletion(Choices):
         # Prompts are scored, too: the first answer to each has the scores for all.
         self.at_once = bool(request.echo) and request.logprobs is not None
         self._logprobs = [
-            CompletionLogprobs(self.texts, len(echo), self._prompt(index))
+            CompletionLogprobs(self.texts, hidden, len(echo), self._prompt(index))
             if self.at_once
-            else CompletionLogprobs(self.texts)
+            else CompletionLogprobs(self.texts, hidden)
             for index, echo in enumerate(self._echoes)
         ]
 
@@ -321,13 +328,19 @@ class CompletionLogprobs:
     """Log-probabilities in the form of completions, piece by piece.
 
     The form is `{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`. A token's offset is
-    the number of characters that are complete before it. `echo` is the text in front of the answer
-    and `prompt` its tokens. Where these spell more, as with a token that begins a text, what is too
-    much counts as standing before the text.
+    the number of characters that are complete before it. `hidden`: tokens that an answer's text
+    leaves out. `echo` is the text in front of the answer and `prompt` its tokens. Where these spell
+    more, as with a token that begins a text, what is too much counts as standing before the text.
     """
 
-    def __init__(self, texts: TokenTexts, echo: int = 0, prompt: Sequence[int] = ()) -> None:
-        self._texts = texts
+    def __init__(
+        self,
+        texts: TokenTexts,
+        hidden: Collection[int] = (),
+        echo: int = 0,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._texts, self._hidden, self._of_prompt = texts, hidden, len(prompt)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         spelled = b"".join(map(texts.bytes_of, prompt)).decode(errors="replace")
         self._offset = echo - len(spelled)
@@ -337,7 +350,9 @@ class CompletionLogprobs:
         offsets = []
         for token in tokens:
             offsets.append(max(self._offset, 0))
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
+            if self._of_prompt > 0 or token not in self._hidden:
+                self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
+            self._of_prompt -= 1
         return {
             "tokens": [self._texts.text_of(token) for token in tokens],
             "token_logprobs": [entry and max(entry.logprob, LOWEST) for entry in entries],

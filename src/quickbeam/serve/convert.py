@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -40,7 +40,7 @@ SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 async def begin(
     runner: Runner,
     request: BaseRequest,
-    encode: Callable[[], list[list[int]]],
+    encode: Callable[[], Iterable[list[int]]],
     tokens: int,
     tools: ToolUse | None = None,
 ) -> Streams:
@@ -63,7 +63,7 @@ async def begin(
         with runner.gate.enter(tokens, request.count * params.n, TENANT.get()) as ticket:
             prompts, lengths = await asyncio.to_thread(_encode_prompts, runner.llm, request, encode)
             if params.grammar is not None:
-                await runner.compile_grammar(params.grammar)
+                await runner.compile_grammar(params.grammar, ticket)
             # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice
             # would see the same noise and get the same answer.
             given = getattr(request, "seeds", None)
@@ -134,13 +134,14 @@ def sampling(request: BaseRequest, tools: ToolUse, defaults: Mapping[str, Any]) 
 
 
 def _encode_prompts(
-    llm: LLM, request: BaseRequest, encode: Callable[[], list[list[int]]]
+    llm: LLM, request: BaseRequest, encode: Callable[[], Iterable[list[int]]]
 ) -> tuple[list[list[int]], list[int]]:
     """Return each prompt's token ids, and the number of tokens that its answer may have."""
     (name, limit), param = request.length_limit, request.prompt_field
     method = request.speculation.method if request.speculation else None
-    prompts, lengths = encode(), list[int]()
-    for ids in prompts:
+    prompts, lengths = list[list[int]](), list[int]()
+    for ids in encode():  # those behind one that is refused are not encoded
+        prompts.append(ids)
         if not ids:
             raise Refused("an empty prompt: give at least one token", param)
         room = llm.room(len(ids), method)

@@ -111,7 +111,9 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     name = about.get("param") or where.removeprefix(".")  # such as messages[0].content
     message = first["msg"].removeprefix("Value error, ")
-    if kind == "too_short":
+    if kind == "union_tag_not_found":  # a missing field that says which kind of object it is
+        name, message = f"{name}.{str(about['discriminator']).strip(chr(39))}", "Field required"
+    elif kind == "too_short":
         message = "empty: give at least one"
     elif kind == "too_long":
         message = f"more than {about['max_length']}, the most that there may be"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
@@ -273,6 +273,16 @@ class TokenizeText(Root):
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+
+def _kind(body: Any) -> str:
+    return "chat" if isinstance(body, dict) and "messages" in body else "text"
+
+
+Tokenize = Annotated[
+    Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
+    Discriminator(_kind),
+]
 
 
 class Detokenize(Root):

@@ -71,6 +71,8 @@ def _message(item: Any) -> Any:
             own = {name: item[name] for name in item if name not in ("id", "status", "type")}
             return {**own, "content": _content(own["content"])} if "content" in own else own
         case "function_call":
+            if item.get("call_id") is None:
+                raise refuse("a function_call without call_id: give it")
             function = {name: item[name] for name in ("name", "arguments") if name in item}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
@@ -170,13 +172,11 @@ class ResponsesRequest(BaseRequest):
                 messages[-1] = last.model_copy(update={"tool_calls": every})
             else:
                 messages.append(one)
-        return Conversation.model_validate(
-            {
-                "messages": messages,
-                "tools": self.tools,
-                "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-                "chat_template_kwargs": self.chat_template_kwargs,
-            }
+        return Conversation.model_construct(  # of parts that are checked
+            messages=messages,
+            tools=self.tools,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 

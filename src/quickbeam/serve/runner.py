@@ -8,11 +8,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import anyio
 from huggingface_hub import snapshot_download
@@ -62,6 +63,7 @@ class Runner:
         self.under_way = dict[RequestMetrics, AsyncStream]()  # answers, kept until they are over
         # grammars take seconds, so they have a thread of their own: the others begin answers
         self._compiling = ThreadPoolExecutor(1, "quickbeam-grammar")
+        self._turns = WeakValueDictionary[Hashable, asyncio.Lock]()
         self.metrics = Metrics(self.name, self.gate)
         if llm is not None:
             self.attach(llm, fingerprint_of(llm))
@@ -91,10 +93,24 @@ class Runner:
         """The model. Raises `Unavailable` if none is loaded yet."""
         return self.loaded.llm
 
-    async def compile_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, after those that were asked for before. Raises `InvalidInput`."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._compiling, self.llm.compile_grammar, grammar)
+    async def compile_grammar(self, grammar: Grammar, ticket: Ticket) -> None:
+        """Compile a grammar; tenants take turns. Raises `InvalidInput`, and `Unavailable`."""
+        loop, tenant = asyncio.get_running_loop(), ticket.tenant
+        turn = self._turns.setdefault(tenant, asyncio.Lock())  # of each tenant, one at a time waits
+        with self._in_time(ticket):
+            async with turn:
+                await loop.run_in_executor(self._compiling, self.llm.compile_grammar, grammar)
+
+    @contextmanager
+    def _in_time(self, ticket: Ticket) -> Iterator[None]:
+        """Raise `Unavailable` where a request waits for more than `queue_timeout`."""
+        left = self.settings.queue_timeout - (time.perf_counter() - ticket.entered)
+        try:
+            with anyio.fail_after(max(left, 0.001)):
+                yield
+        except TimeoutError:
+            why = f"the request has waited for {self.settings.queue_timeout:g} seconds without its"
+            raise Unavailable(f"{why} turn: come back later", SOON) from None
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.
@@ -116,15 +132,11 @@ class Runner:
         try:
             for job in jobs:
                 streams.append(await self._start(job, ticket))
-            left = settings.queue_timeout - (time.perf_counter() - ticket.entered)
-            with anyio.fail_after(max(left, 0.001)):
+            with self._in_time(ticket):
                 await streams[0].begun()
-        except BaseException as error:
+        except BaseException:
             for stream in streams:
                 stream.close()
-            if isinstance(error, TimeoutError):
-                why = f"the request has waited for {settings.queue_timeout:g} seconds without its"
-                raise Unavailable(f"{why} turn: come back later", SOON) from None
             raise
         return streams
 

@@ -83,7 +83,17 @@ def _short(value: Any) -> Any:
 
 ShortTexts = Annotated[Few[str], AfterValidator(_short)]
 Pairs = Annotated[dict[str, str], Field(max_length=64)]
-Object = dict[str, Any]  # any JSON object
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise refuse("it holds a number that is not finite: leave it out") from None
+    return value
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_finite)]  # any JSON object
 Biases = dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float]  # by token id
 
 
