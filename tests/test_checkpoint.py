@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,23 @@ def test_tokenizers_are_those_of_transformers_and_others_are_read_by_it(smollm2,
         one.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a1  b") for one in (ours, theirs)
     ]
     assert pieces[0] == pieces[1]
+
+
+def test_other_threads_run_while_a_long_text_becomes_tokens(smollm2):
+    tokenizer = load_tokenizer(smollm2, read_config(smollm2))
+    ticks, over = 0, threading.Event()
+
+    def tick():
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    tokenizer.encode("1234567890" * 40_000)
+    over.set()
+    thread.join()
+    assert ticks > 20
 
 
 ALONE = """

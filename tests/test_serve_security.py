@@ -238,11 +238,8 @@ def test_tenants_take_turns_to_have_grammars_compiled(llm, monkeypatch):
             monkeypatch.setattr(llm, "compile_grammar", slow)
             asked = [("a", f"a{i}") for i in range(9)] + [("b", "b0"), ("b", "b1")]
             tickets = [runner.gate.enter(1, tenant=tenant) for tenant, _ in asked]
-            pairs = zip(asked, tickets, strict=True)
-            waits = [
-                runner.compile_grammar(Grammar("regex", text), ticket)
-                for (_, text), ticket in pairs
-            ]
+            grammars = [Grammar("regex", text) for _, text in asked]
+            waits = map(runner.compile_grammar, grammars, tickets)
             tasks = [asyncio.create_task(one) for one in waits]
             await asyncio.sleep(0)
             go.set()
