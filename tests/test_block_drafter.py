@@ -305,7 +305,21 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
     nested = {name: record.pop(name) for name in ("mask_token_id", "target_layer_ids")}
     for name in ("sample_from_anchor", "markov_rank", "markov_head_type", "causal_head"):
         del record[name]
-    (tmp_path / "config.json").write_text(json.dumps(record | {"dflash_config": nested}))
+    record |= {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
+    for inside, field in (
+        ({"projector_type": "dspark"}, {"from_anchor": True}),
+        ({"shift_label": True}, {"from_anchor": True}),
+        ({"projector_type": "dspark", "sample_from_anchor": False}, {}),
+        ({"causal": True}, {"causal": True}),
+        ({"block_size": record["block_size"]}, {}),
+    ):
+        again = record | {"dflash_config": nested | inside}
+        (tmp_path / "config.json").write_text(json.dumps(again))
+        assert read(tmp_path).config == replace(KINDS["dflash"], **field)
+    del again["block_size"]
+    (tmp_path / "config.json").write_text(json.dumps(again))
     assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
 
 
@@ -317,6 +331,8 @@ def test_what_does_not_fit_is_refused(toys, tmp_path):
         ({"markov_head_type": "rnn"}, "markov_head_type: 'rnn'; known: vanilla"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"projector_type": "domino"}, "projector_type: 'domino'; known: dflash, dspark"),
+        ({"input_embedding_scale": 2.5}, "input_embedding_scale: 2.5"),
         ({"mask_token_id": None}, "can't be used.*NoneType"),
         ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}"),
         ({"target_layer_ids": [0, 9]}, "the model has 1 to 3"),
@@ -332,8 +348,10 @@ def test_what_does_not_fit_is_refused(toys, tmp_path):
         make_shortlist(toys["dspark"].drafter, toys["dspark"].target, "router")
 
 
-@pytest.mark.parametrize("method", ["dyspec", "auto"])
-def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("dyspec", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
+)
+def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method, dtype):
     config = AutoConfig.from_pretrained(toy_folder)
     size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers
     block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))
@@ -341,7 +359,7 @@ def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method):
     BlockNetwork(block).save(tmp_path)
     order = torch.randperm(vocab)  # as training leaves it beside the drafter; `auto` takes it
     Artefact(Layout(order, vocab, 1, vocab), order).save(tmp_path)
-    with LLM(toy_folder, method, dtype="float32", drafter=str(tmp_path), budget=6) as llm:
+    with LLM(toy_folder, method, dtype=dtype, drafter=str(tmp_path), budget=6) as llm:
         for temperature in (0.0, 0.8):
             params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
             given = llm.generate(["abc", "some words"], params)

@@ -289,6 +289,11 @@ def test_a_broken_folder_is_refused(tmp_path):
     torch.save({"fc.weight": Path("x")}, folder / "pytorch_model.bin")
     refuses("can't be read as weights", read, folder)
     (folder / "pytorch_model.bin").unlink()
+    (folder / "part.bin").write_bytes(b"broken")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"fc.weight": "part.bin"}}')
+    refuses("index.json can't be read as weights", read, folder)
+    index.unlink()
     for text, words in (("{}", "weight_map"), ('{"weight_map": {"fc.weight": "a.bin"}}', "a.bin")):
         (folder / "model.safetensors.index.json").write_text(text)
         refuses(f"index.json can't be read as weights .*{words}", read, folder)

@@ -43,6 +43,7 @@ Tensors = dict[str, torch.Tensor]
 NIBBLES = [0, 2, 4, 6, 1, 3, 5, 7]  # of AWQ: the column that each nibble of a word is of
 AT = "model.layers.0.self_attn.q_proj"
 THREE_GROUPS = {f"{AT}.qzeros": torch.ones(3, 16).int(), f"{AT}.scales": torch.ones(3, 128)}
+ZEROS = torch.zeros(4, 12, dtype=torch.int32)  # of 3 bits
 
 
 class Quantised(NamedTuple):
@@ -104,6 +105,11 @@ def one_scale(w, suffix="weight_scale"):
     return whole(w._replace(scale=w.scale[0, 0]), suffix)
 
 
+def apart(w):
+    """As `packed`, with zero points as int8, `[outputs, groups]`, as earlier versions have them."""
+    return packed(w, 4, False) | {"weight_zero_point": (w.zero - 8).to(torch.int8)}
+
+
 class Case(NamedTuple):
     """How weights are stored, and what the configuration says of it."""
 
@@ -140,6 +146,7 @@ CASES = {
     "gptq-order": Case(GPTQ | {"desc_act": True}, gptq, "w4g32", ordered=True),
     "packed": Case(compressed(PACK, 128), packed, "w4g128", group=128, symmetric=True),
     "packed-zero": Case(compressed(PACK, 32), lambda w: packed(w, 4, False), "w4g32"),
+    "packed-apart": Case(compressed(PACK, 32), apart, "w4g32"),
     "packed-8": Case(
         compressed(PACK, num_bits=8), lambda w: packed(w, 8), "w8g128", 8, None, symmetric=True
     ),
@@ -434,6 +441,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         (lambda s: s[f"{AT}.bias"].fill_(1), NotDescribed, "q_proj.bias"),
         (lambda s: s.update({f"{AT}.qweight": s[f"{AT}.qweight"].char()}), NotDescribed, "type I8"),
         (lambda s: s.update(THREE_GROUPS), InvalidInput, "128 inputs in 3 groups"),
+        (lambda s: s.update({f"{AT}.qzeros": ZEROS}), NotDescribed, "3 bits a weight"),
+        (lambda s: s.update({f"{AT}.qzeros": ZEROS}), NotDescribed, "3 bits a weight"),
     ):
         write(tmp_path, "gptq")
         change_file(tmp_path, change)

@@ -50,6 +50,15 @@ NUMBERS = {  # by field of `BlockConfig`: its name in config.json, beside those 
     "block_size": "block_size",
     "mask_token": "mask_token_id",
 }
+# fields that may have these values alone
+KNOWN: tuple[tuple[Any, ...], ...] = (
+    ("markov_head_type", "vanilla"),
+    ("hidden_act", "silu"),
+    ("projector_type", "dflash", "dspark"),
+    ("output_multiplier", 1),
+    ("input_embedding_scale", 1),
+    ("final_logit_softcapping", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -97,12 +106,15 @@ class BlockConfig:
         Raises `InvalidInput` for fields that the network can't represent.
         """
         fields = {**record, **(record.get("dflash_config") or {})}
-        for name, known in (("markov_head_type", "vanilla"), ("hidden_act", "silu")):
-            if fields.get(name) not in (None, known):
-                raise InvalidInput(f"its config says {name}: {fields[name]!r}; known: {known}")
-        window = "sliding_attention"
-        if window in (fields.get("layer_types") or ()) or fields.get("use_sliding_window"):
-            raise InvalidInput(f"its config says {window}, which block drafters here can't do")
+        for name, *known in KNOWN:
+            if (value := fields.get(name)) is not None and value not in known:
+                raise InvalidInput(
+                    f"its config says {name}: {value!r}; known: {', '.join(map(str, known))}"
+                )
+        names = " ".join(map(str, record.get("architectures") or ()))
+        of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
+        from_anchor = bool(of_dspark or "DSpark" in names or "dflash_config" not in record)
+        causal = (fields.get(name) for name in ("causal_head", "causal", "is_causal"))
         numbers: dict[str, Any] = {field: int(fields[name]) for field, name in NUMBERS.items()}
         return BlockConfig(
             **layer_fields(fields),
@@ -110,8 +122,8 @@ class BlockConfig:
             taps=tuple(int(i) + 1 for i in fields["target_layer_ids"]),
             target_size=target_size,
             vocab_size=vocab_size,
-            from_anchor=bool(fields.get("sample_from_anchor", "dflash_config" not in record)),
-            causal=bool(fields.get("causal_head")),
+            from_anchor=bool(fields.get("sample_from_anchor", from_anchor)),
+            causal=bool(next((one for one in causal if one is not None), False)),
             markov_rank=int(fields.get("markov_rank") or 0),
             confidence=bool(fields.get("enable_confidence_head")),
         )
@@ -275,7 +287,9 @@ class BlockNetwork(DrafterNetwork):
 def is_block(folder: Path) -> bool:
     """Whether `folder` holds a block drafter. Reads only its configuration."""
     record = read_json(folder / "config.json")
-    return "block_size" in record and ("dflash_config" in record or "target_layer_ids" in record)
+    nested = record.get("dflash_config")
+    fields = {**record, **nested} if isinstance(nested, dict) else record
+    return "block_size" in fields and ("dflash_config" in record or "target_layer_ids" in record)
 
 
 def load_block(folder: Path, target: TargetParts) -> BlockNetwork:

@@ -24,7 +24,8 @@ from quickbeam.models.angles import Angles
 from quickbeam.models.base import Model
 from quickbeam.models.families.reading import NotDescribed
 
-WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS = [name + index for name in _NAMES for index in ("", ".index.json")]
 UNREADABLE = (
     *(OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError),
     *(ValueError, LookupError, TypeError, AttributeError),
@@ -61,6 +62,9 @@ class TargetParts(NamedTuple):
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
     given = {name: value for name, value in fields.items() if value is not None}
+    window = "sliding_attention"
+    if window in given.get("layer_types", ()) or given.get("use_sliding_window"):
+        raise InvalidInput(f"its config says {window}, which drafters here can't do")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
     sizes = {field: int(given[name]) for field, name in SIZES.items()}
@@ -75,9 +79,17 @@ def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_theta", fields.get("rope_theta") or 10000.0)
     border = rope.get("original_max_position_embeddings")
     length = fields.get("max_position_embeddings")
+    if rope.get("rope_type", rope.get("type")) == "yarn" and length:
+        rope.setdefault("original_max_position_embeddings", length)
     if rope.get("factor") is None and border and length:
         rope["factor"] = length / border
     return rope
+
+
+def _load(path: Path) -> Any:
+    if path.suffix == ".bin":
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return load_file(path)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,14 +104,11 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             f"{folder} has no weights: none of {', '.join(WEIGHTS)}; download it again"
         )
     try:
-        if path.suffix == ".bin":
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        else:
-            files = {path.name}
-            if path.suffix == ".json":
-                files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-            parts = [load_file(folder / Path(name).name) for name in sorted(files)]
-            state = {name: one for part in parts for name, one in part.items()}
+        files = {path.name}
+        if path.suffix == ".json":
+            files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        parts = [_load(folder / Path(name).name) for name in sorted(files)]
+        state = {name: one for part in parts for name, one in part.items()}
         tensors = {k: one for k, one in state.items() if isinstance(one, torch.Tensor)}
         return {name.removeprefix("model."): one for name, one in tensors.items()}
     except UNREADABLE as error:

@@ -288,7 +288,8 @@ def _gptq(of: Tensors, lowered: bool) -> QuantisedValues:
     the layout less 1), low bits first; `scales` `[groups, outputs]`; `g_idx` `[inputs]`, each
     input's group."""
     values, stored, scales = of["qweight"], of["qzeros"], of["scales"].float().t()
-    bits = 32 * stored.shape[1] // len(scales)
+    if (bits := 32 * stored.shape[1] // len(scales)) not in (4, 8):
+        raise NotDescribed(f"{bits} bits a weight; read are 4 and 8")
     if lowered:  # word by word, as it was taken away
         stored = stored + (0x11111111 if bits == 4 else 0x01010101)
     inputs, zeros = 32 * len(values) // bits, _in_nibbles(stored, bits).t()
@@ -306,7 +307,12 @@ def _packed(of: Tensors) -> QuantisedValues:
     group = _shared(inputs, scales.shape[1])
     zeros = torch.full_like(scales, 1 << bits - 1, dtype=torch.uint8)
     if "weight_zero_point" in of:
-        zeros = _in_nibbles(of["weight_zero_point"].t(), bits)[:, :outputs].t()
+        zeros = of["weight_zero_point"]
+        if zeros.dtype is torch.int8:  # as earlier versions stored them, `[outputs, groups]`
+            zeros = (zeros.to(torch.int16) + (1 << bits - 1)).to(torch.uint8)
+            zeros = zeros.view(len(zeros), -1).expand_as(scales)
+        else:
+            zeros = _in_nibbles(zeros.t(), bits)[:, :outputs].t()
     return QuantisedValues(values, library.BY_OUTPUT, inputs, bits, group, scales, zeros)
 
 
