@@ -35,7 +35,9 @@ from quickbeam.models.families.reading import ATTRIBUTES, NotDescribed
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import dense_rows
 from quickbeam.models.native_model import NativeModel
+from quickbeam.models.tensor_files import TensorFiles
 from quickbeam.models.tokenizer import Tokenizer, load_tokenizer
+from quickbeam.mtp import index_of
 from quickbeam.params import SamplingParams
 from scripts import cli
 from target import logits_of
@@ -126,6 +128,16 @@ def test_edited_configurations_are_read_as_transformers_reads_them(
     assert (ours - theirs).abs().max() < 5e-4 * theirs.abs().max()
 
 
+def test_what_no_family_describes_is_left_to_transformers(tmp_path, cache):
+    for name, changes, words in (
+        ("llama", {"sliding_window": 6}, "a window of 6 without layer_types"),
+        ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}, "attention_bias without"),
+    ):
+        made(name).save_pretrained(tmp_path)
+        configure(tmp_path, **changes)
+        refuses(words, Checkpoint, tmp_path, torch.float32, error=NotDescribed)
+
+
 def test_one_file_comes_before_an_index_of_earlier_ones(tmp_path):
     made("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     assert not (tmp_path / "model.safetensors").exists()
@@ -133,6 +145,15 @@ def test_one_file_comes_before_an_index_of_earlier_ones(tmp_path):
     save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
     rewrite(tmp_path, {HEAD: torch.zeros_like(model.lm_head.weight)})
     assert not Checkpoint(tmp_path, torch.float32)(HEAD).any()
+    # an index that lists it counts: of a file beside it, as MTP heads come
+    both = {"weight_map": dict.fromkeys(model.state_dict(), "model.safetensors")}
+    both["weight_map"]["mtp.fc.weight"] = "model_mtp.safetensors"
+    save_file({"mtp.fc.weight": torch.ones(2)}, tmp_path / "model_mtp.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(both))
+    assert "mtp.fc.weight" in TensorFiles(tmp_path).names and "mtp.fc.weight" in index_of(tmp_path)
+    index.unlink()
+    assert "mtp.fc.weight" not in TensorFiles(tmp_path).names and index_of(tmp_path) is None
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path):

@@ -39,6 +39,8 @@ def test_ids_may_be_of_any_kind_of_integer(llm):
     right = llm.generate(ids, SHORT).token_ids
     for prompt in (tuple(ids), np.array(ids), torch.tensor(ids)):
         assert llm.generate(prompt, SHORT).token_ids == right
+    for several in (np.array(["hello", "hello"]), np.array([ids, ids]), torch.tensor([ids, ids])):
+        assert [one.token_ids for one in llm.generate(several, SHORT)] == [right] * 2
     refuses("n=3: this gives one answer", llm.stream, "hello", SamplingParams(n=3, temperature=1.0))
 
 

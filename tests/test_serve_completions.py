@@ -213,6 +213,7 @@ def test_tokens_there_and_back_and_what_is_asked_of_paths(runner, llm):
         refused(ask(runner, "/detokenize", {"tokens": [token]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
     refused(ask(runner, "/tokenize", {"messages": messages, "odd": 1}), "odd")
+    assert good(ask(runner, "/tokenize", {"prompt": "x", "messages": None}))["count"] == 1
     refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
     tool = {"type": "function", "function": {"name": "f"}}
     response = ask(runner, "/tokenize", {"messages": messages, "tools": [tool]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from numbers import Number
 from operator import index
 from typing import Any, overload
 
@@ -157,8 +156,10 @@ class Answering:
 
         Raises `InvalidInput` for what can't be used.
         """
-        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-        one = not several or (len(prompts) > 0 and isinstance(prompts[0], Number))
+        one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+        if not one and len(prompts):
+            first = prompts[0]  # of several prompts; else a number
+            one = not isinstance(first, str | Sequence) and not getattr(first, "ndim", 0)
         return self._all([prompts] if one else prompts, one, params, progress, options)
 
     @overload
@@ -248,6 +249,7 @@ class Answering:
             raise InvalidInput(
                 f"n={params.n}: this gives one answer; ask for each with choice=0 to {params.n - 1}"
             )
+        choice = choice or 0
         name = self.drafting.method(options.get("method") or self.method)
         ids = self._ids(prompt)
         self.model.check_prompt(ids)
@@ -271,7 +273,7 @@ class Answering:
             setting,
             self.drafting.shortlist(setting),
             observer,
-            choice or 0,
+            choice,
             _hashable(tenant),
         )
         return Stream(self.thread, self.engine.new_sequence(request), self.name, name, client)

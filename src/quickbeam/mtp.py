@@ -95,10 +95,21 @@ def has_mtp(place: Path) -> bool:
         return False
 
 
+def index_of(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor; None where one file counts, whose names are not read here.
+
+    An index that doesn't list that file is of earlier ones.
+    """
+    single = (folder / SINGLE).is_file()
+    if single and not (folder / INDEX).is_file():
+        return None
+    files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return None if single and SINGLE not in files.values() else files
+
+
 def _names(folder: Path) -> Collection[str]:
-    if not (folder / SINGLE).is_file():  # the order of transformers
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return index["weight_map"].keys()  # type: ignore[no-any-return]
+    if (index := index_of(folder)) is not None:
+        return index.keys()
     with open(folder / SINGLE, "rb") as file:  # its header is JSON behind its size
         size = int.from_bytes(file.read(8), "little")  # any number where it is another file
         header = json.loads(file.read(min(size, (folder / SINGLE).stat().st_size)))

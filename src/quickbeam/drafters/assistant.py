@@ -43,12 +43,6 @@ from quickbeam.models.stack_tensors import Parameters, names
 from quickbeam.tree import TokenTree
 
 KINDS = "gemma4_assistant", "gemma4_unified_assistant"
-DEFAULTS = {  # transformers', of what a configuration may leave out
-    "backbone_hidden_size": 1536,
-    "use_ordered_embeddings": False,
-    "num_centroids": 2048,
-    "centroid_intermediate_top_k": 32,
-}
 MODULES = ("embed_tokens.", "layers.", "norm.")  # of the decoder
 JOIN, SPLIT = "pre_projection.weight", "post_projection.weight"
 TABLE = "model.embed_tokens.weight"
@@ -233,7 +227,7 @@ def load_assistant(folder: Path, model: Model) -> AssistantDrafter:
     Raises `InvalidInput` for another target's assistant, and for one that is not whole.
     """
     with named_errors(folder):
-        whole: Any = ModelConfig(DEFAULTS | read_config(folder).to_dict())
+        whole: Any = read_config(folder)
         fields: dict[str, Any] = dict(whole.text_config)
         if window := fields.get("sliding_window"):
             # transformers' mask is inclusive: it reaches `window` tokens back from the last one

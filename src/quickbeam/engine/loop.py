@@ -93,10 +93,7 @@ class EngineLoop:
 
     def start(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
         self.clients[sequence] = clients
-        try:
-            self.engine.start(sequence)
-        except Exception as error:  # this request's own fault
-            sequence.end("error", error)
+        self.engine.start(sequence)
         if sequence.over:
             self._notify([sequence])
 

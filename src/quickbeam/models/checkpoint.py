@@ -110,10 +110,11 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder / "config.json")
     part = fields.get("text_config")
     for of in (fields, part if isinstance(part, dict) else {}):
-        if not isinstance(kind := of.get("model_type", ""), str):
+        if not isinstance(kind := of.get("model_type"), str | None):
             raise InvalidInput(f"its config.json has the model_type {kind!r}: download it again")
         for layers in {"num_hidden_layers", "n_layer"} & of.keys():  # transformers lists them all
-            check_count(of[layers], "layers")
+            if of[layers] is not None:
+                check_count(of[layers], "layers")
     language = language_part(fields)
     if str(fields.get("transformers_version")).startswith(WHOLE) and _says_all(language):
         return ModelConfig(language)

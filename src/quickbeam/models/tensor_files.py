@@ -15,7 +15,7 @@ import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.families.reading import NotDescribed
-from quickbeam.mtp import INDEX, SINGLE
+from quickbeam.mtp import INDEX, SINGLE, index_of
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -163,13 +163,11 @@ class TensorFiles:
 
 
 def _files(folder: Path) -> list[Path]:
-    names = [SINGLE] if (folder / SINGLE).is_file() else []
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
     try:
-        if not names and (folder / INDEX).is_file():  # the order of transformers
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            names = sorted(set(index["weight_map"].values()))
-        if not names:
-            raise NotDescribed(f"{folder} has no {SINGLE} and no {INDEX}")
+        index = index_of(folder)
+        names = [SINGLE] if index is None else sorted(set(index.values()))
         return [folder / name for name in names]
     except (OSError, *BROKEN) as error:
         raise InvalidInput(

@@ -16,7 +16,7 @@ from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation
+from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
@@ -42,9 +42,11 @@ async def begin_conversation(
     runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
 ) -> Streams:
     """Have the engine begin to answer a conversation."""
-    parts = [*conversation.messages, *(calls.tools or ())]
-    length = sum(len(part.model_dump_json(exclude_none=True)) for part in parts)
-    length += len(json.dumps(conversation.chat_template_kwargs))
+    length = len(json.dumps(conversation.chat_template_kwargs))
+    length += sum(len(tool.model_dump_json()) for tool in calls.tools or ())
+    for one in conversation.messages:
+        made = getattr(one, "tool_calls", None) or ()
+        length += len(text_of(one.content)) + sum(len(call.function.arguments) for call in made)
     tokens = length // BYTES_A_TOKEN + 1
     return await convert.begin(
         runner,
@@ -227,9 +229,10 @@ class TextCompletion(Choices):
     def __init__(self, runner: Runner, request: CompletionRequest, answers: Streams) -> None:
         super().__init__(runner, request, answers, "cmpl", "text_completion")
         self._request, decode = request, runner.llm.tokenizer.decode
-        added = runner.llm.tokenizer.added_tokens_decoder
-        skips = request.skip_special_tokens is not False
-        hidden = {token for token, one in added.items() if one.special and skips}
+        hidden = set[int]()  # tokens that the text leaves out
+        if request.logprobs is not None and request.skip_special_tokens is not False:
+            added = runner.llm.tokenizer.added_tokens_decoder
+            hidden = {token for token, one in added.items() if one.special}
         echoes = [
             "" if not request.echo else one if isinstance(one, str) else str(decode(one))
             for one in request.prompts

@@ -276,7 +276,8 @@ class TokenizeText(Root):
 
 
 def _kind(body: Any) -> str:
-    return "chat" if isinstance(body, dict) and "messages" in body else "text"
+    chat = isinstance(body, dict) and body.get("messages") is not None
+    return "chat" if chat else "text"
 
 
 Tokenize = Annotated[

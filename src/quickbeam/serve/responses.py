@@ -74,7 +74,7 @@ def _message(item: Any) -> Any:
             if item.get("call_id") is None:
                 raise refuse("a function_call without call_id: give it")
             function = {name: item[name] for name in ("name", "arguments") if name in item}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            call = {"id": item["call_id"], "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case "function_call_output":
             own = {"tool_call_id": item.get("call_id"), "name": item.get("name")}

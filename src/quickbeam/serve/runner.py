@@ -110,7 +110,7 @@ class Runner:
                 yield
         except TimeoutError:
             why = f"the request has waited for {self.settings.queue_timeout:g} seconds without its"
-            raise Unavailable(f"{why} turn: come back later", SOON) from None
+            raise Unavailable(f"{why} turn, or its grammar: come back later", SOON) from None
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.

@@ -137,7 +137,7 @@ static void step_product(const typename Reads<W>::X* x, int64_t x_stride, int64_
     for (int64_t b = 0; b < blocks; b += most) {
       const int64_t some = std::min(most, blocks - b);
       tile_for<W>(count, some)(x + first * x_stride, x_stride, w + b * w_stride, w_stride, steps, y + first * y_stride + b * 16,
-                                         y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
+                               y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
     }
   }
 }
@@ -276,7 +276,7 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
       tile_for<W>(count, blocks)(taken + low * stride, stride, reinterpret_cast<const W*>(block), w_stride,
-                                           inputs / Reads<W>::INPUTS, to, to_stride, false, ahead, lines);
+                                 inputs / Reads<W>::INPUTS, to, to_stride, false, ahead, lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
