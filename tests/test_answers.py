@@ -140,10 +140,26 @@ def test_kept_from_one_process_to_the_next(tmp_path, caplog, monkeypatch):
     for content in (b"", b"no such file", path.read_bytes()[:-7]):
         (tmp_path / "wrong").write_bytes(content)
         refuses("no file of kept answers", AnswerMemory, 1 << 20, tmp_path / "wrong", "m")
-    gone = AnswerMemory(1 << 20, tmp_path / "missing" / "folder")
+    refuses("there is no folder .*missing; make it", AnswerMemory, 1, tmp_path / "missing" / "a")
+    refuses("more than this machine has", AnswerMemory, 1 << 60)
+    (tmp_path / "folder").mkdir()
+    gone = AnswerMemory(1 << 20, tmp_path / "folder" / "a")
     gone.of(None).add(text)
+    (tmp_path / "folder").rmdir()
     gone.close()
     assert "answers are not kept" in caplog.text
+    again.check(90)
+    refuses("another vocabulary, or is damaged", again.check, 60)
+    # what was forgotten meanwhile stays in the file, the new behind it
+    again.forget()
+    new = [rng.randrange(90) for _ in range(50)]
+    again.of(None).add(new)
+    again.close()
+    last = AnswerMemory(1 << 20, path, "m")
+    for text in (texts[None], new):
+        match = last.of(None).match(text[:40])
+        assert match is not None and last.of(None).continuation(match, 99) == text[40:]
+    assert last.of(b"key").match(texts[b"key"][:40])
 
 
 def test_commands_keep_their_answers(toy_folder, tmp_path):

@@ -105,6 +105,12 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
         assert journal.failed == 1
 
 
+def test_no_depth_of_a_line_stops_the_others():
+    for depth in range(900, 1000):
+        line = ('{"prompt": "x", "a": ' + "[" * depth + "]" * depth + "}").encode()
+        assert parse(1, line).custom_id == "line-1"
+
+
 def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path):
     running, most, seen = 0, 0, 0
 
@@ -171,8 +177,15 @@ def test_places_that_are_refused_and_files_of_something_else_left_alone(source, 
         (source, tmp_path / "nowhere" / "out.jsonl", "no such folder"),
     ):
         refuses(words, go, asked, output)
-    with Journal(out), pytest.raises(InvalidInput, match="another program"):
-        Journal(out)
+    (tmp_path / "link.jsonl").symlink_to(out)
+    for same in (out, tmp_path / "link.jsonl"):
+        with Journal(out), pytest.raises(InvalidInput, match="another program"):
+            Journal(same)
+    go(source, out)
+    out.write_bytes(out.read_bytes()[:-1])  # as an editor leaves it
+    kept = out.read_bytes()
+    refuses("doesn't have|another request", go, lines(source, [{"prompt": "new"}]), out)
+    assert out.read_bytes() == kept
 
 
 def test_a_full_disk_loses_nothing(source, tmp_path, monkeypatch):

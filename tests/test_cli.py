@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import typer
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam.cli.app import app
-from quickbeam.cli.common import statistics_line
+from quickbeam.cli.common import save, statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar.spec import Grammar
@@ -299,3 +300,17 @@ def test_the_real_thing(smollm2):
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
     assert fast["steps"] <= plain["steps"]
     assert set(fast["sources"]) <= {"ngram", "last_logits", "answers"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save("--json", tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "real").read_text())
+    os.mkfifo(tmp_path / "pipe")
+    read = list[str]()
+    thread = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    thread.start()
+    save("--json", tmp_path / "pipe", "told")
+    thread.join()
+    assert read == ["told"] and (tmp_path / "pipe").is_fifo()

@@ -249,6 +249,7 @@ def with_list(processor, **more):
     (with_list(TOP_P, do_sample=True, top_k=5), "TopKLogitsWarper.*put it first"),
     (with_list(TOP_P, do_sample=True, top_k=0, top_p=0.5), "TopP.*twice"),
     (with_list(processing.MinLengthLogitsProcessor(20, 7)), "eos_token_id"),
+    (with_list(processing.MinNewTokensLengthLogitsProcessor(4, 14, 7)), "to_skip must be 12"),
     (dict(max_new_tokens=5000), "context"),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
 def test_what_has_no_like_is_refused_by_name(llama, asked, named):
@@ -276,7 +277,12 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model():
         change()
         assert torch.equal(*pair(model, ROWS[:1], **GREEDY))
         made.append(engine_of(model, None, None))
-    assert len(set(made)) == 3
+    hook = model.model.norm.register_forward_hook(lambda module, given, out: 2 * out.roll(1, -1))
+    for change in (lambda: None, hook.remove):
+        change()
+        assert torch.equal(*pair(model, ROWS[:1], **GREEDY))
+        made.append(engine_of(model, None, None))
+    assert len(set(made)) == 5
     engine = weakref.ref(made[-1].engine)
     made.clear()
     del model, change

@@ -34,6 +34,13 @@ def user(*turns):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
+def test_parameters_that_can_be_read_once_are_kept():
+    params = SamplingParams(stop=iter(["a"]), bad_words=iter("bc"), stop_token_ids=map(int, "12"))
+    kept = params.stop, params.bad_words, params.stop_token_ids
+    assert kept == (("a",), ("b", "c"), (1, 2))
+    refuses("bad_words=.*whole characters", SamplingParams, bad_words=["\ud800"])
+
+
 def test_ids_may_be_of_any_kind_of_integer(llm):
     ids = [*map(int, llm.tokenizer("hello")["input_ids"])]
     right = llm.generate(ids, SHORT).token_ids
@@ -41,6 +48,9 @@ def test_ids_may_be_of_any_kind_of_integer(llm):
         assert llm.generate(prompt, SHORT).token_ids == right
     for several in (np.array(["hello", "hello"]), np.array([ids, ids]), torch.tensor([ids, ids])):
         assert [one.token_ids for one in llm.generate(several, SHORT)] == [right] * 2
+    drawn = replace(SHORT, temperature=1.0, seed=5)
+    seeded = llm.generate(ids, replace(drawn, seed=np.int64(5))).token_ids
+    assert seeded == llm.generate(ids, drawn).token_ids
     refuses("n=3: this gives one answer", llm.stream, "hello", SamplingParams(n=3, temperature=1.0))
 
 

@@ -231,7 +231,11 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
         "quickbeam needs all of it on one device"))  # fmt: skip
     # An in-place change raises a tensor's version, unless it is made through `.data`.
     versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
-    state = drafter, *versions
+    hooked = [
+        (type(one), *one._forward_hooks, *one._forward_pre_hooks, "forward" in vars(one))
+        for one in model.modules()
+    ]
+    state = drafter, *versions, *hooked
     with _making:
         if model not in _engines or _engines[model][0] != state:
             _engines.pop(model, None)  # frees its copies before new ones are made
@@ -286,7 +290,7 @@ def params_of(
     Raises `InvalidInput` for a processor without a counterpart, and names its class.
     """
     eos = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
-    ends = {int(end) for ids in eos for end in ids.tolist()}
+    ends = {int(end) for ids in eos for end in ids.tolist() if end >= 0}  # -1: never
     padding = [width - len(prompt) for prompt in prompts]
     options, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
@@ -301,6 +305,8 @@ def params_of(
             (name in options, f"{kind}: it is there twice; leave one out"),
         )  # fmt: skip
         rank = place
+        skipped = getattr(processor, "prompt_length_to_skip", width)
+        _refuse((skipped != width, f"{kind}: prompt_length_to_skip must be {width}, the prompt's"))
         _check(processor, kind, name, padding, ends)
         if name != "logit_bias":
             options |= {name: value} if name else {}

@@ -122,6 +122,8 @@ class LLM(Answering):
             drafter, method = None, stand_in(asked, False)
         how |= {"model": self.folder, "weights": draft_weights}
         load = partial(load_drafter, drafter, **how) if drafter else None
+        if remembered is not None:
+            remembered.check(opened.model.vocab_size)
         engine = {"most": max_running, "share": share_prefixes, "memory": remembered}
         drafting = Drafting(load, vocab, shortlist)
         super().__init__(opened, name, drafting, method, budget, room, **engine)

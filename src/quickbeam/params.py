@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -80,9 +80,12 @@ class SamplingParams:
     whatever the prefix cache holds."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str) and name != "stop_token_ids":
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, Iterator):  # which could be read once
+                object.__setattr__(self, name, tuple(value))
         least, most = int(self.prompt_logprobs is None), self.max_tokens
         rules = {
             "max_tokens": (_whole(least), "an integer of at least 1, or 0 with prompt_logprobs"),
@@ -149,6 +152,11 @@ def _each(rule: Rule) -> Rule:
     )
 
 
+def _is_text(text: Any) -> bool:
+    surrogates = isinstance(text, str) and any("\ud800" <= one <= "\udfff" for one in text)
+    return isinstance(text, str) and bool(text) and not surrogates
+
+
 def _is_bias(bias: Any) -> bool:
     token, value = bias
     return _whole(0)(token) and (value == -math.inf or _number(-1e30, 1e30)(value))
@@ -156,7 +164,7 @@ def _is_bias(bias: Any) -> bool:
 
 MODERATE = (_number(-1e30, 1e30), "a number between -1e30 and 1e30 (0: off)")
 FEW = (_optional(_whole(0, 100)), "an integer between 0 and 100, or None")
-TEXTS = (_each(lambda text: isinstance(text, str) and bool(text)), "non-empty strings")
+TEXTS = (_each(_is_text), "non-empty strings of whole characters")
 FLAG = (lambda value: isinstance(value, bool), "True or False")
 RULES: dict[str, tuple[Rule, str]] = {
     "temperature": (_number(0, 1e30), "finite, at least 0 and at most 1e30 (0: the most probable "

@@ -39,7 +39,8 @@ class Journal:
             raise InvalidInput(f"{path}: there is no such folder; make it first")
         with ExitStack() as held, self._written():
             try:
-                held.enter_context(FileLock(path.parent / f".{path.name}.lock", timeout=0))
+                real = path.resolve()  # the same through any link
+                held.enter_context(FileLock(real.parent / f".{real.name}.lock", timeout=0))
             except Timeout:
                 raise InvalidInput(
                     f"{path}: another program is writing it; wait for its end, or give another file"
@@ -47,7 +48,6 @@ class Journal:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             held.callback(os.close, self._file)
             self._end = self._load()
-            os.ftruncate(self._file, self._end)
             self._held = held.pop_all()
         self._synced = time.monotonic()
 
@@ -90,6 +90,7 @@ class Journal:
         left = memoryview(line)
         with self._written():
             try:
+                os.ftruncate(self._file, self._end)  # a last line that was incomplete
                 while left:
                     left = left[os.write(self._file, left) :]
             except BaseException:
@@ -104,8 +105,10 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._held, self._written():
+            if kind is None:  # where something was refused, the file stays as it was
+                os.ftruncate(self._file, self._end)
             os.fsync(self._file)
 
     @contextmanager

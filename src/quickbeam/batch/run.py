@@ -61,10 +61,10 @@ def parse(number: int, line: bytes) -> BatchRequest:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
         name = given
         url, body = _endpoint_and_body(fields)
+        digest = _digest(name, url, body)
     except (ValueError, RecursionError) as error:
         digest = _digest(name, hashlib.sha256(line.strip()).hexdigest())
         return BatchRequest(number, name, digest, "", {}, f"line {number}: {error}")
-    digest = _digest(name, url, body)
     if body.get("seed") is None and body.get("seeds") is None:
         body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
     return BatchRequest(number, name, digest, url, body)

@@ -310,10 +310,13 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
     Raises `QuickbeamError`, which names `option`, where the file can't be written.
     """
     text = content if isinstance(content, str) else strict_json(content, indent=1) + "\n"
-    part = path.with_name(f".{path.name}.tmp")
     try:
+        path = path.resolve()  # a link stays one
+        special = path.exists() and not path.is_file()  # a device or a pipe
+        part = path if special else path.with_name(f".{path.name}.tmp")
         part.write_text(text, encoding="utf-8", errors="replace")
-        part.replace(path)
+        if not special:
+            part.replace(path)
     except OSError as error:
         raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
 

@@ -80,7 +80,7 @@ def demo(loading: LoadOptions, given: DemoOptions) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     if given.svg is not None:
         check_output("--svg", given.svg)
-    silent = replace(loading, memory_of_answers="0")  # both answer the same prompts
+    silent = replace(loading, memory_of_answers="0", keep=None)  # both answer the same prompts
     params, llm = SamplingParams(max_tokens=given.max_tokens), silent.load()
     drawn, methods = given.svg is not None, list(dict.fromkeys(("ar", loading.method)))
     out = Console(record=drawn, width=WIDTH if drawn else None, highlight=False)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -149,14 +150,27 @@ class AnswerMemory:
     an eighth each, and the one that has asked for nothing the longest is forgotten.
 
     `keep`: a file that holds the texts from one process to the next. It is read here, and `close`
-    writes it, with the `model`. Raises `InvalidInput` for another file, or another model's.
+    writes it, with the `model`. Raises `InvalidInput` for another file, or another model's, and for
+    a memory that the machine doesn't have.
     """
 
     def __init__(self, size: int, keep: Path | None = None, model: str = "") -> None:
+        if size > psutil.virtual_memory().total:
+            raise InvalidInput(f"a memory of answers of {size} bytes: more than this machine has")
+        if keep is not None and not keep.parent.is_dir():
+            raise InvalidInput(f"keep {keep}: there is no folder {keep.parent}; make it first")
         self._tokens, self._keep, self._model = size // TOKEN_BYTES, keep, model
         self._texts = OrderedDict[Hashable, Texts]()
+        self._forgotten = False  # whether the file may hold more than what is here
         if keep is not None and keep.exists():
             self._read(keep)
+
+    def check(self, vocab: int) -> None:
+        """Raise `InvalidInput` where a kept text has a token that is none of `vocab`."""
+        if any(texts.ring().max(initial=0) > vocab for texts in self._texts.values()):
+            raise InvalidInput(
+                f"{self._keep} keeps answers of another vocabulary, or is damaged: remove it"
+            )
 
     def of(self, tenant: Hashable) -> Texts:
         """Return what is remembered for a tenant."""
@@ -170,13 +184,20 @@ class AnswerMemory:
 
     def forget(self) -> None:
         self._texts.clear()
+        self._forgotten = True
 
     def close(self) -> None:
         """Write the texts to the file, if there is one, and forget them.
 
-        A file that can't be written stays as it was, with a warning.
+        What the file holds of before they were forgotten stays. One that can't be written stays as
+        it was, with a warning.
         """
         if self._keep is not None and self._texts:
+            if self._forgotten and self._keep.exists():
+                new, self._texts = self._texts, OrderedDict()
+                self._read(self._keep)
+                for tenant, texts in new.items():
+                    self._add(tenant, texts.ring())
             part = self._keep.with_name(f".{self._keep.name}.{os.getpid()}.part")
             rings = {str(i): texts.ring() for i, texts in enumerate(self._texts.values())}
             names = json.dumps([_name(tenant) for tenant in self._texts])
@@ -201,14 +222,20 @@ class AnswerMemory:
                         "another file, one for each model"
                     )
                 for i, name in enumerate(json.loads(metadata["tenants"])):
-                    texts, ring = self.of(_tenant(name)), file.get_tensor(str(i))
-                    edges = np.flatnonzero(np.diff(ring > 0, prepend=False, append=False))
-                    for begin, end in edges.reshape(-1, 2):
-                        texts.add((ring[begin:end] - 1).tolist())
+                    ring = file.get_tensor(str(i))
+                    if ring.ndim != 1 or ring.dtype != np.int32 or (ring < 0).any():
+                        raise ValueError("it holds numbers that are no tokens")
+                    self._add(_tenant(name), ring)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise InvalidInput(
                 f"{path} is no file of kept answers ({error}): name another one, or remove it"
             ) from error
+
+    def _add(self, tenant: Hashable, ring: npt.NDArray[np.int32]) -> None:
+        """Add the texts that a ring holds, each with 0 at its ends and tokens plus 1."""
+        texts, edges = self.of(tenant), np.flatnonzero(np.diff(ring > 0, prepend=0, append=0))
+        for begin, end in edges.reshape(-1, 2):
+            texts.add((ring[begin:end] - 1).tolist())
 
 
 def _name(tenant: Hashable) -> str | None:

@@ -103,7 +103,9 @@ class SequenceState:
         self.times = Times(time.perf_counter())
         seed = self.params.seed
         # A seed drawn here belongs to this one answer. With choice 0, the seed alone repeats it.
-        self.seed, choice = (secrets.randbits(63), 0) if seed is None else (seed, request.choice)
+        self.seed, choice = (
+            (secrets.randbits(63), 0) if seed is None else (int(seed), request.choice)
+        )
         self.generator, self.drafting = torch.Generator(), torch.Generator()
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)

@@ -92,9 +92,9 @@ def read_trace(path: Path) -> dict[str, Any]:
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: can't be read ({error})") from error
-    if not isinstance(trace, dict) or trace.get("format") != FORMAT:
+    if not isinstance(trace, dict) or trace.get("format") != FORMAT or "steps" not in trace:
         raise InvalidInput(
             f"{path}: not a trace; give a file that `quickbeam generate --trace` wrote"
         )

@@ -127,7 +127,7 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     if not path.is_file():
         raise InvalidInput(f"--prompts {path} can't be read: there is no such file")
     try:
-        for line in path.read_text(encoding="utf-8-sig").splitlines():
+        for line in path.read_text(encoding="utf-8-sig").split("\n"):
             record = json.loads(line) if line.strip() else {"messages": []}
             turns = record.get("messages")
             if turns is None:
