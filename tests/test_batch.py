@@ -105,6 +105,12 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path, line, why):
         assert journal.failed == 1
 
 
+def test_a_bad_line_keeps_its_name():
+    one = parse(3, b'{"custom_id": "mine", "prompt": "\\ud800"}')
+    assert one.custom_id == "mine" and "surrogates" in str(one.fault)
+    assert parse(3, b'{"custom_id": "\\ud800", "prompt": "x"}').custom_id == "line-3"
+
+
 def test_no_depth_of_a_line_stops_the_others():
     for depth in range(900, 1000):
         line = ('{"prompt": "x", "a": ' + "[" * depth + "]" * depth + "}").encode()

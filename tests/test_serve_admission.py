@@ -67,6 +67,7 @@ def test_settings_that_can_not_be():
         ({"max_body": "0"}, "size of memory"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"queue_timeout": float("nan")}, "queue_timeout=nan"),
+        ({"served_name": " "}, "is empty"),
         ({"drain_timeout": -1.0}, "drain_timeout=-1"),
         ({"api_keys": ("good", "")}, "API key"),
         ({"api_keys": ("schlüssel",)}, "API key"),

@@ -55,11 +55,12 @@ def parse(number: int, line: bytes) -> BatchRequest:
         fields = json.loads(line.decode(), parse_constant=_refuse_constant)
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
-        json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is no character
         given = fields.pop("custom_id", name)
         if not isinstance(given, str) or not given:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
+        given.encode()  # half of a surrogate pair is no character
         name = given
+        json.dumps(fields, ensure_ascii=False).encode()
         url, body = _endpoint_and_body(fields)
         digest = _digest(name, url, body)
     except (ValueError, RecursionError) as error:

@@ -80,7 +80,8 @@ def write_text(plan: Plan) -> None:
             show(f"text: {count:,} tokens, {rate:.0f} a second, {left} left", count / plan.tokens)
 
         stage.run(wrote)
-    say(f"text: {plan.tokens:,} tokens")
+    written = existing_text(plan)
+    say(f"text: {written.tokens if written else 0:,} tokens")
 
 
 def make_drafter(plan: Plan) -> None:
