@@ -17,6 +17,7 @@ import pytest
 from cases import before, few, refuses
 from quickbeam import LLM, AsyncLLM, QuickbeamError, SamplingParams
 from quickbeam.engine.sequence import SequenceState
+from quickbeam.grammar.spec import Grammar
 from quickbeam.options import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello"]
@@ -128,6 +129,18 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
     with pytest.raises(RuntimeError, match="no such pass"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
     assert not llm.engine.busy and all(one.over for one in seen)
+
+
+def test_what_ends_one_of_several_answers_has_the_others(llm):
+    pytest.importorskip("llguidance")
+    stuck = SamplingParams(grammar=Grammar.regex("[ab]{8}c"), bad_words=["c"])
+    short = SamplingParams(max_tokens=3, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], short).token_ids
+    with pytest.raises(QuickbeamError) as caught:
+        llm.generate(PROMPTS[:2], [short, stuck], method="ar")
+    first, second = caught.value.completions
+    assert (first.token_ids, first.finish_reason) == (alone, "length")
+    assert second.finish_reason == "error" and 0 < len(second.token_ids) <= 8
 
 
 def test_asynchronous_conversations_have_the_same_answers(llm):

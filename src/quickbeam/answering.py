@@ -21,7 +21,7 @@ from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
 from quickbeam.engine.stream import Stream
 from quickbeam.engine.trace import StepRecord
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar.compiler import GrammarCompiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import preset
@@ -154,7 +154,8 @@ class Answering:
         answers, which stand one after the other in the list. `progress`: whether to show a bar for
         several answers; None shows it on a terminal. `options` are those of `Options`.
 
-        Raises `InvalidInput` for what can't be used.
+        Raises `InvalidInput` for what can't be used, and what ended an answer; the `completions` of
+        that error are the answers so far.
         """
         one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if not one and len(prompts):
@@ -207,11 +208,13 @@ class Answering:
             shown = several if progress is None else progress
             bar = tqdm(streams, disable=not shown, unit="answer", leave=False)
             answers = [stream.result() for stream in bar]
-        except BaseException:
+        except BaseException as error:
             for stream in streams:
                 stream.cancel()
             for stream in streams:
                 stream.close()
+            if isinstance(error, QuickbeamError):
+                error.completions = [stream.completion for stream in streams]
             raise
         return answers[0] if one and len(answers) == 1 else answers
 

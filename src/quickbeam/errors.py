@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # what to do with a prompt that holds more than text
@@ -14,8 +14,11 @@ TEXT_ALONE = (
 class QuickbeamError(Exception):
     """Something failed that is not the caller's input, such as a broken download or NaN logits.
 
-    The command line exits with code 1.
+    `completions`: the answers so far, where it ended one of several (`LLM.generate`). The command
+    line exits with code 1.
     """
+
+    completions: Sequence[Any] = ()
 
 
 class InvalidInput(QuickbeamError, ValueError):

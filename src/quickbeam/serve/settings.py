@@ -71,9 +71,9 @@ class ServeSettings:
         for name in SECONDS:
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise InvalidInput(f"{name}={value}: must be a number of seconds of at least 0")
-        for name in (self.served_name, *self.aliases):
-            if name is not None and not name.strip():
-                raise InvalidInput(f"the model's name {name!r} is empty: give another")
+        for given in (self.served_name, *self.aliases):
+            if given is not None and not given.strip():
+                raise InvalidInput(f"the model's name {given!r} is empty: give another")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or key.split() != [key]:
                 raise InvalidInput(
