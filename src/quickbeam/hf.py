@@ -231,11 +231,11 @@ def engine_of(model: PreTrainedModel, drafter: str | None, tokenizer: Any) -> An
         "quickbeam needs all of it on one device"))  # fmt: skip
     # An in-place change raises a tensor's version, unless it is made through `.data`.
     versions = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights]
-    hooked = [
+    hooks = [
         (type(one), *one._forward_hooks, *one._forward_pre_hooks, "forward" in vars(one))
         for one in model.modules()
     ]
-    state = drafter, *versions, *hooked
+    state = drafter, *versions, *hooks
     with _making:
         if model not in _engines or _engines[model][0] != state:
             _engines.pop(model, None)  # frees its copies before new ones are made

@@ -315,12 +315,12 @@ async def tokenize(runner: Runner, http: Request) -> Response:
             ids = await asyncio.to_thread(encode_conversation, runner.llm, request, request.tools)
     room = runner.llm.room(0)
 
-    def told() -> Response:  # in a thread, as there may be millions
+    def response() -> Response:  # in a thread, as there may be millions
         texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
         about = {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
         return JSONResponse(about)
 
-    return await asyncio.to_thread(told)
+    return await asyncio.to_thread(response)
 
 
 async def detokenize(runner: Runner, http: Request) -> Json:

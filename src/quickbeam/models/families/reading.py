@@ -212,8 +212,8 @@ def rotary_dim(c: Config, dim: int, kind: str | None = None) -> int:
         return dim
     if own := rope.get("rotary_dim"):  # of a .gguf file
         return int(own)
-    heeded = c.get("model_type") in PARTIAL
-    return int(dim * (rope.get("partial_rotary_factor") or 1)) if heeded else dim
+    share = rope.get("partial_rotary_factor") if c.get("model_type") in PARTIAL else None
+    return int(dim * (share or 1))
 
 
 def attention(
