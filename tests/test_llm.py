@@ -130,7 +130,7 @@ def test_what_cannot_be_used_is_named(toy_folder, options, words):
     ([5, 2.5, 7], SHORT, {}, r"a list of token ids, not \[5, 2.5, 7\]"),
     ([1.5], SHORT, {}, "a list of token ids"),
     (None, SHORT, {}, "a list of token ids, not None"),
-    ("\ud800", SHORT, {}, "a text, or a list of token ids"),
+    ("\ud800", SHORT, {}, "a text of whole characters"),
     ("a", {"n": 2}, {}, "params: a SamplingParams, not a dict"),
     ("a", SHORT, {"tenant": [1]}, r"tenant=\[1\]: give what can be hashed"),
 ])  # fmt: skip

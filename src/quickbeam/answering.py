@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -159,7 +160,7 @@ class Answering:
         """
         one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
         if not one and len(prompts):
-            first = prompts[0]  # of several prompts; else a number
+            first = prompts[0]  # a text, a list or an array where there are several
             one = not isinstance(first, str | Sequence) and not getattr(first, "ndim", 0)
         return self._all([prompts] if one else prompts, one, params, progress, options)
 
@@ -288,7 +289,8 @@ class Answering:
             ids = [*map(index, ids)]
         except TypeError as error:
             raise InvalidInput(
-                f"a prompt is a text, or a list of token ids, not {repr(prompt)[:80]}"
+                "a prompt is a text of whole characters, or a list of token ids, not "
+                f"{reprlib.repr(prompt)}"
             ) from error
         if not ids:
             raise InvalidInput("an empty prompt: give some text")

@@ -96,9 +96,9 @@ def has_mtp(place: Path) -> bool:
 
 
 def index_of(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor; None where one file counts, whose names are not read here.
+    """Return the file of each tensor by a folder's index; None where `SINGLE` alone counts.
 
-    An index that doesn't list that file is of earlier ones.
+    It does where there is no index, or one that doesn't list it, which is of earlier files.
     """
     single = (folder / SINGLE).is_file()
     if single and not (folder / INDEX).is_file():

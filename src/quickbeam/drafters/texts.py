@@ -12,6 +12,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -195,7 +196,8 @@ class AnswerMemory:
         if self._keep is not None and self._texts:
             if self._forgotten and self._keep.exists():
                 new, self._texts = self._texts, OrderedDict()
-                self._read(self._keep)
+                with suppress(InvalidInput):  # another file by now, which this one replaces
+                    self._read(self._keep)
                 for tenant, texts in new.items():
                     self._add(tenant, texts.ring())
             part = self._keep.with_name(f".{self._keep.name}.{os.getpid()}.part")

@@ -140,7 +140,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _says_all(fields: Mapping[str, Any]) -> bool:
-    """Whether fields are as transformers writes them, and were not edited: it would read more."""
+    """Whether fields have the form that transformers writes.
+
+    Of other forms, as of edited files, it makes more than they say.
+    """
     rope = fields.get("rope_parameters")
     layered = "layer_types" in fields and fields.get("use_sliding_window", True)
     return (

@@ -181,7 +181,7 @@ def open_model(
 
 
 def _all_ends(name: str, model: LoadedModel) -> LoadedModel:
-    """Add what ends a turn of a `.gguf` file's model, of which its metadata may say nothing."""
+    """Add the tokens that end a turn of a `.gguf` file's model, which its metadata may not name."""
     if name.endswith(".gguf"):
         model.ends.update(turn_ends(model.tokenizer))
     return model

@@ -112,7 +112,8 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     name = about.get("param") or where.removeprefix(".")  # such as messages[0].content
     message = first["msg"].removeprefix("Value error, ")
     if kind == "union_tag_not_found":  # a missing field that says which kind of object it is
-        name, message = f"{name}.{str(about['discriminator']).strip(chr(39))}", "Field required"
+        field = str(about["discriminator"]).strip("'")
+        name, message = f"{name}.{field}", "Field required"
     elif kind == "too_short":
         message = "empty: give at least one"
     elif kind == "too_long":

@@ -96,7 +96,8 @@ class Runner:
     async def compile_grammar(self, grammar: Grammar, ticket: Ticket) -> None:
         """Compile a grammar; tenants take turns. Raises `InvalidInput`, and `Unavailable`."""
         loop, tenant = asyncio.get_running_loop(), ticket.tenant
-        turn = self._turns.setdefault(tenant, asyncio.Lock())  # of each tenant, one at a time waits
+        # of each tenant one grammar waits for the thread, and the others for that one
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
         with self._in_time(ticket):
             async with turn:
                 await loop.run_in_executor(self._compiling, self.llm.compile_grammar, grammar)
@@ -109,8 +110,8 @@ class Runner:
             with anyio.fail_after(max(left, 0.001)):
                 yield
         except TimeoutError:
-            why = f"the request has waited for {self.settings.queue_timeout:g} seconds without its"
-            raise Unavailable(f"{why} turn, or its grammar: come back later", SOON) from None
+            why = f"the request has waited for {self.settings.queue_timeout:g} seconds"
+            raise Unavailable(f"{why}: come back later", SOON) from None
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.

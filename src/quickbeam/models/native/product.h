@@ -94,9 +94,9 @@ constexpr int MOST_ROWS = 6;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
-// How many blocks of a weight rows of one part, and of several, go through side by side, and how many rows several parts have at most, and
-// how many bytes ahead rows of one part fetch what they read; 0: the next panel. On processors with fast products they wait for memory, which
-// is read fastest as few streams.
+// How many blocks of a weight rows of one part, and of several, go through side by side. PART_ROWS: the most rows that one of several parts
+// has. AHEAD: how many bytes ahead rows of one part fetch what they read; 0: the next panel. On processors with fast products rows wait for
+// memory, which is read fastest as few streams.
 #if defined(QB_DOT) && defined(QB_ZMM)
 constexpr int WIDEST_ALONE[MOST_ROWS + 1] = {0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, WIDEST_PARTS[] = {0, 2, 2, 2, 2, 2, 2, 2, 2};
 constexpr int64_t PART_ROWS = 8, AHEAD = 1 << 13;
