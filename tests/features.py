@@ -25,7 +25,10 @@ WIDE = EagleConfig(32, 48, 4, 2, 8, layers=(1, 2, 4), target_size=32, vocab_size
 RANDOM = st.integers(0, 2**32).map(random.Random)
 KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native, of drafter
     "attention": ("llama", True, WIDE),
-    "own-head": ("mistral-window", True, replace(WIDE, layers=(4, 1), draft_vocab_size=20)),
+    "own-head": (
+        *("mistral-window", True),
+        replace(WIDE, layers=(4, 1), draft_vocab_size=20, window=3),
+    ),
     "input": ("llama", True, replace(WIDE, layers=(4,), join="input", final_norm=False)),
     "plain": ("gpt2", False, WIDE),
     "ours": ("llama", True, replace(WIDE, layers=(1, 3, 4), lift=True, feature_norms=True)),
@@ -62,10 +65,13 @@ def attended(query, key, value, visible=None):
     return out.transpose(0, 1).flatten(1)
 
 
-def causal(query, key, value):
-    """The same of the last n of m rows, each of which sees the rows up to itself."""
+def causal(query, key, value, window=None):
+    """The same of the last n of m rows, each of which sees the rows up to itself, or the last
+    `window` of them."""
     n, m = len(query), len(key)
-    return attended(query, key, value, torch.ones(n, m, dtype=torch.bool).tril(m - n))
+    visible = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    visible = visible.triu(m - n + 1 - window) if window else visible
+    return attended(query, key, value, visible)
 
 
 class Pair:
@@ -104,7 +110,7 @@ class Pair:
         parts = weight["qkv.weight"].split(sizes)
         q, k, v = ((x @ part.T).view(n, -1, c.head_dim) for part in parts)
         q, k = (rotated(x, torch.arange(n)) for x in (q, k))
-        x = hidden + causal(q, k, v) @ weight["out.weight"].T
+        x = hidden + causal(q, k, v, c.window) @ weight["out.weight"].T
         gate, up = (norm("mlp_norm", x) @ weight["gate_up.weight"].T).chunk(2, -1)
         return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
 

@@ -39,6 +39,9 @@ KINDS = {
     "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
     "causal": replace(DSPARK, causal=True, markov_rank=0),
     "confident": replace(DSPARK, confidence=True, block_size=3),
+    # one shorter than the block; one that is not causal
+    "windows": replace(DSPARK, causal=None, windows=(3, None)),
+    "wide windows": replace(DSPARK, windows=(4, 4), from_anchor=False, markov_rank=0),
 }
 pages = page_size(16)
 
@@ -77,7 +80,12 @@ class Toy(Pair):
             both = torch.cat([context, h])
             q = rotated(norm(f"{name}.q_norm", heads("q", h)), rows[anchor:])
             k = rotated(norm(f"{name}.k_norm", heads("k", both)), rows)
-            out = (causal if c.causal else attended)(q, k, heads("v", both))
+            behind = rows[anchor:, None] - rows  # positions that a key is behind a row
+            window = c.windows[i] if c.windows else None
+            seen = behind.abs() < (window or len(rows))
+            if c.causal or (c.causal is None and window):
+                seen &= behind >= 0
+            out = attended(q, k, heads("v", both), seen)
             x = x + out @ weight[f"{name}.o_proj.weight"].T
             h, mlp = norm(f"layers.{i}.post_attention_layernorm", x), f"layers.{i}.mlp"
             gate, up = (h @ weight[f"{mlp}.{part}_proj.weight"].T for part in ("gate", "up"))
@@ -323,13 +331,41 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
     assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
 
 
+def test_windows_are_read_as_other_engines_read_them(toys, tmp_path):
+    toys["dflash"].network.save(tmp_path, torch.float32)
+    record, near, far = json.loads((tmp_path / "config.json").read_text()), "sliding", "full"
+    del record["causal_head"]
+    for kinds, change, windows, ordered in (
+        ([near, far], {"use_sliding_window": True}, (6, None), [True, False]),
+        ([near, near], {}, (6, 6), [True, True]),
+        ([near, far], {"is_causal": False}, (6, None), [False, False]),
+        ([far, near], {"dflash_config": {"causal": True}}, (None, 6), [True, True]),
+        ([far, far], {"use_sliding_window": True}, (), [False, False]),
+        ([far, far], {"dflash_config": {"use_swa": True}}, (6, 6), [False, False]),
+        ([], {"dflash_config": {"use_swa": True, "swa_window_size": 5}}, (5, 5), [False, False]),
+    ):
+        named = {"layer_types": [f"{kind}_attention" for kind in kinds], "sliding_window": 6}
+        (tmp_path / "config.json").write_text(json.dumps(record | named | change))
+        config = read(tmp_path).config
+        assert config.windows == windows and [config.attention(i)[1] for i in (0, 1)] == ordered
+
+
 def test_what_does_not_fit_is_refused(toys, tmp_path):
     toys["dspark"].network.save(tmp_path)
     path = tmp_path / "config.json"
     record = json.loads(path.read_text())
+    both = {"layer_types": ["sliding_attention"] * 2}
+    short = {"layer_types": ["sliding_attention"], "sliding_window": 6}
     for change, match in (
         ({"markov_head_type": "rnn"}, "markov_head_type: 'rnn'; known: vanilla"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        (short, r"\['sliding_attention'\] for 2 layers, sliding_window 6"),
+        (both, "sliding_window None"),
+        (both | {"sliding_window": 0}, "sliding_window 0"),
+        (both | {"sliding_window": 6, "use_sliding_window": False}, "use_sliding_window False"),
+        (both | {"sliding_window": 3, "is_causal": False}, "3 is shorter than its block of 4"),
+        ({"use_sliding_window": True, "sliding_window": 6}, r"layer_types \[\] for 2 layers"),
+        ({"layer_types": ["sliding_attention", "other"], "sliding_window": 6}, "'other'"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 10.0}}}, "by kind of layer"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"projector_type": "domino"}, "projector_type: 'domino'; known: dflash, dspark"),
         ({"input_embedding_scale": 2.5}, "input_embedding_scale: 2.5"),
@@ -355,6 +391,7 @@ def test_a_folder_drafts_for_a_model(toy_folder, tmp_path, method, dtype):
     config = AutoConfig.from_pretrained(toy_folder)
     size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers
     block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))
+    block = replace(block, causal=None, windows=(5, None))
     torch.manual_seed(0)
     BlockNetwork(block).save(tmp_path)
     order = torch.randperm(vocab)  # as training leaves it beside the drafter; `auto` takes it

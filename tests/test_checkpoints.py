@@ -204,6 +204,11 @@ def test_names_of_others_are_read_and_the_dtype_is_kept(tmp_path):
     state = {f"model.{k}": v.bfloat16() for k, v in eagle1().items()}
     network = read(write(tmp_path / "drafter", LLAMA, state))
     assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+    for config in (EAGLE3, SPECULATORS | {"transformer_layer_config": LLAMA}):
+        at = config.get("transformer_layer_config", config)
+        at = at | {"layer_types": ["sliding_attention"], "sliding_window": 6}
+        whole = at if config is EAGLE3 else config | {"transformer_layer_config": at}
+        assert read(write(tmp_path / "drafter", whole, eagle3())).config.window == 6
 
 
 def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path):
@@ -245,6 +250,9 @@ CONFIGS = [
     ({"target_hidden_size": 64}, r"fc.weight has shape \[32, 96\], expected \[32, 192\]"),
     ({"fc_norm": True}, "lack fc_norm.0.weight"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 6, 14]}, "the model has 1 to 12"),
+    ({"layer_types": ["sliding_attention"]}, r"\['sliding_attention'\] .*sliding_window None"),
+    ({"use_sliding_window": True, "sliding_window": 6}, r"layer_types \[\].*sliding_window 6"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 10.0}}}, "by kind of layer"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash'.*known: "),
 ]
 AT = "midlayer.self_attn"

@@ -350,6 +350,7 @@ def scenes(draw):
         "window": draw(st.sampled_from([None, None, 1, 2, 7, 64, 100])),
         "softcap": draw(st.sampled_from([None, None, 3.0, 50.0])),
         "sinks": draw(st.booleans()),
+        "bidirectional": draw(st.booleans()),
         "loud": draw(st.sampled_from([1.0, 1.0, 8.0])),  # how far apart scores are
         "seed": draw(st.integers(0, 999)),
     }
@@ -363,12 +364,13 @@ def test_attention(isa, scene):
     scaling, seed = scene["loud"] * dim**-0.5, scene["seed"]
     sinks = number(scene["heads"], like=torch.float32, seed=seed) if scene["sinks"] else None
     variations = {"window": scene["window"], "softcap": scene["softcap"], "sinks": sinks}
+    whole = {"bidirectional": scene["bidirectional"]}
     prefix, paths, stores, kept = list[int](), list[list[int]](), [], []
     for i, (start, nodes) in enumerate(scene["sequences"]):
         keys = number(scene["kv_heads"], start + nodes, dim, seed=seed + i)
         values = number(scene["kv_heads"], start + nodes, value_dim, seed=-seed - i)
         store = helpers.relocated(filled(kernels, keys, values, start), i)
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 and not scene["bidirectional"]:
             prefix += [start] * nodes
             paths += helpers.random_paths(rng, nodes, start)[1]
         else:
@@ -377,11 +379,14 @@ def test_attention(isa, scene):
         stores.append((nodes, store))
         kept.append((keys, values))
     query = number(len(prefix), scene["heads"], dim, seed=seed + 7)
-    got = helpers.attend(kernels, stores, query, prefix, paths, scaling, **variations)
-    first = 0
+    got = helpers.attend(kernels, stores, query, prefix, paths, scaling, **variations, **whole)
+    first, window = 0, scene["window"] or 10**6
     for (nodes, _), (keys, values) in zip(stores, kept, strict=True):
         mine = slice(first, first + nodes)
         seen = [reference.visible(*row) for row in zip(prefix[mine], paths[mine], strict=True)]
+        if scene["bidirectional"]:  # windows begin where they do without that
+            seen = [[*range(max(0, own - window), prefix[mine][-1])] for own in prefix[mine]]
+            variations["window"] = None
         given = query[mine], keys, values, seen, scaling
         right = reference.attend(*given, **variations)
         within(got[mine], right, attention_error(*given, **variations))

@@ -75,10 +75,10 @@ def trainer(text, folder, tokens=4000, recipe=SMALL, every=0.0):
     return Trainer(network, of, text, recipe, tokens, folder, every, report_every=0.0)
 
 
-def lively(of):
+def lively(of, config=CONFIG):
     """A network whose weights are large enough for all of its inputs to show."""
     torch.manual_seed(0)
-    made = new_network(CONFIG, of, 0)
+    made = new_network(config, of, 0)
     for parameter in made.parameters():
         parameter.data.add_(0.3 * torch.randn_like(parameter))
     return made.requires_grad_(False)
@@ -87,7 +87,7 @@ def lively(of):
 def drafted_alone(of, made, ids, chain):
     """What the block drafter itself says along a `chain` behind `ids`: `[len(chain), vocab]`."""
     served = make_model(model())
-    network = BlockNetwork(CONFIG, served.embedding, served.head)
+    network = BlockNetwork(made.config, served.embedding, served.head)
     network.load_state_dict(made.state_dict())
     drafter = BlockDrafter(network, served, native=False)
     state = drafter.begin(ids)
@@ -110,9 +110,9 @@ def trained_probs(of, made, conversations, anchors):
     return logits(made, drafted, of.head).softmax(-1).view(*counts.shape, VOCAB)
 
 
-def difference_to_drafting():
+def difference_to_drafting(config=CONFIG):
     of = target()
-    made, conversations = lively(of), own_text(model(), 2, seed=5)
+    made, conversations = lively(of, config), own_text(model(), 2, seed=5)
     anchors = torch.tensor([[1, 4, 5], [2, 3, 4]])
     trained = trained_probs(of, made, conversations, anchors)
     gaps = []
@@ -124,8 +124,13 @@ def difference_to_drafting():
     return max(gaps)
 
 
-def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor():
-    assert difference_to_drafting() < 5e-3
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"causal": True}, {"causal": None, "windows": (3, None)}, {"windows": (None, 4)}],
+    ids=str,
+)
+def test_a_pass_of_training_is_what_drafting_computes_behind_each_anchor(kind):
+    assert difference_to_drafting(replace(CONFIG, **kind)) < 5e-3
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from quickbeam.drafters.base import DraftProbs, DraftRequest, probs_of
@@ -42,7 +43,7 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8, Packed
 from quickbeam.models.native_model import list_rows
 from quickbeam.models.pages import PagePool
-from quickbeam.models.stack import Linear, Tensor
+from quickbeam.models.stack import Layer, Linear, Tensor
 from quickbeam.tree import TokenTree
 
 WITHIN = 10.0  # by how much a candidate's logit may be below that of the likeliest token
@@ -53,9 +54,9 @@ class TorchBlocks(TorchPasses):
 
     def __init__(self, network: BlockNetwork, model: Model) -> None:
         config = network.config
-        super().__init__(network, config.depth, model)
-        visible = torch.ones(config.block_size, config.block_size, dtype=torch.bool)
-        self._visible = (visible.tril() if config.causal else visible).numpy()
+        super().__init__(network, [config.attention(i) for i in range(config.depth)], model)
+        # by a row, of the rows of its block; less in causal layers
+        self._visible = np.ones((config.block_size, config.block_size), np.bool_)
 
     def read(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Write keys and values of chains of tokens, which are not committed yet.
@@ -118,7 +119,14 @@ class NativeBlocks:
         fields = {"rope_parameters": rope_parameters(self.config.rope), "attention_bias": False}
         config: Any = ModelConfig(self.config.record() | fields | {"hidden_act": "silu"})
         described = FAMILIES["qwen3"](Config(config, torch.bfloat16))
-        stack = replace(described, head=Linear((Tensor("model.fc.weight"),)))
+        layers = list[Layer]()
+        for i, layer in enumerate(described.layers):
+            assert layer.attention is not None
+            window, causal = self.config.attention(i)
+            attention = replace(layer.attention, window=window, bidirectional=not causal)
+            layers.append(replace(layer, attention=attention))
+        head = Linear((Tensor("model.fc.weight"),))
+        stack = replace(described, layers=tuple(layers), head=head)
         own = {f"model.{name}": one for name, one in network.state_dict().items()}
         finite = all(bool(one.isfinite().all()) for one in own.values())
         given = own | {stack.embedding: network.embedding.weight.detach()}
@@ -146,8 +154,7 @@ class NativeBlocks:
             first = cache.length
             cache.reserve(first + size)
             places = range(first, first + size)
-            # what a row sees ends with itself, or with the block
-            seen = [place + 1 for place in places] if config.causal else [first + size] * size
+            seen = range(first + 1, first + size + 1)  # in a bidirectional layer all of the block
             tokens = [anchor, *[config.mask_token] * (size - 1)]
             listed.add(cache.table, tokens, places, places, seen, [()] * size, ())
         self._compiled(listed)

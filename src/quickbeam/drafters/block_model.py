@@ -8,6 +8,11 @@ token before the anchor, which is the last committed token. These vectors are ke
 earlier positions, in every layer; they are never rows. The rows are the anchor's embedding and
 those of a mask token, at the positions from the anchor on. They see all vectors and one another.
 
+In a layer with a window w, the row at position i sees vectors and rows at positions above i - w.
+Such a layer is causal, and one without is not, unless the configuration says of all layers what
+they are. That is how vLLM (`_resolve_layer_attention` in `qwen3_dflash.py`) and SGLang (pull
+request 34524) run the published drafters.
+
 A distribution depends on its depth and on the token before it alone: it is the softmax of U_k +
 W2 · W1[previous token], U_k being the head's logits of the row for depth k. So the search of a tree
 needs no further pass. Modules are named as the published checkpoints name their tensors.
@@ -27,9 +32,11 @@ from torch import nn
 from quickbeam.drafters.eagle_model import DrafterNetwork, RMSNorm
 from quickbeam.drafters.folder import (
     SIZES,
+    WINDOWED,
     TargetParts,
     assemble,
     layer_fields,
+    layer_windows,
     named_errors,
     read_tensors,
     refuse_other_target,
@@ -69,7 +76,9 @@ class BlockConfig:
     - `block_size`: how many rows a pass has. `mask_token`: the input of all but the anchor's.
     - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
       row k drafts the token at its own position, and the anchor's drafts none (DFlash).
-    - `causal`: whether rows see only the rows before them (JetSpec).
+    - `causal`: whether rows see only the rows before them (JetSpec). None: in layers with a window.
+    - `windows`: by layer, how many of the last positions a row sees, its own among them; None for
+      all. Empty where no layer has a window.
     - `markov_rank`: the rank of the Markov head, or 0 for none.
     - `confidence`: whether a head says how likely a drafted token is accepted, by its row, and with
       a Markov head by the token before it.
@@ -88,7 +97,8 @@ class BlockConfig:
     block_size: int
     mask_token: int
     from_anchor: bool = True
-    causal: bool = False
+    causal: bool | None = False
+    windows: tuple[int | None, ...] = ()
     markov_rank: int = 0
     confidence: bool = False
     eps: float = 1e-6
@@ -98,6 +108,11 @@ class BlockConfig:
     def drafted(self) -> int:
         """How many positions a pass drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
+
+    def attention(self, layer: int) -> tuple[int | None, bool]:
+        """Return a layer's window, and whether it is causal."""
+        window = self.windows[layer] if self.windows else None
+        return window, window is not None if self.causal is None else self.causal
 
     @staticmethod
     def of(record: dict[str, Any], target_size: int, vocab_size: int) -> BlockConfig:
@@ -114,7 +129,6 @@ class BlockConfig:
         names = " ".join(map(str, record.get("architectures") or ()))
         of_dspark = fields.get("projector_type") == "dspark" or fields.get("shift_label")
         from_anchor = bool(of_dspark or "DSpark" in names or "dflash_config" not in record)
-        causal = (fields.get(name) for name in ("causal_head", "causal", "is_causal"))
         numbers: dict[str, Any] = {field: int(fields[name]) for field, name in NUMBERS.items()}
         return BlockConfig(
             **layer_fields(fields),
@@ -123,7 +137,7 @@ class BlockConfig:
             target_size=target_size,
             vocab_size=vocab_size,
             from_anchor=bool(fields.get("sample_from_anchor", from_anchor)),
-            causal=bool(next((one for one in causal if one is not None), False)),
+            **_attention_fields(fields, numbers["depth"], numbers["block_size"]),
             markov_rank=int(fields.get("markov_rank") or 0),
             confidence=bool(fields.get("enable_confidence_head")),
         )
@@ -142,7 +156,38 @@ class BlockConfig:
             "confidence_head_with_markov": bool(self.markov_rank),
             "rms_norm_eps": self.eps,
             **self.rope,
+            **self._window_fields(),
         }
+
+    def _window_fields(self) -> dict[str, Any]:
+        if not self.windows:
+            return {}
+        kinds = [WINDOWED if window else "full_attention" for window in self.windows]
+        size = max(window or 0 for window in self.windows)
+        return {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
+
+
+def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> dict[str, Any]:
+    """Return `causal` and `windows` by a configuration's fields.
+
+    `use_swa` gives all layers a window where `layer_types` gives none one, and leaves them not
+    causal (MiMo, vLLM). Raises `InvalidInput` for a window shorter than a block whose rows see one
+    another: no published drafter has one, and engines differ on it.
+    """
+    given = (fields.get(name) for name in ("causal_head", "causal", "is_causal"))
+    causal = next((bool(one) for one in given if one is not None), None)
+    size: Any = fields.get("swa_window_size") or fields.get("sliding_window")
+    fields = {**fields, "sliding_window": size}
+    if fields.get("use_swa") and WINDOWED not in (fields.get("layer_types") or ()):
+        fields |= {"layer_types": [WINDOWED] * depth, "use_sliding_window": True}
+        causal = bool(causal)
+    windows = layer_windows(fields, depth)
+    if windows and causal is False and size < block_size:
+        raise InvalidInput(
+            f"its sliding_window {size} is shorter than its block of {block_size}, whose rows see "
+            "one another"
+        )
+    return {"windows": windows, "causal": causal if windows else bool(causal)}
 
 
 class BlockLayer(nn.Module):
@@ -221,7 +266,7 @@ class BlockNetwork(DrafterNetwork):
         """Run a block behind each of the `anchors`, and return the rows `[b, block_size, d]`.
 
         `anchors`: tokens, at these `positions` of their texts. `attend` lets the rows see the
-        committed tokens before their anchor, and one another.
+        committed tokens before their anchor, and one another, as `BlockConfig.attention` says.
         """
         config, device = self.config, self.fc.weight.device
         inputs = torch.full((len(anchors), config.block_size), config.mask_token, device=device)

@@ -20,6 +20,7 @@ from quickbeam.drafters.folder import (
     assemble,
     check_tensors,
     layer_fields,
+    layer_windows,
     named_errors,
     read_tensors,
     refuse_other_target,
@@ -144,6 +145,7 @@ def _config(
         own_embedding=own,
         fc_bias="fc.bias" in state or "fusion_fc.bias" in state,
         attention_bias=f"{prefix}.self_attn.q_proj.bias" in state,
+        window=next(iter(layer_windows(fields, 1)), None),
     )
 
 

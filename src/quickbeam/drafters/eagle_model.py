@@ -35,6 +35,7 @@ class EagleConfig:
       `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
     - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
     - `rope`: further fields of a Llama configuration that shape the rotary angles.
+    - `window`: how many of the last rows a row sees, itself among them; None for all.
     """
 
     hidden_size: int
@@ -60,6 +61,7 @@ class EagleConfig:
     own_embedding: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
+    window: int | None = None
 
     @property
     def own_head(self) -> bool:

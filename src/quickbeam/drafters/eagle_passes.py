@@ -47,7 +47,7 @@ class TorchEagle(TorchPasses):
     """An `EagleHead` on any device: the reference."""
 
     def __init__(self, network: EagleHead, model: Model) -> None:
-        super().__init__(network, 1, model)
+        super().__init__(network, [(network.config.window, False)], model)
 
     def run(self, batch: Batch, hidden: torch.Tensor, shortlist: Shortlist | None) -> EagleOutput:
         """Run the layer once, and the router of `shortlist` where one is given.
@@ -127,7 +127,8 @@ class NativeEagle:
             return program
         attended, inner = program.buffer(self._out.inputs), program.buffer(self._down.inputs)
         before = program.buffer(d)
-        program.attend(query, attended, config.heads, self._shape, 0, config.head_dim**-0.5)
+        scores = config.head_dim**-0.5, config.window
+        program.attend(query, attended, config.heads, self._shape, 0, *scores)
         program.linear(self._out, attended, residual, library.ADD)
         add_norm(program, residual, before, network.mlp_norm)
         program.linear(self._up, before, inner, library.GATED)

@@ -142,13 +142,21 @@ class FeatureDrafter(Drafter):
 
 
 class TorchPasses:
-    """What passes by PyTorch's operators share: the reference. `layers`: of the `network`."""
+    """What passes by PyTorch's operators share: the reference.
 
-    def __init__(self, network: Any, layers: int, model: Model) -> None:
+    `layers`: of the `network`, their windows and whether they are causal (`AttentionParams`).
+    """
+
+    def __init__(
+        self, network: Any, layers: Sequence[tuple[int | None, bool]], model: Model
+    ) -> None:
         self.network, size = network, network.config.head_dim
-        shapes = [KVShape(network.config.kv_heads, size, size)] * layers
+        shapes = [KVShape(network.config.kv_heads, size, size)] * len(layers)
         self.pool = RowPool(shapes, model.dtype, model.device)
-        self._layers = [AttentionParams(i, size**-0.5) for i in range(layers)]
+        self._layers = [
+            AttentionParams(i, size**-0.5, window, causal=causal)
+            for i, (window, causal) in enumerate(layers)
+        ]
         self.logits = network.head  # the whole head, `[n, d]` to `[n, draft vocabulary]`
 
     def write(self, step: GatheredStep, i: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -37,6 +37,7 @@ SIZES = {  # by field of `EagleConfig` and `BlockConfig`: its name in published 
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
+WINDOWED = "sliding_attention"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 
 
@@ -62,15 +63,36 @@ class TargetParts(NamedTuple):
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a configuration says of a Llama-like layer, by field of the drafter's own."""
     given = {name: value for name, value in fields.items() if value is not None}
-    window = "sliding_attention"
-    if window in given.get("layer_types", ()) or given.get("use_sliding_window"):
-        raise InvalidInput(f"its config says {window}, which drafters here can't do")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
     sizes = {field: int(given[name]) for field, name in SIZES.items()}
     rope = {name: given[name] for name in ROPE if name in given}
-    Angles(rope_parameters(rope), sizes["head_dim"])  # raises for unknown ones
+    angles = rope_parameters(rope)
+    if kinds := [name for name, one in angles.items() if isinstance(one, dict)]:
+        raise InvalidInput(
+            f"its config has rotary angles by kind of layer ({', '.join(kinds)}); drafters here "
+            "have one kind"
+        )
+    Angles(angles, sizes["head_dim"])  # raises for unknown ones
     return sizes | {"eps": float(given.get("rms_norm_eps", 1e-6)), "rope": rope}
+
+
+def layer_windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer by `layer_types`, None for none.
+
+    Without windows, returns nothing. Raises `InvalidInput` where the fields contradict one another.
+    """
+    kinds, size = list(fields.get("layer_types") or ()), fields.get("sliding_window")
+    used = fields.get("use_sliding_window")
+    if WINDOWED not in kinds and not (used and not kinds):
+        return ()
+    whole = type(size) is int and size > 0 and used is not False
+    if not whole or len(kinds) != layers or not {*kinds} <= {WINDOWED, "full_attention"}:
+        raise InvalidInput(
+            f"its config has sliding windows that are not clear: layer_types {kinds} for {layers} "
+            f"layers, sliding_window {size!r}, use_sliding_window {used!r}"
+        )
+    return tuple(size if kind == WINDOWED else None for kind in kinds)
 
 
 def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _attend(c: StackCompiler, of: Attention, i: int) -> Buffer:
         _heads(c, of, qkv, query, shape, offset)
     scores = of.scaling, of.window, of.softcap
     sinks = None if of.sinks is None else c.parameters(of.sinks)
-    c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks)
+    c.program.attend(query, attended, of.heads, shape, offset, *scores, sinks, of.bidirectional)
     if of.gated:
         dim, at = of.head_dim, (of.heads + 2 * of.kv_heads) * of.head_dim
         how: dict[str, Any] = {"gates_of": at, "activation": "sigmoid", "one": of.one_gate}

@@ -38,7 +38,8 @@ class AttentionParams:
 
     `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
     sliding window; `softcap`: the cap of its scores; `sinks`: a logit for each head, `[heads]`.
-    None means that the layer has no such thing.
+    None means that the layer has no such thing. `causal`: rows see no keys of later positions,
+    whatever the pass says.
     """
 
     index: int
@@ -46,6 +47,7 @@ class AttentionParams:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    causal: bool = False
 
 
 class RowPool(Pool):
@@ -198,19 +200,22 @@ class AttentionGroup:
     # [n]: the flat place in `at` of each row of the group, in the order of the pass
     rows: torch.Tensor
     whole: bool = False
-    masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, bool, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, times: int) -> torch.Tensor:
+    def mask(self, layer: AttentionParams, times: int) -> torch.Tensor:
         """Return the mask of what is seen, `[S, 1, times * R, K]` bool, made once for layers alike.
 
         `times`: how many heads share keys. They are rows of one product.
         """
-        if (window, times) not in self.masks:
-            seen = self.seen
-            if window is not None:
-                seen = seen & (self.key_place[:, None] > self.place[..., None] - window)
-            self.masks[window, times] = seen[:, None].repeat(1, 1, times, 1)
-        return self.masks[window, times]
+        kind = layer.window, layer.causal, times
+        if kind not in self.masks:
+            seen, key, place = self.seen, self.key_place[:, None], self.place[..., None]
+            if layer.window is not None:
+                seen = seen & (key > place - layer.window)
+            if layer.causal:
+                seen = seen & (key <= place)
+            self.masks[kind] = seen[:, None].repeat(1, 1, times, 1)
+        return self.masks[kind]
 
 
 class GatheredStep:
@@ -277,7 +282,7 @@ class GatheredStep:
             .permute(0, 2, 3, 1, 4)
             .flatten(2, 3)
         )
-        mask = group.mask(layer.window, heads // kv_heads)
+        mask = group.mask(layer, heads // kv_heads)
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(
                 grouped, key, value, attn_mask=mask, scale=layer.scaling

@@ -115,7 +115,7 @@ class Attention:
     one a head); their sigmoids scale the result. `factor`: of what is added to the stream.
     `value_norm`: each head's value is normed, without a weight. `values_are_keys`: `qkv` has no
     values; they are what keys are made of. `source`: whose keys and values are read; `qkv` has
-    queries alone then.
+    queries alone then. `bidirectional`: the rows that a pass has of a sequence see one another.
     """
 
     qkv: Linear
@@ -140,6 +140,7 @@ class Attention:
     value_norm: bool = False
     values_are_keys: bool = False
     source: int | None = None
+    bidirectional: bool = False
 
     @property
     def value_dim(self) -> int:

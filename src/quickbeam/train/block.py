@@ -75,9 +75,22 @@ def attention(network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor)
     Blocks of a conversation share its keys, so scores with the context are one product for all of
     them, and scores within the blocks another.
     """
-    (b, n, _), a = fused.shape, anchors.shape[1]
-    positions = torch.arange(n, device=fused.device).repeat(b)
-    hidden = ~sees(anchors, n)[:, None, :, None]
+    (b, n, _), a, config = fused.shape, anchors.shape[1], network.config
+    text = torch.arange(n, device=fused.device)
+    positions, k = text.repeat(b), torch.arange(config.block_size, device=fused.device)
+    after, group = ~sees(anchors, n), config.heads // config.kv_heads
+
+    def hide(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what rows of layer i don't see of the context and of their own block."""
+        window, causal = config.attention(i)
+        behind = k[:, None] - k
+        own = (behind < 0) & causal
+        past = after[:, None, :, None]
+        if window is not None:
+            own = own | (behind >= window)
+            far = (anchors[..., None] + k)[..., None] - text >= window  # [b, a, k, n]
+            past = past | far.repeat_interleave(group, 2)[:, None]
+        return past, own.repeat_interleave(group, 0)
 
     def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads, size = key.shape[1:]
@@ -89,7 +102,9 @@ def attention(network: BlockNetwork, fused: torch.Tensor, anchors: torch.Tensor)
         grouped = query.view(b, a, -1, heads, query.shape[1] // heads, size)
         rows = grouped.permute(0, 3, 1, 2, 4, 5).flatten(3, 4) * size**-0.5
         past = (rows.flatten(2, 3) @ past_key.transpose(2, 3)).unflatten(2, (a, -1))
-        scores = past.masked_fill(hidden, -math.inf), rows @ own_key.transpose(3, 4)
+        hidden = hide(i)
+        own = (rows @ own_key.transpose(3, 4)).masked_fill(hidden[1], -math.inf)
+        scores = past.masked_fill(hidden[0], -math.inf), own
         weights = torch.cat(scores, -1).softmax(-1).to(own_value.dtype)
         out = (weights[..., :n].flatten(2, 3) @ past_value.to(own_value.dtype)).view_as(rows)
         out = (out + weights[..., n:] @ own_value).view(b, heads, a, -1, grouped.shape[4], size)

@@ -31,10 +31,11 @@ class _Unrolled:
     """The attention of training-time test (EAGLE-3, 2503.01840, §3.2).
 
     A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
-    own key.
+    own key. `window`: how many of the last positions it sees, None for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None) -> None:
+        self._window = window
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
@@ -42,8 +43,12 @@ class _Unrolled:
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         self._keys.append(key)
         self._values.append(value)
-        own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
-        visible = torch.cat([torch.ones_like(own).tril(), *[own] * (len(self._keys) - 1)], 1)
+        n, passes = query.shape[2], len(self._keys)
+        own = torch.eye(n, dtype=torch.bool, device=query.device)
+        seen = [torch.ones_like(own).tril(), *[own] * (passes - 1)]
+        # in the pass before the last, keys stand one position further back, and so on
+        window = self._window or n + passes
+        visible = torch.cat([one.triu(passes - k - window) for k, one in enumerate(seen)], 1)
         keys, values = torch.cat(self._keys, 2), torch.cat(self._values, 2)
         out = F.scaled_dot_product_attention(query, keys, values, visible, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
@@ -68,7 +73,7 @@ def unroll(
     """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    embedded, attend = network.embedding(batch.tokens).float(), _Unrolled()
+    embedded, attend = network.embedding(batch.tokens).float(), _Unrolled(network.config.window)
     hidden = network.fuse(batch.hidden[..., : len(network.config.layers) * size].float())
     for depth in range(depths):
         following = ahead(embedded, depth + 1)

@@ -4,7 +4,8 @@
 // values [kv_heads][value_blocks][PAGE / 2][16][2] (tokens are its inputs); in float32, [key_dim][16] and [PAGE][16] at their ends. A token's
 // *order* says where it lives: page order / PAGE.
 //
-// A row sees the orders below its `prefix`, and then its `path`: orders of the draft tree, ancestors first, itself last. What it sees stands at
+// A row sees the orders below its `prefix`, and then its `path`: orders of the draft tree, ancestors first, itself last. In a layer whose rows
+// see one another (`bidirectional`), which has no paths, it sees the orders below the prefix of its sequence's last row. What it sees stands at
 // positions 0, 1, 2, ... in that sequence, and every sum is taken by position: scores one by one, weights in lanes of position % 16, values
 // pair by pair of positions (2i, 2i + 1). So the bits depend on the tokens seen alone, wherever they live.
 #pragma once
@@ -97,6 +98,7 @@ struct AttentionShape {
   int64_t heads, window;  // window 0: none
   float scaling, softcap;  // softcap 0: none
   const float* sinks;      // [heads], or null
+  bool bidirectional;      // rows of a sequence see one another; a window begins where the row's own prefix has it begin
 };
 
 // Rows of one sequence that share keys: the queries of a group of heads. Scratch is the tile's own.
@@ -154,10 +156,12 @@ class Attention {
   std::vector<Weight>& weights_;
   std::vector<float>& sums_;
 
-  int64_t seen(int64_t row) const { return batch_.prefix[row] + batch_.path_from[row + 1] - batch_.path_from[row]; }
-  int64_t first_seen(int64_t row) const { return shape_.window ? std::max<int64_t>(0, seen(row) - shape_.window) : 0; }
-  int64_t order_at(int64_t row, int64_t position) const {
-    const int64_t prefix = batch_.prefix[row];
+  int64_t prefix_of(const QueryTile& t, int64_t row) const { return batch_.prefix[shape_.bidirectional ? t.span->row + t.span->rows - 1 : row]; }
+  int64_t path_length(int64_t row) const { return batch_.path_from[row + 1] - batch_.path_from[row]; }
+  int64_t seen(const QueryTile& t, int64_t row) const { return prefix_of(t, row) + path_length(row); }
+  int64_t first_seen(int64_t row) const { return shape_.window ? std::max<int64_t>(0, batch_.prefix[row] + path_length(row) - shape_.window) : 0; }
+  int64_t order_at(const QueryTile& t, int64_t row, int64_t position) const {
+    const int64_t prefix = prefix_of(t, row);
     return position < prefix ? position : batch_.path[batch_.path_from[row] + position - prefix];
   }
 
@@ -172,11 +176,11 @@ class Attention {
         QueryTile t{&span, 0, span.row + r, std::min(most, span.rows - r), 0, INT64_MAX, 0, INT64_MAX, 0};
         t.queries = t.rows * group_;
         for (int64_t row = t.row; row < t.row + t.rows; ++row) {
-          int64_t last = batch_.prefix[row];
-          if (batch_.path_from[row + 1] > batch_.path_from[row]) last = std::max(last, batch_.path[batch_.path_from[row + 1] - 1] + 1);
+          int64_t last = prefix_of(t, row);
+          if (path_length(row)) last = std::max(last, batch_.path[batch_.path_from[row + 1] - 1] + 1);
           t.begin = std::min(t.begin, first_seen(row) / PAGE * PAGE);
           t.end = std::max(t.end, (last + PAGE - 1) / PAGE * PAGE);
-          t.common = std::min(t.common, batch_.prefix[row] & ~int64_t(1));
+          t.common = std::min(t.common, prefix_of(t, row) & ~int64_t(1));
         }
         t.begin = std::min(t.begin, t.common / PAGE * PAGE);
         for (t.head = 0; t.head < shape_.kv.kv_heads; ++t.head) {
@@ -234,10 +238,11 @@ class Attention {
     const float before = shape_.softcap > 0 ? shape_.scaling / shape_.softcap : 1.0f, scale = shape_.softcap > 0 ? 1.0f : shape_.scaling;
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = t.row + i / group_, head = t.head * group_ + i % group_;
-      const int64_t length = seen(row) - t.begin, skip = first_seen(row) - t.begin, prefix = batch_.prefix[row];
+      const int64_t length = seen(t, row) - t.begin, skip = first_seen(row) - t.begin, prefix = prefix_of(t, row);
       float* s = scores_.data() + t.scratch + i * t.width();
       Weight* w = weights_.data() + t.scratch + i * t.width();
-      for (int64_t p = prefix; p < seen(row); ++p) s[p - t.begin] = s[order_at(row, p) - t.begin];  // orders of a path never lie before positions
+      // orders of a path never lie before positions
+      for (int64_t p = prefix; p < t.begin + length; ++p) s[p - t.begin] = s[order_at(t, row, p) - t.begin];
       const int64_t padded = (length + 15) / 16 * 16;
       for (int64_t p = length; p < padded; ++p) s[p] = -INFINITY;
       for (int64_t p = 0; p < skip; ++p) s[p] = -INFINITY;
@@ -316,7 +321,7 @@ class Attention {
   void own(const QueryTile& t, int64_t row, int64_t queries, const Weight* weights, int64_t block, int64_t blocks, float* sums) {
     constexpr int64_t INPUTS = Reads<T>::INPUTS;
     alignas(64) T joined[4][PAGE * 16];
-    const int64_t length = seen(row);
+    const int64_t length = seen(t, row);
     const auto value = [&](int64_t order) {  // of 16 dimensions, and of the order beside it where two stand side by side
       const PageOf<T> page(t.span->pages[order / PAGE], shape_.kv);
       return page.values(t.head) + block * PAGE * 16 + order % PAGE / INPUTS * 16 * INPUTS;
@@ -324,7 +329,7 @@ class Attention {
     for (int64_t from = std::max(t.common, first_seen(row) & ~int64_t(1)), to; from < length; from = to) {
       to = std::min(length, from + PAGE);
       for (int64_t p = from; p < to; p += INPUTS) {
-        const int64_t a = order_at(row, p), b = INPUTS == 2 && p + 1 < length ? order_at(row, p + 1) : -1;
+        const int64_t a = order_at(t, row, p), b = INPUTS == 2 && p + 1 < length ? order_at(t, row, p + 1) : -1;
         const T *first = value(a), *second = b < 0 ? nullptr : value(b);
         for (int64_t c = 0; c < blocks; ++c) {
           T* place = joined[c] + (p - from) * 16;

@@ -30,7 +30,7 @@ from quickbeam.models.native.choice import KernelRequest
 
 logger = logging.getLogger(__name__)
 
-VERSION = 23
+VERSION = 24
 EMBED, NORM, LINEAR, HEADS, ATTEND, COPY, CHOSEN, EXPERTS, RECUR, GATE, LATENT, REORDER = range(12)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 CONVOLUTION, DELTA_RULE, STATE_SPACE = range(3)  # of recurrences
@@ -106,6 +106,7 @@ class Op(Structure):
         *_all(
             c_int32, "activation centred interleaved norm_last value_norm values_are_keys borrowed"
         ),
+        ("bidirectional", c_int32),
         ("experts", c_void_p),
         *_all(c_int64, "first_expert last_expert"),
     )

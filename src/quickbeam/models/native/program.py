@@ -314,15 +314,17 @@ class Program:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        bidirectional: bool = False,
     ) -> None:
         """Attention of every row over what it sees.
 
         It follows `heads` or `latent` of the same layer. `window`: how many of the last tokens
-        count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
+        count, None for all. `softcap`: None for none. `sinks`: `[heads]`. `bidirectional`: rows of
+        a sequence see one another, and have no paths; windows begin where they do without that.
         """
-        how: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap}
-        how |= {"heads": heads, "sinks": in_float32(sinks), **shape.fields(offset)}
-        self.add(library.ATTEND, query, target, **how)
+        how: dict[str, Any] = {"heads": heads, "scaling": scaling, "window": window}
+        how |= {"softcap": softcap, "sinks": in_float32(sinks), "bidirectional": bidirectional}
+        self.add(library.ATTEND, query, target, **how, **shape.fields(offset))
 
     def copy(
         self,
