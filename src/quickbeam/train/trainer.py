@@ -27,6 +27,7 @@ from quickbeam.train.block import (
     measure_held_out,
     place_blocks,
 )
+from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
 from quickbeam.train.target import KEPT_BYTES, FrozenTarget, StateCache, TrainingBatch, autocast
@@ -59,15 +60,15 @@ class Report(NamedTuple):
 def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for all else.
 
-    Muon (Jordan, 2024) makes a step's singular values equal. Scaled to AdamW's size of steps
-    (2502.16982) it takes the same learning rate, and needs fewer steps.
+    Muon makes a step's singular values equal. Scaled to AdamW's size of steps it takes the same
+    learning rate, and needs fewer steps.
     """
     within = {"layers", "fc"}
     named = [(name.partition(".")[0] in within, one) for name, one in network.named_parameters()]
     matrices = [one for inside, one in named if inside and one.dim() == 2]
     rest = [one for inside, one in named if not (inside and one.dim() == 2)]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
