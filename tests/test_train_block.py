@@ -106,7 +106,7 @@ def trained_probs(of, made, conversations, anchors):
     """The same by the pass that training makes of many blocks, `[b, a, k, vocab]`."""
     batch = of.read(collate(conversations))
     counts = torch.ones(*anchors.shape, SIZE, dtype=torch.bool)
-    drafted = draft(made, batch, Blocks(anchors, counts))
+    drafted = draft(made, batch, *Blocks(anchors, counts).inputs(of.device))
     return logits(made, drafted, of.head).softmax(-1).view(*counts.shape, VOCAB)
 
 
@@ -150,7 +150,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(rows, monkeypatch):
     made, batch = lively(of).requires_grad_(True), of.read(collate(own_text(model(), 3, seed=2)))
     blocks = place_blocks(batch, SIZE, 2, False, torch.Generator().manual_seed(0))
     chosen, shift = torch.arange(VOCAB), torch.rand(VOCAB)
-    drafted = draft(made, batch, blocks)
+    drafted = draft(made, batch, *blocks.inputs(of.device))
     loss = loss_of(made, drafted, of.head, chosen, shift)
     p = (drafted.target @ of.head.T + shift).softmax(-1)
     log = (logits(made, drafted, of.head) + shift).log_softmax(-1)
@@ -253,6 +253,20 @@ def test_what_goes_wrong_is_named(text, tmp_path, toy_folder):
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
     assert "line 1" in error_of("--prompts", str(tmp_path / "bad.jsonl"))
     assert "choose among" in error_of("--languages", "xx")
+
+
+def test_weights_after_a_loss_that_is_not_finite_are_never_saved(text, tmp_path):
+    run, steps = trainer(text, tmp_path, every=1e9), []
+    run.report_every = 1e9
+
+    def diverge(gradient):
+        steps.append(1)
+        return gradient * float("inf") if len(steps) == 3 else gradient
+
+    run.network.fc.weight.register_hook(diverge)
+    refuses("the loss of step 2 is .*norm inf", run.run, pytest.fail, error=QuickbeamError)
+    refuses("the loss of step 2 is", run.save, error=QuickbeamError)
+    assert len(steps) > 3 and not (tmp_path / "checkpoint.pt").exists()
 
 
 def command(*arguments):

@@ -261,18 +261,21 @@ class BlockNetwork(DrafterNetwork):
         return self.rotated(key, positions), value
 
     def forward(
-        self, anchors: Sequence[int], positions: Sequence[int], attend: Attend
+        self,
+        anchors: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
+        attend: Attend,
     ) -> torch.Tensor:
         """Run a block behind each of the `anchors`, and return the rows `[b, block_size, d]`.
 
-        `anchors`: tokens, at these `positions` of their texts. `attend` lets the rows see the
+        `anchors`: b tokens, at these `positions` of their texts. `attend` lets the rows see the
         committed tokens before their anchor, and one another, as `BlockConfig.attention` says.
         """
         config, device = self.config, self.fc.weight.device
         inputs = torch.full((len(anchors), config.block_size), config.mask_token, device=device)
-        inputs[:, 0] = torch.tensor(anchors, device=device)
+        inputs[:, 0] = torch.as_tensor(anchors, device=device)
         offsets = torch.arange(config.block_size, device=device)
-        places = (torch.tensor(positions, device=device)[:, None] + offsets).flatten()
+        places = (torch.as_tensor(positions, device=device)[:, None] + offsets).flatten()
         x = self.embedding(inputs.flatten())
         for i in range(config.depth):
             layer = self._layer(i)

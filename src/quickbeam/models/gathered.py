@@ -138,15 +138,15 @@ class RowStore(SequenceCache):
 
     @inference
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        both = _to(self.rows(np.array([*source, *target], np.int64)), self.pool.device)
+        both = to_device(self.rows(np.array([*source, *target], np.int64)), self.pool.device)
         read, written = both[: len(source)], both[len(source) :]
         for tensor in (*self.pool.key, *self.pool.value):
             tensor.index_copy_(0, written, tensor.index_select(0, read))
 
 
-def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy numbers to the device; on CUDA, without waiting for it."""
-    tensor = torch.from_numpy(numbers)
+def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy numbers of the host to the device; on CUDA, without waiting for it."""
+    tensor = torch.as_tensor(numbers)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -237,7 +237,7 @@ class GatheredStep:
             part.cache.reserve(total)
             written.append(part.cache.rows(np.arange(start + part.base, total)))
             positions.append(start + np.array(part.depths[part.base :], np.int64))
-        both = _to(np.concatenate([*written, *positions]), pool.device)
+        both = to_device(np.concatenate([*written, *positions]), pool.device)
         self._written, self.positions = both[: self.n], both[self.n :]
         self.recurrent_calls = list[RecurrentCall]()
         if pool.zeros:
@@ -253,9 +253,8 @@ class GatheredStep:
         order = np.concatenate(
             [np.arange(firsts[i], firsts[i + 1]) for group in groups for i in group]
         )
-        self._back = (
-            None if (order == np.arange(self.n)).all() else _to(np.argsort(order), pool.device)
-        )
+        in_order = (order == np.arange(self.n)).all()
+        self._back = None if in_order else to_device(np.argsort(order), pool.device)
         self._groups[0].whole = len(parts) == 1
 
     def write(self, layer: AttentionParams, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -342,7 +341,8 @@ def _group(
         )
         keys[s, :total] = part.cache.rows(np.arange(total))
     numbers = [at, keys, place, key_place, np.concatenate(flat)]
-    every = _to(np.concatenate([part.ravel() for part in numbers]), device)
+    every = to_device(np.concatenate([part.ravel() for part in numbers]), device)
     pieces = every.split_with_sizes([part.size for part in numbers])
     shaped = [piece.view(part.shape) for piece, part in zip(pieces, numbers, strict=True)]
-    return AttentionGroup(shaped[0], shaped[1], shaped[2], shaped[3], _to(seen, device), shaped[4])
+    mask = to_device(seen, device)
+    return AttentionGroup(shaped[0], shaped[1], shaped[2], shaped[3], mask, shaped[4])

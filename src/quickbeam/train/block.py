@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.drafters.block_model import Attend, BlockConfig, BlockNetwork
+from quickbeam.models.gathered import to_device
 from quickbeam.train.shards import Shards, collate
 from quickbeam.train.target import FrozenTarget, TrainingBatch, autocast
 
@@ -30,7 +31,7 @@ ENTROPY, DISTANCE, LEAD = 0.1, 0.9, 0.3
 
 
 class Blocks(NamedTuple):
-    """The blocks of a batch of b conversations, `a` of each.
+    """The blocks of a batch of b conversations, `a` of each, on the CPU.
 
     `anchors`: `[b, a]` int64, positions. `counts`: `[b, a, k]` bool, which positions are trained
     on: those whose token is in the text, and where only answers count, in an answer.
@@ -39,6 +40,13 @@ class Blocks(NamedTuple):
     anchors: torch.Tensor
     counts: torch.Tensor
 
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return on the device the anchors, and the indices of what counts in `counts`, `[3, m]`.
+
+        A device would make the host wait for the indices.
+        """
+        return to_device(self.anchors, device), to_device(self.counts.nonzero().T, device)
+
 
 def place_blocks(
     batch: TrainingBatch, size: int, spacing: int, answers: bool, generator: torch.Generator
@@ -46,13 +54,13 @@ def place_blocks(
     """Return blocks at random places, one for every `spacing` tokens of the longest conversation.
 
     An anchor has a token before it, and the token after it counts. `answers`: whether only tokens
-    of answers count.
+    of answers count. The batch is on the CPU.
     """
     n = batch.tokens.shape[1]
     count = max(1, min(n - 2, -(-n // spacing)))
-    wanted = torch.arange(n + size) < batch.lengths[:, None].cpu()
+    wanted = torch.arange(n + size) < batch.lengths[:, None]
     if answers:
-        wanted &= F.pad(batch.answer.cpu(), (0, size))
+        wanted &= F.pad(batch.answer, (0, size))
     fit = wanted[:, 2:n]  # the anchor before it is 1 to n - 2
     rank = torch.rand(fit.shape, generator=generator).masked_fill(~fit, -1)
     rank, anchors = rank.topk(count, 1)
@@ -145,13 +153,13 @@ class LossVocabulary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids `[s]` in rising order, and what to add to their logits `[s]`.
 
-        `tokens`: those of the batch.
+        `tokens`: those of the batch, on the CPU.
         """
         if self._size == self._vocab:
             return torch.arange(self._vocab), torch.zeros(self._vocab)
         common = torch.zeros(self._vocab, dtype=torch.bool)
         common[self._frequent] = True
-        common[tokens.flatten().cpu()] = True
+        common[tokens.flatten()] = True
         others = (~common).nonzero()[:, 0]
         count = min(len(others), max(self._size - int(common.sum()), self._size // 8))
         drawn = others[torch.randperm(len(others), generator=generator)[:count]]
@@ -219,19 +227,20 @@ class BlockLoss(torch.autograd.Function):
         return grads[0] * to_x, grads[0] * to_second, *[None] * 5
 
 
-def draft(network: BlockNetwork, batch: TrainingBatch, blocks: Blocks) -> Drafted:
-    """Run the blocks, and return the positions that count."""
-    anchors, counts = blocks
+def draft(
+    network: BlockNetwork, batch: TrainingBatch, anchors: torch.Tensor, counting: torch.Tensor
+) -> Drafted:
+    """Run blocks, and return the positions that count: those of `Blocks.inputs`."""
     of = torch.arange(len(anchors), device=anchors.device)[:, None]
     taps = len(network.config.taps) * network.config.target_size
     fused = network.fuse(batch.hidden[..., :taps].float())
     attend = attention(network, fused, anchors)
     tokens = batch.tokens[of, anchors]
-    rows = network(tokens.flatten().tolist(), anchors.flatten().tolist(), attend)
-    which, block, position = counts.nonzero(as_tuple=True)
+    rows = network(tokens.flatten(), anchors.flatten(), attend)
+    which, block, position = counting
     place = anchors[which, block] + position
     return Drafted(
-        rows.view(*counts.shape, -1)[which, block, position],
+        rows.unflatten(0, anchors.shape)[which, block, position],
         batch.hidden[which, place, taps:],
         batch.tokens[which, place],
         position,
@@ -347,19 +356,18 @@ def measure_held_out(
     size = network.config.block_size
     generator, sums, chains = torch.Generator().manual_seed(0), torch.zeros(3, size), torch.zeros(3)
     for i in chosen:
-        batch = target.read(collate([shards[i]]))
+        batch = collate([shards[i]])
         blocks = place_blocks(batch, size, CHECK_SPACING, True, generator)
-        blocks = Blocks(*(x.to(batch.tokens.device) for x in blocks))
+        counts, rates, parts = blocks.counts, torch.zeros(2, *blocks.counts.shape), []
+        batch = target.read(batch)
         with autocast(target.device):
-            drafted, rates = draft(network, batch, blocks), torch.zeros(2, *blocks.counts.shape)
-            parts = []
+            drafted = draft(network, batch, *blocks.inputs(target.device))
             for piece in pieces(drafted.rows):
                 part = Drafted(*(x[piece] for x in drafted))
                 p = F.linear(part.target.to(target.head.dtype), target.head).float().softmax(-1)
                 q = logits(network, part, target.head).softmax(-1)
                 same = (p.argmax(-1) == q.argmax(-1)).float()
                 parts.append(torch.stack([same, torch.minimum(p, q).sum(-1)]).cpu())
-        counts = blocks.counts.cpu()
         if parts:
             rates[:, counts] = torch.cat(parts, 1)
         sums += torch.stack([*rates.sum((1, 2)), counts.sum((0, 1))])

@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from quickbeam import hub
-from quickbeam.models.gathered import without_cudnn
+from quickbeam.models.gathered import to_device, without_cudnn
 from quickbeam.models.hf_attention import Features, decoder_layers
 from quickbeam.models.loading import load_model
 
-KEPT_BYTES = 16 << 30  # of hidden states on disk, at most, and at most half of what is free there
+KEPT_BYTES = 16 << 30  # of hidden states on disk, at most
 
 
 class TrainingBatch(NamedTuple):
@@ -29,7 +29,7 @@ class TrainingBatch(NamedTuple):
 
     `tokens`: `[b, n]` int64. `answer`: `[b, n]` bool. `lengths`: `[b]` int64, without the padding.
     `hidden`: `[b, n, L * d]`, the target's hidden states of L layers after each token, once
-    `FrozenTarget.read` made them.
+    `FrozenTarget.read` made them. They are on the target's device; the rest is made on the CPU.
     """
 
     tokens: torch.Tensor
@@ -38,7 +38,9 @@ class TrainingBatch(NamedTuple):
     hidden: torch.Tensor = torch.empty(0)
 
     def to(self, device: torch.device) -> TrainingBatch:
-        return TrainingBatch(*(column.to(device) for column in self))
+        """Return it with all but the hidden states, which are there, copied from the CPU."""
+        tokens, answer, lengths = (to_device(column, device) for column in self[:3])
+        return TrainingBatch(tokens, answer, lengths, self.hidden)
 
 
 class FrozenTarget:
@@ -75,47 +77,82 @@ class FrozenTarget:
         self.embedding.cpu()
 
 
+class StateFiles:
+    """Hidden states in a folder, a file for each text, by its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def free(self) -> int:
+        """Return how many bytes may be added: in all `KEPT_BYTES`, and half of what is free."""
+        kept = sum(path.stat().st_size for path in self._folder.iterdir())
+        return min(KEPT_BYTES - kept, shutil.disk_usage(self._folder).free // 2)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def __contains__(self, name: str) -> bool:
+        return self._path(name).is_file()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return load_file(self._path(name))["hidden"]
+
+    def __setitem__(self, name: str, hidden: torch.Tensor) -> None:
+        """Write a file, completely or not at all. Raises `OSError` or `SafetensorError`."""
+        part = self._path(name).with_suffix(".part")
+        try:
+            save_file({"hidden": hidden}, part)
+            os.replace(part, self._path(name))
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _name(tokens: torch.Tensor) -> str:
+    return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).hexdigest()
+
+
 class StateCache:
     """Hidden states of conversations, each of which the target reads once.
 
-    They are kept in the target's number format, a file for each text, in `folder` of at most
-    `limit` bytes. What does not fit is read again.
+    They are `kept` in the target's number format, at most `limit` bytes. What does not fit is read
+    again.
     """
 
-    def __init__(self, target: FrozenTarget, folder: Path, limit: int = KEPT_BYTES) -> None:
-        self._target, self._folder = target, folder
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = sum(path.stat().st_size for path in folder.iterdir())
-        self._left = min(limit, kept + shutil.disk_usage(folder).free // 2) - kept
+    def __init__(
+        self, target: FrozenTarget, kept: StateFiles | dict[str, torch.Tensor], limit: int
+    ) -> None:
+        self._target, self._kept, self._left = target, kept, limit
+
+    @staticmethod
+    def of(target: FrozenTarget, folder: Path) -> StateCache:
+        """Return one in `folder`, or of a GPU's target in half of its free memory."""
+        if target.device.type == "cpu":
+            files = StateFiles(folder)
+            return StateCache(target, files, files.free())
+        on_cuda = target.device.type == "cuda"
+        free = torch.cuda.mem_get_info(target.device)[0] if on_cuda else 0
+        return StateCache(target, {}, free // 2)
 
     def read(self, batch: TrainingBatch) -> TrainingBatch:
-        """Return the batch with hidden states, on the target's device."""
+        """Return the batch, which is on the CPU, with hidden states, on the target's device."""
         lengths = batch.lengths.tolist()
-        paths = [self._path(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
-        if all(path.is_file() for path in paths):
-            rows = [load_file(path)["hidden"] for path in paths]
-            return batch._replace(hidden=pad_sequence(rows, batch_first=True)).to(
-                self._target.device
-            )
+        names = [_name(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
+        if all(name in self._kept for name in names):
+            hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
+            return batch.to(self._target.device)._replace(hidden=hidden)
         batch = self._target.read(batch)
-        for path, row, length in zip(paths, batch.hidden, lengths, strict=True):
-            self._write(path, row[:length])
+        for name, row, length in zip(names, batch.hidden, lengths, strict=True):
+            self._keep(name, row[:length])
         return batch
 
-    def _path(self, tokens: torch.Tensor) -> Path:
-        digest = hashlib.blake2b(tokens.cpu().numpy().tobytes(), digest_size=16)
-        return self._folder / f"{digest.hexdigest()}.safetensors"
-
-    def _write(self, path: Path, hidden: torch.Tensor) -> None:
-        if path.is_file() or hidden.nbytes > self._left:
+    def _keep(self, name: str, hidden: torch.Tensor) -> None:
+        if name in self._kept or hidden.nbytes > self._left:
             return
-        part = path.with_suffix(".part")
         try:
-            save_file({"hidden": hidden.cpu().contiguous()}, part)
-            os.replace(part, path)
+            self._kept[name] = hidden.clone()  # without the padding of its batch
             self._left -= hidden.nbytes
         except (OSError, SafetensorError):  # a full disk: what is not kept is read again
-            part.unlink(missing_ok=True)
             self._left = 0
 
 

@@ -1,12 +1,14 @@
 """The training loop of a block drafter: steps, checkpoints, reports.
 
 All that is drawn at random depends on the seed and the number of the step or round. So a training
-that was killed and goes on from its last checkpoint ends with the same weights as one that was not.
+that was killed and goes on from its last checkpoint ends with the same weights as one that was not
+(on a GPU up to rounding: hidden states that it had are read anew, in other batches).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -18,8 +20,8 @@ import torch
 
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.errors import InvalidInput, QuickbeamError, first_line
+from quickbeam.models.gathered import to_device
 from quickbeam.train.block import (
-    Blocks,
     HeldOutMetrics,
     LossVocabulary,
     draft,
@@ -27,9 +29,10 @@ from quickbeam.train.block import (
     measure_held_out,
     place_blocks,
 )
+from quickbeam.train.muon import Muon
 from quickbeam.train.recipes import Recipe
 from quickbeam.train.shards import Shards, collate, split, spread_lengths
-from quickbeam.train.target import KEPT_BYTES, FrozenTarget, StateCache, TrainingBatch, autocast
+from quickbeam.train.target import FrozenTarget, StateCache, TrainingBatch, autocast
 
 HIDDEN = "hidden"  # the folder of hidden states, in that of the training
 # First share of the run, in which every token counts, those of users too: text is expensive, and
@@ -59,15 +62,15 @@ class Report(NamedTuple):
 def optimizers(network: BlockNetwork, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for all else.
 
-    Muon (Jordan, 2024) makes a step's singular values equal. Scaled to AdamW's size of steps
-    (2502.16982) it takes the same learning rate, and needs fewer steps.
+    Muon makes a step's singular values equal. Scaled to AdamW's size of steps it takes the same
+    learning rate, and needs fewer steps.
     """
     within = {"layers", "fc"}
     named = [(name.partition(".")[0] in within, one) for name, one in network.named_parameters()]
     matrices = [one for inside, one in named if inside and one.dim() == 2]
     rest = [one for inside, one in named if not (inside and one.dim() == 2)]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -107,9 +110,8 @@ class Trainer:
         self._resume()
         self._held = split(self.shards)[1]
         self._vocabulary = LossVocabulary(self.shards.counts(len(target.head)), recipe.loss_vocab)
-        # an accelerator's target reads text faster than a disk gives hidden states
-        kept = KEPT_BYTES if target.device.type == "cpu" else 0
-        self._states = StateCache(target, folder / HIDDEN, kept)
+        self._states = StateCache.of(target, folder / HIDDEN)
+        self._figures = list[torch.Tensor]()  # [2] each: loss and norm of steps since a report
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
@@ -129,7 +131,11 @@ class Trainer:
             ) from error
 
     def save(self) -> None:
-        """Write the checkpoint and the drafter, each completely or not at all."""
+        """Write the checkpoint and the drafter, each completely or not at all.
+
+        Raises `QuickbeamError` as `run` does, and then writes nothing.
+        """
+        self._losses()
         names = ("step", "seen", "round", "batch", "conversations", "seconds")
         state = {
             "network": self.network.state_dict(),
@@ -143,7 +149,7 @@ class Trainer:
         self.network.save(self.folder)
 
     def batches(self) -> Iterator[TrainingBatch]:
-        """Yield batches with hidden states, from where the training stands.
+        """Yield batches without hidden states, from where the training stands.
 
         Each round has a new random order.
         """
@@ -154,22 +160,23 @@ class Trainer:
             order = spread_lengths(lengths, self.recipe.batch, generator)
             for number in range(self.batch, len(order)):
                 self.batch = number + 1
-                yield self._states.read(collate([self.shards[chosen[i]] for i in order[number]]))
+                yield collate([self.shards[chosen[i]] for i in order[number]])
             self.shards = Shards(self.text)
             self.round, self.batch, self.conversations = self.round + 1, 0, len(self.shards)
 
     def run(self, report: Callable[[Report], None]) -> HeldOutMetrics:
         """Train to the end, and return the held-out figures of the result.
 
-        Raises `QuickbeamError` for a loss or a gradient that is not finite. Whatever ends it early,
-        the last checkpoint stands.
+        Raises `QuickbeamError` for a loss or a gradient that is not finite. They are looked at for
+        a report and before a checkpoint, since every look waits for the device. Whatever ends it
+        early, the last checkpoint stands.
         """
         batches = self.batches()
         saved = reported = began = time.perf_counter()
-        before, losses, fresh = self.seconds, list[float](), self.seen
+        before, fresh = self.seconds, self.seen
         while self.seen < self.total:
             batch = next(batches)
-            losses.append(self._step(batch))
+            self._figures.append(self._step(batch))
             self.step, self.seen = self.step + 1, self.seen + int(batch.lengths.sum())
             now = time.perf_counter()
             self.seconds = before + now - began
@@ -177,24 +184,29 @@ class Trainer:
                 self.save()
                 saved = now
             if now - reported >= self.report_every:
+                losses = self._losses()
                 rate, loss = (self.seen - fresh) / (now - began), sum(losses) / len(losses)
+                self._figures.clear()
                 self._log(report, loss, rate)
-                reported, losses = time.perf_counter(), []
+                reported = time.perf_counter()
         shutil.rmtree(self.folder / HIDDEN, ignore_errors=True)
         return self.check(FINAL_TOKENS)
 
-    def _step(self, batch: TrainingBatch) -> float:
+    def _step(self, batch: TrainingBatch) -> torch.Tensor:
+        """Make a step, and return its loss and its gradient's norm: `[2]`, on the device."""
         recipe, device = self.recipe, self.target.device
         done, size = self.seen / self.total, self.network.config.block_size
         phase = 1.0 if self._trained else done
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
         blocks = place_blocks(batch, size, recipe.spacing, phase >= WHOLE, generator)
         if not blocks.counts.any():
-            return 0.0
-        chosen, shift = (x.to(device) for x in self._vocabulary.choose(batch.tokens, generator))
-        blocks = Blocks(*(x.to(device) for x in blocks))
+            return torch.zeros(2, device=device)
+        chosen, shift = (
+            to_device(x, device) for x in self._vocabulary.choose(batch.tokens, generator)
+        )
+        inputs, batch = blocks.inputs(device), self._states.read(batch)
         with autocast(device):
-            drafted = draft(self.network, batch, blocks)
+            drafted = draft(self.network, batch, *inputs)
             loss = loss_of(self.network, drafted, self.target.head, chosen, shift, phase)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
@@ -203,13 +215,18 @@ class Trainer:
                 group["lr"] = recipe.rate(self.step, done)
             one.step()
             one.zero_grad()
-        value = float(loss.detach())  # waits for an accelerator: not before all is asked of it
-        if not (value < float("inf") and float(norm) < float("inf")):
-            raise QuickbeamError(
-                f"the loss of step {self.step} is {value}, its gradient's norm {float(norm)}: take "
-                "a smaller --lr; the last checkpoint stands"
-            )
-        return value
+        return torch.stack([loss.detach(), norm])
+
+    def _losses(self) -> list[float]:
+        """Return the losses since the last report. Raises `QuickbeamError` if one is not finite."""
+        figures = torch.stack(self._figures).tolist() if self._figures else []
+        for step, (loss, norm) in enumerate(figures, self.step - len(figures)):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise QuickbeamError(
+                    f"the loss of step {step} is {loss}, its gradient's norm {norm}: take a "
+                    "smaller --lr; the last checkpoint stands"
+                )
+        return [loss for loss, _ in figures]
 
     def check(self, tokens: int) -> HeldOutMetrics:
         """Return figures on about so many `tokens` of held-out conversations."""

@@ -1,0 +1,109 @@
+"""What training owes a GPU: no waiting in a step, few launches, hidden states in its memory."""
+
+from contextlib import ExitStack
+from copy import deepcopy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from cases import before
+from quickbeam.train import muon
+from quickbeam.train.block import new_network
+from quickbeam.train.muon import Muon
+from quickbeam.train.shards import collate
+from quickbeam.train.target import FrozenTarget, StateCache, StateFiles
+from quickbeam.train.trainer import Trainer
+from test_train_block import CONFIG, SMALL, model, own_text
+from test_train_shortlist import written
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+KEPT = {"memory": lambda folder: {}, "files": StateFiles}
+
+
+def target(device="cpu"):
+    return FrozenTarget(model().to(device), (*CONFIG.taps, 3))
+
+
+def trainer(folder, of):
+    written(folder / "text", own_text(model(), 20))
+    network = new_network(CONFIG, of, 0)
+    return Trainer(network, of, folder / "text", SMALL, 10**6, folder / "out", 1e9, 1e9)
+
+
+def test_a_step_asks_nothing_of_what_the_device_computed(tmp_path, monkeypatch):
+    """From the target's pass on, tensors have no values that the host could wait for."""
+    run, read = trainer(tmp_path, of := target()), of.read
+    run._states = StateCache(of, {}, 10**6)
+    with ExitStack() as stack:
+
+        def valueless(batch):
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            return read(batch)
+
+        monkeypatch.setattr(of, "read", valueless)
+        figures = run._step(next(run.batches()))
+        assert figures.shape == (2,)
+        with pytest.raises(DataDependentOutputException):
+            figures.tolist()
+
+
+@CUDA
+def test_on_cuda_steps_do_not_wait(tmp_path):
+    run = trainer(tmp_path, target("cuda"))
+    batches = run.batches()
+    figures = [run._step(next(batches)) for _ in range(3)]  # what is made once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        figures += [run._step(next(batches)) for _ in range(8)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(figures).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_muon_makes_the_steps_of_pytorchs(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(muon, "fast_bfloat16", lambda device: dtype == "bfloat16")
+    if dtype == "float32":  # PyTorch's computes in bfloat16 alone
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 8), (12, 8), (8, 8), (8, 12), (8, 20)]
+
+    def random():
+        return [torch.randn(shape, generator=generator) for shape in shapes]
+
+    begin, gradients = random(), [random() for _ in range(6)]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in begin] for _ in range(2))
+    plain = torch.optim.Muon(theirs, lr=0.1, weight_decay=0, adjust_lr_fn="match_rms_adamw")
+    batched = Muon(ours, 0.1)
+    for number, step in enumerate(gradients):
+        for one, other, gradient in zip(ours, theirs, step, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.clone()
+        batched.step()
+        plain.step()
+        for one, other, p in zip(ours, theirs, begin, strict=True):
+            assert (one - other).norm() < tolerance * (other - p).norm()
+        if number == 2:  # a checkpoint that PyTorch's wrote is read
+            batched = Muon(ours, 0.1)
+            batched.load_state_dict(deepcopy(plain.state_dict()))
+
+
+@pytest.mark.parametrize("where", KEPT)
+def test_hidden_states_are_kept_as_far_as_they_fit(where, tmp_path, monkeypatch):
+    of, reads, texts = target(), list[int](), own_text(model(), 4, seed=4)
+    size = collate(texts)
+    hidden = of.read(size).hidden
+    bytes_of = [hidden[0, :n].nbytes for n in size.lengths.tolist()]
+    before(monkeypatch, of, "read", lambda batch: reads.append(len(batch.tokens)))
+    cache = StateCache(of, KEPT[where](tmp_path / "all"), sum(bytes_of))
+    cache.read(size)
+    for chosen in ([0, 1, 2, 3], [2, 0]):
+        batch = cache.read(collate([texts[i] for i in chosen]))
+        for i, row, n in zip(chosen, batch.hidden, batch.lengths.tolist(), strict=True):
+            assert torch.equal(row[:n], hidden[i, :n])
+    assert reads == [4]
+    kept = KEPT[where](tmp_path / "half")
+    cache = StateCache(of, kept, bytes_of[0] + bytes_of[1] - 1)
+    for i in (0, 1, 0, 1):
+        cache.read(collate([texts[i]]))
+    assert reads == [4, 1, 1, 1]
