@@ -20,7 +20,8 @@ inline int32_t word(const T* p) {  // the first four bytes
 
 // `Bytes`: 64 unsigned ones. `shifted<S>`: each to the right by S bits (to the left where S is negative), of which those of `mask` stay.
 // `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
-// `WholeValue`: what products of whole bytes read of a row. `start`: sums go on from a number.
+// `WholeValue`: what products of whole bytes read of a row. `dot_two`: of 64 bytes and the 64 behind them, all at most 63, with 8 inputs.
+// `start`: sums go on from a number.
 #ifdef QB_VNNI
 
 struct Bytes {
@@ -103,6 +104,13 @@ inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int16_t* x) {
 inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) {
   const __m256i v = _mm256_set1_epi32(word(x));
   return {plus_half(s.a, w.a, v), plus_half(s.b, w.b, v), s.from};
+}
+inline WholeSums dot_two(WholeSums s, const Bytes& w, const Bytes& behind, const int8_t* x) {  // in 16 bits: 4 * 63 * 127 < 2^15
+  const __m256i v = _mm256_set1_epi32(word(x)), next = _mm256_set1_epi32(word(x + 4)), one = _mm256_set1_epi16(1);
+  const auto both = [&](__m256i first, __m256i second) {
+    return _mm256_madd_epi16(plus_half(_mm256_maddubs_epi16(first, v), second, next), one);
+  };
+  return {keep(_mm256_add_epi32(s.a, both(w.a, behind.a))), keep(_mm256_add_epi32(s.b, both(w.b, behind.b)))};
 }
 inline Lanes to_lanes(__m256i a, __m256i b) {
 #ifdef QB_ZMM
@@ -219,6 +227,12 @@ inline Lanes to_lanes(const WholeSums& s) {
   return each([&](int i) { return float(s.v[i]); });
 }
 
+#endif
+
+#if defined(QB_VNNI) || !(defined(QB_AVX2) || defined(QB_ZMM))
+inline WholeSums dot_two(const WholeSums& s, const Bytes& w, const Bytes& behind, const int8_t* x) {
+  return dot_whole(dot_whole(s, whole(w), x), whole(behind), x + 4);
+}
 #endif
 
 #ifndef QB_NEON

@@ -136,13 +136,13 @@ QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t 
 // (zero points as well) or SIGNED. TABLE: values stand for numbers of a table.
 template <int BITS, Scales KIND, bool TABLE>
 struct Values {
-  static constexpr bool SMALL = BITS == 4 && !TABLE;
+  static constexpr bool SMALL = BITS == 4 && !TABLE, TWO = BITS == 5 || BITS == 6;
   static constexpr bool WIDE = BITS == 8 || TABLE;  // up to 255
   static constexpr bool SCALED = KIND != OUTPUT, ADDS = KIND == PAIR || KIND == ZERO, SCALED_TOTALS = KIND == PAIR;
   static constexpr int PIECES = KIND == SIGNED ? 2 : 1;  // of a group, which are summed apart
   static constexpr int64_t GROUP_BYTES = BITS * 64;
   using Sums = std::conditional_t<SMALL, HalfSums, WholeSums>;
-  using Value = std::conditional_t<SMALL, int8_t, WholeValue>;
+  using Value = std::conditional_t<SMALL || TWO, int8_t, WholeValue>;
 
   template <int C>  // inputs 4 * C to 4 * C + 3
   static Bytes four(const uint8_t* w, [[maybe_unused]] const uint8_t* table) {
@@ -164,6 +164,13 @@ struct Values {
       for (int b = 0; b < B; ++b) v[b] = four<C>(w + b * stride, table);
       for (int r = 0; r < R; ++r)
         for (int b = 0; b < B; ++b) s[r][b][piece] = dot_half(s[r][b][piece], v[b], x + r * GROUP + C * 4);
+    } else if constexpr (TWO) {
+      if constexpr (C % 2 == 0) {
+        Bytes v[B], behind[B];
+        for (int b = 0; b < B; ++b) v[b] = four<C>(w + b * stride, table), behind[b] = four<C + 1>(w + b * stride, table);
+        for (int r = 0; r < R; ++r)
+          for (int b = 0; b < B; ++b) s[r][b][piece] = dot_two(s[r][b][piece], v[b], behind[b], x + r * GROUP + C * 4);
+      }
     } else {
       WholeBytes v[B];
       for (int b = 0; b < B; ++b) v[b] = WIDE ? whole_wide(four<C>(w + b * stride, table)) : whole(four<C>(w + b * stride, table));

@@ -152,7 +152,7 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
   int32_t offset = 0;
   with_values(of, [&](auto which) {
     using F = decltype(which);
-    tile_for = quantised_tile_for<F>, wide = !F::SMALL, pieces = F::PIECES, scaled = F::SCALED_TOTALS;
+    tile_for = quantised_tile_for<F>, wide = sizeof(typename F::Value) > 1, pieces = F::PIECES, scaled = F::SCALED_TOTALS;
     if (!F::ADDS) offset = of.offset - (F::WIDE ? ABOVE : 0);
   });
   static thread_local QuantisedRows taken;
