@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from cases import before, examples, refuses
 from models import tiny
+from quickbeam.engine import measuring
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison, worth_asking
-from quickbeam.engine.cost import WIDTHS, CostModel
+from quickbeam.engine.cost import CostModel
+from quickbeam.engine.measuring import WIDTHS, measure, measure_or_read
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
 
@@ -27,7 +29,7 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     refuses("no cost", CostModel, {}, error=ValueError)
     many = CostModel({1: 1.0, 8: 2.0}, {1: 0.01}, per_sequence=0.5)
     assert [many.alone(8, n) for n in (1, 2, 5)] == [2.0, 2.5, 4.0]
-    measured = CostModel.measure(make_model(tiny("qwen3", seed=5)), 16)
+    measured = measure(make_model(tiny("qwen3", seed=5)), 16)
     assert all(measured.alone(n) > 0 and measured.reading(n, 50) >= 0 for n in (1, 5, 16, 40))
     cost = CostModel({1: 2.0})
     cost.observe_call("d", 1, 50.0)  # weights were packed in it
@@ -48,7 +50,7 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
     before(monkeypatch, model, "forward", watched)
     for broken in (False, True):
         with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
-            CostModel.measure(model, 8)
+            measure(model, 8)
         assert (limits, pool.limit, pool.used) == ({2}, 2, 2)
         pool.spare = lambda: False
         with pytest.raises(NoRoom):
@@ -59,22 +61,22 @@ def test_cost_is_interpolated_and_measured_within_the_memory(monkeypatch):
 def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
     model = make_model(tiny("qwen3", torch.bfloat16, seed=5))
-    CostModel.kept(model, 16)
+    measure_or_read(model, 16)
     assert not list(tmp_path.iterdir())  # a small model
     model.weight_bytes, ticks = 2**30, itertools.count(1)
     with monkeypatch.context() as patch:  # a clock by which no pass takes as long as another
         patch.setattr("time.perf_counter", lambda: next(ticks) ** 1.02 / 1000)
-        first = CostModel.kept(model, 16)
-        patch.setattr(CostModel, "measure", None)
-        second = CostModel.kept(model, 16)
+        first = measure_or_read(model, 16)
+        patch.setattr(measuring, "measure", None)
+        second = measure_or_read(model, 16)
     for rows in (1, 5, 16, 40):
         assert second.alone(rows, 3) == first.alone(rows, 3) > first.alone(rows)
         assert second.reading(rows, 100) == first.reading(rows, 100) > 0
     (kept,) = (tmp_path / "costs").iterdir()
     for broken in ("{", "[1]", "[{}, {}, 0]"):
         kept.write_text(broken)
-        assert CostModel.kept(model, 16).alone(1) > 0
-    CostModel.kept(model, 8)  # other trees
+        assert measure_or_read(model, 16).alone(1) > 0
+    measure_or_read(model, 8)  # other trees
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 

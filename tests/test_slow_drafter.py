@@ -16,6 +16,7 @@ from quickbeam.drafters.base import DrafterState
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.last_logits import LastLogits
 from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine import measuring
 from quickbeam.engine.budget import ASKED, PLAIN, UNASKED, Budget, Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
@@ -160,7 +161,7 @@ def test_costs_that_a_busy_machine_measured_are_corrected(monkeypatch, call):
 
 def test_loading_measures_passes_and_chooses_a_drafters_weights(toy_folder, monkeypatch):
     measured = list[Model]()
-    before(monkeypatch, CostModel, "measure", lambda model, limit: measured.append(model))
+    before(monkeypatch, measuring, "measure", lambda model, limit: measured.append(model))
     with LLM(toy_folder, weights="int8", drafter=toy_folder) as llm:
         drafter = llm.prepare("auto")
         assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"

@@ -13,11 +13,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from quickbeam.drafters.base import MarginalCost
-from quickbeam.engine.cost import FEW, STEEP, WIDER, WIDTHS, CostModel
+from quickbeam.engine.cost import CostModel
+from quickbeam.engine.measuring import FEW, STEEP, WIDTHS, measure_or_read, too_steep
 from quickbeam.models.base import Model
 
 MAX_NODES = 64  # the most nodes of a tree under the measured budget
 MAX_NODES_SLOW = 512  # the same where a pass reads weights from disk
+WIDER = (192, 256, 384, 512)  # for passes so slow that trees of these sizes can be worth it
 OVERHEAD = 0.001  # seconds of a step apart from passes and calls
 # The modes of a step: roots alone; trees without a drafter's calls; trees for which it is asked.
 PLAIN, UNASKED, ASKED = "plain", "unasked", "asked"
@@ -166,8 +168,8 @@ class Budget:
         if self.cost.alone(FEW) <= STEEP * self.cost.alone(1):
             return
         self._rechecked = self._step
-        if model.streamed is None and self.cost.too_steep(model):
-            self.cost = CostModel.kept(model, self.limit)
+        if model.streamed is None and too_steep(self.cost, model):
+            self.cost = measure_or_read(model, self.limit)
 
     def comparison(self, setting: Hashable, modes: Sequence[str], drafter: Hashable) -> Comparison:
         """Return the comparison of a setting's modes under a load of about as many sequences.

@@ -15,8 +15,8 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.texts import AnswerMemory
 from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.commit import Commit
-from quickbeam.engine.cost import CostModel
 from quickbeam.engine.growing import DraftStep, each_alone, fail, read_ahead
+from quickbeam.engine.measuring import measure_or_read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import ScheduledPart, Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
@@ -73,7 +73,7 @@ class Engine:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            self._budget = Budget(CostModel.kept(self.model, most), most)
+            self._budget = Budget(measure_or_read(self.model, most), most)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
