@@ -14,7 +14,7 @@ from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import Packed
 from quickbeam.models.pages import PagePool
 
-SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
+SETS = [name for name in [*build.SETS, *build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)
 best_set = pytest.mark.parametrize("isa", SETS[:1])
 

@@ -99,8 +99,9 @@ def test_building_says_what_is_where(tmp_path):
     assert code == 0 and shown.endswith("is not there\n")
     assert run("plan")[::2] == (
         2,
-        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, "
-        "neon-bf16, neon-dot, neon, plain, amx-emulated, or --all\n",
+        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, "
+        "avxvnni, avx2, neon-bf16, neon-dot, neon, plain, amx-emulated, avxvnni-emulated, or "
+        "--all\n",
     )
 
 
@@ -121,15 +122,17 @@ def test_a_platform_has_sets_of_its_own(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc/cpuinfo")
-def test_an_arm_processor_runs_the_sets_that_it_has_instructions_for(monkeypatch, tmp_path):
-    for line, sets in (
-        ("Features\t: fp asimd evtstrm crc32 cpuid", ["neon", "plain"]),
-        ("Features\t: fp asimd asimdhp asimddp", ["neon-dot", "neon", "plain"]),
-        ("Features\t: fp asimd asimddp i8mm bf16", ["neon-bf16", "neon-dot", "neon", "plain"]),
-        ("flags\t: fma avx2", ["plain"]),
-        ("", ["plain"]),
+def test_a_processor_runs_the_sets_that_it_has_instructions_for(monkeypatch, tmp_path):
+    laptop, arm = "flags\t: fma avx2 f16c avx_vnni", "linux-aarch64"
+    for platform, line, sets in (
+        (arm, "Features\t: fp asimd evtstrm crc32 cpuid", ["neon", "plain"]),
+        (arm, "Features\t: fp asimd asimdhp asimddp", ["neon-dot", "neon", "plain"]),
+        (arm, "Features\t: fp asimd asimddp i8mm bf16", ["neon-bf16", "neon-dot", "neon", "plain"]),
+        (arm, laptop, ["plain"]),
+        (arm, "", ["plain"]),
+        ("linux-x86_64", laptop, ["avxvnni", "avx2", "plain"]),
     ):
-        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
         monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
         build.CPUINFO.write_text(f"processor\t: 0\n{line}\n")
         assert build.machine_sets() == sets

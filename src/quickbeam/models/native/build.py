@@ -43,22 +43,27 @@ FLAGS = (
 )
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = ("-DQB_VNNI", "-mavx512vnni")  # products of bytes
+_AVX2 = ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c")
 SETS: dict[str, tuple[str, ...]] = {  # flags to compile each set with, a platform's best set first
     "amx": ("-DQB_AMX", *_ZMM, *_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": ("-DQB_AVX512BF16", *_ZMM, *_VNNI, "-mavx512bf16"),
     "avx512vnni": ("-DQB_AVX512", *_ZMM, *_VNNI),
     "avx512": ("-DQB_AVX512", *_ZMM),
-    "avx2": ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c"),
+    "avxvnni": (*_AVX2, "-DQB_VNNI", "-mavxvnni"),
+    "avx2": _AVX2,
     "neon-bf16": ("-DQB_NEON", "-DQB_SDOT", "-DQB_BFDOT", "-march=armv8.2-a+dotprod+bf16"),
     "neon-dot": ("-DQB_NEON", "-DQB_SDOT", "-march=armv8.2-a+dotprod"),
     "neon": ("-DQB_NEON",),
     "plain": (),
 }
-# the AMX kernels with AMX's instructions in plain C++, for tests on machines without AMX
-EMULATED = "amx-emulated"
+# with a set's own instructions made of others, for tests on machines without them
+EMULATED: dict[str, tuple[str, ...]] = {
+    "amx-emulated": ("-DQB_AMX", "-DQB_AMX_EMULATED", *SETS["avx512bf16"][1:]),
+    "avxvnni-emulated": (*_AVX2, "-DQB_VNNI", "-DQB_VNNI_EMULATED"),
+}
 _NEON = ("neon-bf16", "neon-dot", "neon", "plain")
 PLATFORMS = {  # the sets of each, by operating system and processor
-    ("linux", "x86_64"): ("amx", "avx512bf16", "avx512vnni", "avx512", "avx2", "plain"),
+    ("linux", "x86_64"): ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "plain"),
     ("linux", "aarch64"): _NEON,
     ("darwin", "arm64"): _NEON,
     ("win32", "amd64"): ("avx512", "avx2", "plain"),
@@ -68,13 +73,16 @@ NO_SETS = (
     "them)"
 )
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_FMA = {"avx2", "fma", "f16c"}
 NEEDS = {  # what each set needs of a processor, in the words of /proc/cpuinfo
     "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512bf16": {"avx512_bf16", "avx512_vnni", *_AVX512},
-    EMULATED: {"avx512_bf16", "avx512_vnni", *_AVX512},
+    "amx-emulated": {"avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512vnni": {"avx512_vnni", *_AVX512},
     "avx512": _AVX512,
-    "avx2": {"avx2", "fma", "f16c"},
+    "avxvnni": {"avx_vnni", *_FMA},
+    "avxvnni-emulated": _FMA,
+    "avx2": _FMA,
     "neon-bf16": {"asimd", "asimddp", "bf16"},
     "neon-dot": {"asimd", "asimddp"},
     "neon": {"asimd"},
@@ -139,8 +147,7 @@ def features() -> set[str]:
 
 def runs(name: str) -> bool:
     """Whether this machine has the instructions of a set. False on a platform without kernels."""
-    of = "amx" if name == EMULATED else name
-    return of in platform_sets() and NEEDS[name] <= features()
+    return name.removesuffix("-emulated") in platform_sets() and NEEDS[name] <= features()
 
 
 def machine_sets() -> list[str]:
@@ -156,11 +163,7 @@ def sources() -> list[Path]:
 
 
 def flags_of(name: str) -> tuple[str, ...]:
-    return (
-        (*SETS["amx"][:1], "-DQB_AMX_EMULATED", *SETS["avx512bf16"][1:])
-        if name == EMULATED
-        else SETS[name]
-    )
+    return (SETS | EMULATED)[name]
 
 
 def digest(name: str) -> str:
@@ -296,7 +299,7 @@ def main(arguments: Sequence[str]) -> int:
     It is 2 for an unknown name, 1 if sets were asked for (by name or `--all`) and one can't be
     built, else 0.
     """
-    known = [*SETS, EMULATED]
+    known = [*SETS, *EMULATED]
     if unknown := [name for name in arguments if name not in (*known, "--all")]:
         print(
             f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all",

@@ -22,7 +22,7 @@ inline int32_t word(const T* p) {  // the first four bytes
 // `whole`: bytes of at most 127 as products read them; `whole_wide`: any bytes, less `ABOVE`. Bytes of at most 15 are read as they are (`dot_half`).
 // `WholeValue`: what products of whole bytes read of a row. `dot_two`: of 64 bytes and the 64 behind them, all at most 63, with 8 inputs.
 // `start`: sums go on from a number.
-#ifdef QB_VNNI
+#if defined(QB_VNNI) && defined(QB_ZMM)
 
 struct Bytes {
   __m512i v;
@@ -51,24 +51,13 @@ inline Lanes to_lanes(WholeSums s) { return {_mm512_cvtepi32_ps(s.v)}; }
 
 #elif defined(QB_AVX2) || defined(QB_ZMM)
 
-// Bytes are widened to 16 bits, those of even and of odd inputs apart, and their products added in 32. Halves are small: their products with all
-// inputs of a group add up in 16 bits, at most 16 * 15 * 127 < 2^15.
 struct Bytes {
   __m256i a, b;
 };
 struct WholeSums {
   __m256i a, b;
 };
-struct HalfSums {
-  __m256i a, b;
-  int32_t from;  // does not fit 16 bits
-};
-struct WholeBytes {
-  __m256i even_a, even_b, odd_a, odd_b;
-};
-using WholeValue = int16_t;
 inline void start(WholeSums& s, int32_t n) { s.a = s.b = _mm256_set1_epi32(n); }
-inline void start(HalfSums& s, int32_t n) { s.a = s.b = _mm256_setzero_si256(), s.from = n; }
 inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 inline Bytes load_bytes(const uint8_t* p) { return {load_32(p), load_32(p + 32)}; }
 template <int S>
@@ -84,6 +73,48 @@ inline Bytes looked_up(Bytes x, const uint8_t* table) {
   const __m256i of = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(of, x.a), _mm256_shuffle_epi8(of, x.b)};
 }
+inline Lanes to_lanes(__m256i a, __m256i b) {
+#ifdef QB_ZMM
+  return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1))};
+#else
+  return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
+#endif
+}
+inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
+
+#ifdef QB_VNNI
+
+using WholeBytes = Bytes;
+using HalfSums = WholeSums;
+using WholeValue = int8_t;
+inline __m256i plus_four(__m256i s, __m256i w, __m256i x) {
+#ifdef QB_VNNI_EMULATED  // for tests on machines without the instruction
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  return _mm256_add_epi32(s, _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8))));
+#else
+  return _mm256_dpbusd_avx_epi32(s, w, x);
+#endif
+}
+inline WholeBytes whole(Bytes x) { return x; }
+inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int8_t* x) {
+  const __m256i v = _mm256_set1_epi32(word(x));
+  return {plus_four(s.a, w.a, v), plus_four(s.b, w.b, v)};
+}
+inline HalfSums dot_half(HalfSums s, const Bytes& w, const int8_t* x) { return dot_whole(s, w, x); }
+
+#else
+
+// Bytes are widened to 16 bits, those of even and of odd inputs apart, and their products added in 32. Halves are small: their products with all
+// inputs of a group add up in 16 bits, at most 16 * 15 * 127 < 2^15.
+struct HalfSums {
+  __m256i a, b;
+  int32_t from;  // does not fit 16 bits
+};
+struct WholeBytes {
+  __m256i even_a, even_b, odd_a, odd_b;
+};
+using WholeValue = int16_t;
+inline void start(HalfSums& s, int32_t n) { s.a = s.b = _mm256_setzero_si256(), s.from = n; }
 inline WholeBytes whole(Bytes x) {
   const __m256i low = _mm256_set1_epi16(255);
   return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low), _mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)};
@@ -112,18 +143,12 @@ inline WholeSums dot_two(WholeSums s, const Bytes& w, const Bytes& behind, const
   };
   return {keep(_mm256_add_epi32(s.a, both(w.a, behind.a))), keep(_mm256_add_epi32(s.b, both(w.b, behind.b)))};
 }
-inline Lanes to_lanes(__m256i a, __m256i b) {
-#ifdef QB_ZMM
-  return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1))};
-#else
-  return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
-#endif
-}
-inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
 inline Lanes to_lanes(HalfSums s) {
   const __m256i one = _mm256_set1_epi16(1), from = _mm256_set1_epi32(s.from);
   return to_lanes(_mm256_add_epi32(_mm256_madd_epi16(s.a, one), from), _mm256_add_epi32(_mm256_madd_epi16(s.b, one), from));
 }
+
+#endif
 
 #elif defined(QB_NEON)
 

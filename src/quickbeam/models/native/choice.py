@@ -33,7 +33,7 @@ def requested() -> KernelRequest:
     way, isa = os.environ.get("QUICKBEAM_KERNELS") or "auto", os.environ.get("QUICKBEAM_ISA") or ""
     if way not in WAYS:
         raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
-    known = [*build.SETS, build.EMULATED]
+    known = [*build.SETS, *build.EMULATED]
     if isa and isa not in known:
         raise InvalidInput(f"QUICKBEAM_ISA={isa!r}: must be one of {', '.join(known)}")
     return KernelRequest(way, isa)

@@ -123,7 +123,7 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
 using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, float*, int64_t, const uint8_t*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
-#ifdef QB_VNNI
+#if defined(QB_VNNI) && defined(QB_ZMM)
 constexpr int MOST_QUANTISED = 8;
 constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 1, 1, 1, 2, 2, 2, 2, 2};
 #else
