@@ -125,11 +125,12 @@ inline Scale scale_of(Scales kind, const uint8_t* scales, int64_t groups, int64_
   return s;
 }
 
-// The same of eight groups from g on, or as many as are left, of `count` blocks that are `stride` bytes apart; to: [SUPER_GROUPS][count]. One
-// function for all products, which would be large otherwise.
-QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t g, int count, Scale* to) {
-  for (int64_t end = std::min(groups, g + SUPER_GROUPS); g < end; ++g)
-    for (int b = 0; b < count; ++b) *to++ = scale_of(kind, scales + b * stride, groups, g);
+// The same of groups first to last (excluded) of `count` blocks that are `stride` bytes apart; to: [count][apart]. One function for all products,
+// which would be large otherwise.
+QB_OF_ITS_OWN static void scales_of(Scales kind, const uint8_t* scales, int64_t stride, int64_t groups, int64_t first, int64_t last, int64_t count,
+                                    Scale* to, int64_t apart) {
+  for (int64_t b = 0; b < count; ++b)
+    for (int64_t g = first; g < last; ++g) to[b * apart + g - first] = scale_of(kind, scales + b * stride, groups, g);
 }
 
 // Products of values of `BITS` bits with scales of a KIND: OUTPUT, HALF (of a group, whatever holds it), PAIR (lowest values as well), ZERO

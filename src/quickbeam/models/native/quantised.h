@@ -86,22 +86,25 @@ class QuantisedRows {
   }
 };
 
-// A part of the rows from `row` on x blocks of 16 outputs to y. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
+// A part of the rows from `row` on x blocks of 16 outputs to y. `ready`: scales, [blocks][groups], null where they are still to be made. `ahead`: what
+// will be read next, of which `lines` of 64 bytes are fetched meanwhile.
 template <class F, int R, int B>
-static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, float* y, int64_t y_stride,
-                           const uint8_t* ahead, int64_t lines) {
+static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, const Scale* ready, float* y,
+                           int64_t y_stride, const uint8_t* ahead, int64_t lines) {
   const int64_t groups = x.groups, step = (lines + groups - 1) / groups;
   const int32_t* starts = x.starts(row);
   const float *scales = x.scales(row), *totals = x.totals(row);
   const auto* values = x.values<typename F::Value>(row);
   const uint8_t* by = w + groups * F::GROUP_BYTES;
-  Scale scale[SUPER_GROUPS][B];
+  Scale own[B][SUPER_GROUPS];
   Lanes f[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) f[r][b] = zero();
   for (int64_t first = 0; first < groups; first += SUPER_GROUPS) {
     const int64_t end = std::min(groups, first + SUPER_GROUPS);
-    if (F::SCALED) scales_of(of.scales, by, stride, groups, first, B, scale[0]);
+    if (F::SCALED && !ready) scales_of(of.scales, by, stride, groups, first, end, B, own[0], SUPER_GROUPS);
+    const Scale* scale = ready ? ready + first : own[0];
+    const int64_t apart = ready ? groups : SUPER_GROUPS;
     for (int64_t g = first; g < end; ++g) {
       for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
       typename F::Sums s[R][B][F::PIECES];
@@ -110,7 +113,7 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
           for (int piece = 0; piece < F::PIECES; ++piece) start(s[r][b][piece], F::ADDS ? 0 : starts[(g * R + r) * F::PIECES + piece]);
       F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride, of.table);
       for (int b = 0; b < B; ++b)
-        for (int r = 0; r < R; ++r) f[r][b] = F::plus(f[r][b], s[r][b], scale[g - first][b], scales[g * R + r], totals[g * R + r]);
+        for (int r = 0; r < R; ++r) f[r][b] = F::plus(f[r][b], s[r][b], scale[b * apart + g - first], scales[g * R + r], totals[g * R + r]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -120,7 +123,8 @@ static void quantised_tile(const Layout& of, const QuantisedRows& x, int64_t row
     }
 }
 
-using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, float*, int64_t, const uint8_t*, int64_t);
+using QuantisedTile = void (*)(const Layout&, const QuantisedRows&, int64_t, const uint8_t*, int64_t, const Scale*, float*, int64_t, const uint8_t*,
+                               int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #if defined(QB_VNNI) && defined(QB_ZMM)
@@ -156,6 +160,7 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
     if (!F::ADDS) offset = of.offset - (F::WIDE ? ABOVE : 0);
   });
   static thread_local QuantisedRows taken;
+  static thread_local std::vector<Scale> scales;  // of a panel, where several parts need them
   const int64_t stride = block_bytes(format, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const Parts parts(std::min(most_rows, rows - begin), MOST_QUANTISED);
@@ -164,8 +169,15 @@ static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, in
       taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);
     const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
                           int64_t lines) {
-      tile_for(count, blocks)(of, taken, low, reinterpret_cast<const uint8_t*>(block), stride, to, to_stride,
-                              reinterpret_cast<const uint8_t*>(ahead), lines);
+      const uint8_t* w = reinterpret_cast<const uint8_t*>(block);
+      Scale* ready = nullptr;
+      if (parts.count > 1 && of.scales != OUTPUT) {
+        const int64_t groups = taken.groups, place = (to - sums) / 16 * groups;
+        if (int64_t(scales.size()) < place + blocks * groups) scales.resize(size_t(place + blocks * groups));
+        ready = scales.data() + place;
+        if (low == 0) scales_of(of.scales, w + groups * of.bits * 64, stride, groups, 0, groups, blocks, ready, groups);
+      }
+      tile_for(count, blocks)(of, taken, low, w, stride, ready, to, to_stride, reinterpret_cast<const uint8_t*>(ahead), lines);
     };
     const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
       done(begin + low, count, block, blocks, from, from_stride);
