@@ -334,15 +334,17 @@ def test_the_layout_of_dflash_is_read(toys, tmp_path):
 def test_windows_are_read_as_other_engines_read_them(toys, tmp_path):
     toys["dflash"].network.save(tmp_path, torch.float32)
     record, near, far = json.loads((tmp_path / "config.json").read_text()), "sliding", "full"
+    used, flash = "use_sliding_window", "dflash_config"
     del record["causal_head"]
     for kinds, change, windows, ordered in (
-        ([near, far], {"use_sliding_window": True}, (6, None), [True, False]),
+        ([near, far], {used: True}, (6, None), [True, False]),
         ([near, near], {}, (6, 6), [True, True]),
-        ([near, far], {"is_causal": False}, (6, None), [False, False]),
-        ([far, near], {"dflash_config": {"causal": True}}, (None, 6), [True, True]),
-        ([far, far], {"use_sliding_window": True}, (), [False, False]),
-        ([far, far], {"dflash_config": {"use_swa": True}}, (6, 6), [False, False]),
-        ([], {"dflash_config": {"use_swa": True, "swa_window_size": 5}}, (5, 5), [False, False]),
+        ([near, far], {"is_causal": False, flash: {"causal": True}}, (6, None), [False, False]),
+        ([near, far], {used: False, flash: {"swa_window_size": 5}}, (5, None), [True, False]),
+        ([far, near], {flash: {"causal": True}}, (None, 6), [True, True]),
+        ([far, far], {used: True}, (), [False, False]),
+        ([far, far], {flash: {"use_swa": True}}, (6, 6), [False, False]),
+        ([], {flash: {"use_swa": True, "swa_window_size": 5}}, (5, 5), [False, False]),
     ):
         named = {"layer_types": [f"{kind}_attention" for kind in kinds], "sliding_window": 6}
         (tmp_path / "config.json").write_text(json.dumps(record | named | change))

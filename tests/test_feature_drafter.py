@@ -90,7 +90,7 @@ def test_prompts_are_read_as_they_come(monkeypatch):
     assert passes[3:] == [[1], [1], [1]]
 
 
-@pytest.mark.parametrize("kind", ["attention", "input", "ours"])
+@pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
 def test_training_unrolls_what_drafting_computes(kind):
     """Pass k of training-time test at row i is the drafter's row k below the root i + 1."""
     pair, depths = Pair(kind), 4
@@ -104,10 +104,11 @@ def test_training_unrolls_what_drafting_computes(kind):
     ]
     assert [len(distributions) for distributions in trained] == [10, 9, 8, 7]
     text = pair.begin(ids[:1], ids[1])
+    named = pair.network.tokens if pair.config.own_head else slice(None)
     for i in range(10):
         tree = TokenTree(ids[i + 1])
         for depth in range(min(depths, 10 - i)):
-            probs = text.distributions(tree, [depth])[0]
+            probs = text.distributions(tree, [depth])[0][named]
             torch.testing.assert_close(probs, trained[depth][i], atol=1e-5, rtol=1e-4)
             tree.add(depth, ids[i + depth + 2], "x")
         text.go_on(tree, [0], ids[i + 2])

@@ -107,3 +107,15 @@ def test_hidden_states_are_kept_as_far_as_they_fit(where, tmp_path, monkeypatch)
     for i in (0, 1, 0, 1):
         cache.read(collate([texts[i]]))
     assert reads == [4, 1, 1, 1]
+
+
+def test_hidden_states_leave_steps_their_memory(monkeypatch):
+    of, texts, left = target(), own_text(model(), 3), [2**30]
+    of.device = torch.device("cuda")
+    monkeypatch.setattr("quickbeam.train.target.to_device", lambda numbers, device: numbers)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (left[0], 2**30))
+    cache, reads = StateCache.of(of, None), list[int]()
+    before(monkeypatch, of, "read", lambda batch: reads.append(len(batch.tokens)))
+    for i, left[0] in ((0, 2**30), (1, 2**28 - 1), (0, 0), (1, 2**28), (1, 0)):
+        cache.read(collate([texts[i]]))
+    assert reads == [1, 1, 1]

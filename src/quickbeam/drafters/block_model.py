@@ -174,10 +174,13 @@ def _attention_fields(fields: dict[str, Any], depth: int, block_size: int) -> di
     causal (MiMo, vLLM). Raises `InvalidInput` for a window shorter than a block whose rows see one
     another: no published drafter has one, and engines differ on it.
     """
-    given = (fields.get(name) for name in ("causal_head", "causal", "is_causal"))
+    given = (fields.get(name) for name in ("causal_head", "is_causal", "causal"))
     causal = next((bool(one) for one in given if one is not None), None)
     size: Any = fields.get("swa_window_size") or fields.get("sliding_window")
-    fields = {**fields, "sliding_window": size}
+    used = fields.get("use_sliding_window")
+    if fields.get("swa_window_size"):  # beside which transformers saves that none is used
+        used = used or None
+    fields = {**fields, "sliding_window": size, "use_sliding_window": used}
     if fields.get("use_swa") and WINDOWED not in (fields.get("layer_types") or ()):
         fields |= {"layer_types": [WINDOWED] * depth, "use_sliding_window": True}
         causal = bool(causal)

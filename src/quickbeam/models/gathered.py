@@ -187,9 +187,9 @@ class AttentionGroup:
 
     All tensors are on the device. `at` `[S, R]`: the row of the pass that stands at each place, row
     0 where none does. `keys` `[S, K]`: rows of the pool. `place` `[S, R]`: positions of the rows.
-    `key_place` `[S, K]`: positions of the keys. `seen` `[S, R, K]`: whether a row sees a key,
-    before a window is applied. `whole`: the group is all of the pass, and one sequence: its rows
-    are the pass's as they are.
+    `key_place` `[S, K]`: positions of the keys. `seen` `[S, R, K]`: whether a row sees a key, in a
+    layer without a window that is not causal. `whole`: the group is all of the pass, and one
+    sequence: its rows are the pass's as they are.
     """
 
     at: torch.Tensor

@@ -112,6 +112,12 @@ def _name(tokens: torch.Tensor) -> str:
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).hexdigest()
 
 
+def _scarce(device: torch.device) -> bool:
+    """Whether less than a quarter of a GPU's memory is free, which longer steps may need."""
+    free, whole = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
+    return free < whole // 4
+
+
 class StateCache:
     """Hidden states of conversations, each of which the target reads once.
 
@@ -126,7 +132,7 @@ class StateCache:
 
     @staticmethod
     def of(target: FrozenTarget, folder: Path) -> StateCache:
-        """Return one in `folder`, or of a GPU's target in half of its free memory."""
+        """Return one in `folder`, or of a GPU's target in half of its free memory at most."""
         if target.device.type == "cpu":
             files = StateFiles(folder)
             return StateCache(target, files, files.free())
@@ -142,8 +148,9 @@ class StateCache:
             hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
             return batch.to(self._target.device)._replace(hidden=hidden)
         batch = self._target.read(batch)
-        for name, row, length in zip(names, batch.hidden, lengths, strict=True):
-            self._keep(name, row[:length])
+        if not _scarce(self._target.device):
+            for name, row, length in zip(names, batch.hidden, lengths, strict=True):
+                self._keep(name, row[:length])
         return batch
 
     def _keep(self, name: str, hidden: torch.Tensor) -> None:

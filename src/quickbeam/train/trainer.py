@@ -79,8 +79,9 @@ class Trainer:
     """Trains a block drafter on `tokens` tokens of the text in the folder `text`, again and again.
 
     `folder` gets `checkpoint.pt` (from which a next run resumes) and the drafter, every so many
-    seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text
-    (`StateCache`). The text may grow meanwhile: each round takes what is there when it begins.
+    seconds, and `log.jsonl`, a line a report. Until the end it also has hidden states of the text,
+    if the CPU trains (`StateCache`). The text may grow meanwhile: each round takes what is there
+    when it begins.
     `trained`: the network is no new one, and needs no first phase (`WHOLE`, `block.LEAD`).
 
     Raises `InvalidInput` for a checkpoint of another training.
