@@ -23,6 +23,7 @@ FAILURES = {
     "too long": InvalidInput("the prompt is longer than the context"),
     "interrupt at once": KeyboardInterrupt(),
 }
+DEAD_END = InvalidInput("no token can come after these")
 
 
 def step():
@@ -39,6 +40,8 @@ def script(prompt):
     yield "two"
     if prompt == "interrupt":
         raise KeyboardInterrupt
+    if prompt == "dead end":
+        raise DEAD_END
     while prompt == "endless":
         time.sleep(0.01)
         yield " more"
@@ -61,6 +64,9 @@ class Stream:
         except KeyboardInterrupt:
             # a real stream holds back what may become a stop string
             self.text += "(held)" if self.text else ""
+            raise
+        except QuickbeamError:
+            self.reason = "error"
             raise
         self.text += piece
         if self.observer:

@@ -351,7 +351,7 @@ def test_bad_input_is_refused_before_loading(invoke):
 
 @pytest.fixture(scope="module")
 def toy(toy_folder):
-    loaded = peers.load(toy_folder, "float32", "cpu")
+    loaded = peers.load(toy_folder, "auto", "cpu")
     # a checkpoint's own taste, which must not change the probs compared
     loaded[0].generation_config.repetition_penalty = 1.7
     return loaded

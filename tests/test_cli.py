@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -14,9 +16,10 @@ from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam.cli.app import app
-from quickbeam.cli.common import save, statistics_line
+from quickbeam.cli.common import loading_progress, save, statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
+from quickbeam.errors import QuickbeamError
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import METHODS
 from quickbeam.params import SamplingParams
@@ -115,7 +118,7 @@ def test_a_grammar_arrives(run, tmp_path):
         assert fake_llm.CALLS[-1][2].grammar == grammar
 
 
-def test_json_is_the_completion_and_ctrl_c_keeps_what_was_produced(run):
+def test_json_is_the_completion_and_ctrl_c_and_errors_keep_what_was_produced(run):
     result = run("generate", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     record = json.loads(result.stdout)
@@ -128,6 +131,13 @@ def test_json_is_the_completion_and_ctrl_c_keeps_what_was_produced(run):
     result = run("generate", "interrupt", "--json")
     assert (result.exit_code, result.stderr) == (130, "")
     assert json.loads(result.stdout)["finish_reason"] == "interrupted"
+    result = run("generate", "dead end")
+    assert (result.exit_code, result.stdout) == (2, "one two\n")
+    assert result.stderr == f"error: {fake_llm.DEAD_END}\n"
+    result = run("generate", "dead end", "--json")
+    assert (result.exit_code, result.stderr) == (2, f"error: {fake_llm.DEAD_END}\n")
+    record = json.loads(result.stdout)
+    assert (record["text"], record["finish_reason"]) == ("one two", "error")
 
 
 BAD = {
@@ -252,6 +262,23 @@ def test_a_real_ctrl_c_and_a_reader_that_leaves(sent):
     assert errors.startswith("[auto]") and "(interrupted)" in errors
 
 
+def test_ctrl_c_while_the_command_line_is_imported():
+    code = (
+        "import sys, types; app = sys.modules['quickbeam.cli.app'] = types.ModuleType('app')\n"
+        "def broken_off(name): raise KeyboardInterrupt\n"
+        "app.__getattr__ = broken_off\n"
+        "from quickbeam.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_warnings_of_loading_are_shown(run, capsys):
+    with loading_progress("folder", None):
+        print("can't be kept", file=sys.stderr)
+    assert capsys.readouterr().err == "can't be kept\n"
+
+
 EARLY = {
     "generate hi --model ./nope": "no such model folder",
     "generate hi --method eagle3": "unknown method 'eagle3'",
@@ -303,7 +330,7 @@ def test_the_real_thing(smollm2):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-def test_links_and_pipes_stay_what_they_are(tmp_path):
+def test_links_and_pipes_stay_what_they_are(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     save("--json", tmp_path / "link", {"a": 1})
     assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "real").read_text())
@@ -314,3 +341,11 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     save("--json", tmp_path / "pipe", "told")
     thread.join()
     assert read == ["told"] and (tmp_path / "pipe").is_fifo()
+    end, begin = os.pipe()
+    save("--json", Path(f"/dev/fd/{begin}"), "told")
+    assert os.read(end, 9) == b"told"
+    replace = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(QuickbeamError, match="not written"):
+        save("--json", tmp_path / "full", "told")
+    assert not [*tmp_path.glob(".*")]

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import QuickbeamError
 from quickbeam.machine import in_own_thread
-from quickbeam.models.formats import parse_dtype, pick_device
+from quickbeam.models.formats import pick_device, wanted_dtype
 from quickbeam.models.loading import load_model
 from quickbeam.models.opening import model_eos_ids
 from quickbeam.params import SamplingParams
@@ -92,6 +92,6 @@ class _Clock:
 def load(folder: str, dtype: str, device: str | None) -> tuple[Any, Any]:
     """Return a model and its tokenizer as transformers loads them. Raises as `load_model` does."""
     model, tokenizer = in_own_thread(
-        lambda: load_model(folder, parse_dtype(dtype), pick_device(device))
+        lambda: load_model(folder, wanted_dtype(dtype), pick_device(device))
     )
     return model.eval(), tokenizer

@@ -24,8 +24,11 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         from quickbeam.cli.app import app
+
+        app()
+    except KeyboardInterrupt:  # while the command line itself is made
+        sys.exit(130)
     except ImportError as error:
         if os.environ.get("QUICKBEAM_DEBUG"):
             raise
         sys.exit(f"error: {error}; install quickbeam again, with what it needs")
-    app()

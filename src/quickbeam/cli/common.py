@@ -3,13 +3,12 @@ imported, which takes seconds; progress, showing a stream, records, the line of 
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,20 +235,20 @@ def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
     known = (None, *hub.EMBEDDED)
     if all(name in known or Path(name or "").expanduser().exists() for name in names):
-        # the loaders' own bars (tqdm) are hidden
-        first = f"loading {names[0] or hub.DEFAULT}"
-        with progress_bar(first) as report, redirect_stderr(io.StringIO()):
+        with progress_bar(f"loading {names[0] or hub.DEFAULT}") as report:
             yield report
     else:  # the Hugging Face hub's own bars show a download
         yield lambda stage, fraction: None
 
 
-def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
-    """Write a stream to stdout as it comes. Return its completion, and whether Ctrl-C ended it.
+def follow(
+    begin: Callable[[], Stream], show: bool = True
+) -> tuple[Completion, KeyboardInterrupt | QuickbeamError | None]:
+    """Write a stream to stdout as it comes. Return its completion, and what broke it off.
 
     `begin` may take long before the first word; a spinner shows this.
     """
-    shown, interrupted = "", False
+    shown, broken = "", None
     with ExitStack() as waiting:
         waiting.enter_context(stderr().status("reading the prompt" if show else "answering"))
         stream = begin()
@@ -259,17 +258,16 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
                     waiting.close()
                     shown += piece
                     write(piece)
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, QuickbeamError) as error:
+            broken = error
         finally:
             stream.close()
     completion = stream.completion
-    if show:
-        # the text that the stream held back because it might have become a stop string
-        if interrupted and completion.text.startswith(shown):
-            write(completion.text[len(shown) :])
-        write("\n")
-    return completion, interrupted
+    # the text that the stream held back because it might have become a stop string
+    held = completion.text[len(shown) :] if completion.text.startswith(shown) else ""
+    if show and (shown or held or not isinstance(broken, QuickbeamError)):
+        write(f"{held}\n")
+    return completion, broken
 
 
 def write(text: str) -> None:
@@ -310,14 +308,16 @@ def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
     Raises `QuickbeamError`, which names `option`, where the file can't be written.
     """
     text = content if isinstance(content, str) else strict_json(content, indent=1) + "\n"
+    special = path.exists() and not path.is_file()  # a device or a pipe
+    path = path if special else path.resolve()  # a link stays one
+    part = path if special else path.with_name(f".{path.name}.tmp")
     try:
-        path = path.resolve()  # a link stays one
-        special = path.exists() and not path.is_file()  # a device or a pipe
-        part = path if special else path.with_name(f".{path.name}.tmp")
         part.write_text(text, encoding="utf-8", errors="replace")
         if not special:
             part.replace(path)
     except OSError as error:
+        if not special:
+            part.unlink(missing_ok=True)
         raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
 
 

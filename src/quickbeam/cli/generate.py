@@ -23,7 +23,7 @@ from quickbeam.cli.common import (
     strict_json,
     write,
 )
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class GenerateOptions(ChatOptions):
 def generate(
     asked: GenerateOptions, loading: LoadOptions, params: SamplingParams, wanted: GrammarOptions
 ) -> None:
-    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
-    answer so far."""
+    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C and an error
+    keep the answer so far."""
     if asked.raw and asked.system is not None:
         raise InvalidInput(
             "--system goes through the chat template, which --raw skips: leave one of them out"
@@ -82,7 +82,7 @@ def generate(
         messages.append({"role": "system", "content": asked.system})
     messages.append({"role": "user", "content": text})
     with loading.load() as llm:  # closing it writes what --keep keeps
-        completion, interrupted = follow(
+        completion, broken = follow(
             lambda: (
                 llm.stream(text, params, observer=trace)
                 if asked.raw
@@ -93,11 +93,13 @@ def generate(
         kernels = llm.describe()
     if asked.json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
-    else:
+    elif not isinstance(broken, QuickbeamError):
         say(statistics_line(completion, kernels, asked.verbose))
     if asked.trace and trace:
         save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
-    if interrupted:
+    if isinstance(broken, QuickbeamError):
+        raise broken
+    if broken:
         raise typer.Exit(130)
 
 
@@ -137,7 +139,9 @@ def talk(llm: LLM, given: ChatOptions, params: SamplingParams) -> None:
         else:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                completion, _ = follow(partial(llm.chat_stream, asked, params))
+                completion, broken = follow(partial(llm.chat_stream, asked, params))
+                if isinstance(broken, QuickbeamError):
+                    raise broken
             # the conversation no longer fits into the context; its earlier turns are kept
             except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ def read_config(folder: Path) -> ModelConfig:
     what = version("transformers") + json.dumps(fields, sort_keys=True)
     digest = hashlib.sha256(what.encode()).hexdigest()[:16]
     kept = cache_folder() / "configs" / f"{digest}.json"
-    if not (filled := read_json(kept)):
+    filled = dict[str, Any]()
+    with suppress(InvalidInput):  # damaged, as by a power cut: it is made again
+        filled = read_json(kept)
+    if not filled:
         from transformers import AutoConfig
 
         try:
