@@ -57,6 +57,22 @@ def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
         assert max(served.values()) - min(served[name] for name in largest) <= 1500
 
 
+def test_who_was_served_much_is_next_when_others_were_who_come_again_and_again():
+    queue, costs, taken = FairQueue(), {"large": 300, "a": 40, "b": 40, "c": 40}, list[str]()
+
+    def add(tenant):
+        asked = SimpleNamespace(tenant=tenant)
+        queue.add(SimpleNamespace(arrival=len(taken), cost=costs[tenant], request=asked))
+
+    for tenant in ("large", "large", *costs):
+        add(tenant)
+    for _ in range(60):
+        queue.take(one := queue.heads()[0])
+        taken.append(one.request.tenant)
+        add(taken[-1])  # it waits for nothing else in the meantime
+    assert taken.count("large") == 3 and 15 <= taken.count("a") <= 20
+
+
 @pytest.mark.parametrize(("tenants", "most_steps"), [(("many", "few"), 3), (("same", "same"), 60)])
 def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_steps):
     """The second case is the wrong version: without tenants, it waits for half of the others."""

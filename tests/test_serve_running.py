@@ -124,6 +124,18 @@ def test_a_model_that_can_not_be_loaded_ends_it(llm):
     assert not seen
 
 
+def test_a_server_may_have_all_connections_that_the_system_allows():
+    resource = pytest.importorskip("resource")
+    fewer, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, most), most))
+    try:
+        load = raising(InvalidInput("no such model"))
+        refuses("no such model", run, Runner(ServeSettings(port=0)), load)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, most))
+
+
 async def test_a_signal_lets_answers_end_and_takes_no_others(llm):
     alone = llm.generate("hello", LONG, method="ar").text
     async with listening(llm) as (one, client):
@@ -198,6 +210,19 @@ async def test_a_client_that_leaves_frees_its_answer(llm, stream, steps):
             assert idle(one.runner)
         llm.reset()
         assert llm.model.pool.used == 0
+
+
+async def test_connections_on_which_nothing_is_asked_are_closed(llm):
+    async with listening(llm, kind=ScriptedRunner, read_timeout=1) as (one, client):
+        one.runner.script, one.runner.piece, one.runner.pause = "one two", 7, 4
+        slow = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        host, port = one.address.removeprefix("http://").split(":")
+        for head in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: "):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(head)
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+        assert (await slow).status_code == 200
 
 
 async def test_a_client_that_leaves_as_its_answer_begins_frees_it(llm):

@@ -3,6 +3,8 @@ by a grammar, and refused where unknown."""
 
 import itertools
 import json
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -172,6 +174,23 @@ def test_calls_of_a_chat(scripted, llm):
     assert choice(scripted, tools=[TOOL])["message"]["content"] is None
     scripted.end = "length"
     assert choice(scripted)["finish_reason"] == "length"
+
+
+def test_what_reads_calls_is_imported_beside_other_requests(scripted, monkeypatch):
+    name, threads = "transformers.utils.chat_parsing", list[threading.Thread]()
+
+    def find_spec(module, *_):
+        if module == name:
+            threads.append(threading.current_thread())
+
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    finders = [SimpleNamespace(find_spec=find_spec), *sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        good(ask(scripted, PATH, {"messages": MESSAGES, **fields}))
+    assert not threads
+    choice(scripted)
+    assert threads and threading.main_thread() not in threads
 
 
 def test_calls_of_a_streamed_chat(scripted):

@@ -17,6 +17,7 @@ from quickbeam.models.kv import NoRoom
 TREE = 64  # how many rows a sequence may need besides its tokens
 MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
 SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
+MOST_TENANTS = 4096  # so many are remembered that don't wait
 
 
 class ScheduledPart(NamedTuple):
@@ -36,12 +37,15 @@ _arrival = attrgetter("arrival")
 class FairQueue:
     """Waiting sequences. The tenant that was served the fewest tokens is next, its first one first.
 
-    A tenant that comes counts as served as much as the one that was served least so far.
+    A tenant that comes counts as served as much as the one that was served least so far, or as when
+    it left if that is more (start-time fair queueing, Goyal et al. 1996). Once nobody waits, all
+    begin anew.
     """
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[SequenceState]] = {}  # by tenant, in order of arrival
-        self._served: dict[Hashable, int] = {}  # tokens, of tenants that wait
+        self._served: dict[Hashable, int] = {}  # tokens, of tenants that wait or left with more
+        self._least = 0  # than any that waited had at least, when one was last taken
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -53,16 +57,17 @@ class FairQueue:
         """Add a sequence. It comes before those that arrived later, whichever was added first."""
         tenant = sequence.request.tenant
         if tenant not in self._queues:
-            least = min(self._served.values(), default=0)
-            self._queues[tenant], self._served[tenant] = [], least
+            self._queues[tenant] = []
+            self._served[tenant] = max(self._least, self._served.get(tenant, 0))
         insort(self._queues[tenant], sequence, key=_arrival)
 
     def heads(self) -> list[SequenceState]:
         """Return the first sequence of each tenant, in the order in which they are next."""
-        return [self._queues[one][0] for one in sorted(self._served, key=self._served.__getitem__)]
+        return [self._queues[one][0] for one in sorted(self._queues, key=self._served.__getitem__)]
 
     def take(self, sequence: SequenceState) -> None:
         """Remove a sequence that begins, at the cost of its tenant."""
+        self._least = min(self._served[one] for one in self._queues)
         self._served[sequence.request.tenant] += sequence.cost
         self.remove(sequence)
 
@@ -73,7 +78,18 @@ class FairQueue:
         if sequence in queue:
             queue.remove(sequence)
             if not queue:
-                del self._queues[tenant], self._served[tenant]
+                del self._queues[tenant]
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget tenants that left, and would come as if they had not been served, or are many."""
+        self._least = self._least if self._queues else 0
+        kept = bool(self._queues) and len(self._served) <= MOST_TENANTS
+        self._served = {
+            one: tokens
+            for one, tokens in self._served.items()
+            if one in self._queues or (kept and tokens > self._least)
+        }
 
 
 class Scheduler:

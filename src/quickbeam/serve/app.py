@@ -28,7 +28,7 @@ from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve import completions, errors, responses
-from quickbeam.serve.admission import RetryableError
+from quickbeam.serve.admission import BYTES_A_TOKEN, TENANT, RetryableError
 from quickbeam.serve.convert import check_model, encode_conversation, named
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import (
@@ -303,24 +303,26 @@ async def tokenize(runner: Runner, http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     request = await read(http, Tokenize)
     tokenizer = runner.llm.tokenizer
+
+    def work() -> Response:
+        if isinstance(request, TokenizeText):
+            special = request.add_special_tokens is not False
+            ids = list(tokenizer(request.prompt, add_special_tokens=special)["input_ids"])
+        else:
+            ids = encode_conversation(runner.llm, request, request.tools)
+        texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        about = {"count": len(ids), "max_model_len": runner.llm.room(0)}
+        return JSONResponse({**about, "tokens": ids, "token_strs": texts})
+
     with named(request):
         check_model(runner, request.model)
         if isinstance(request, TokenizeText):
-            special = request.add_special_tokens is not False
-            encoded = await asyncio.to_thread(tokenizer, request.prompt, add_special_tokens=special)
-            ids = list(encoded["input_ids"])
+            tokens = len(request.prompt) // BYTES_A_TOKEN
         else:
             if request.tools:
                 tool_format(tokenizer)  # raises if the chat template doesn't take tools
-            ids = await asyncio.to_thread(encode_conversation, runner.llm, request, request.tools)
-    room = runner.llm.room(0)
-
-    def response() -> Response:  # in a thread, as there may be millions
-        texts = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-        about = {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": texts}
-        return JSONResponse(about)
-
-    return await asyncio.to_thread(response)
+            tokens = completions.estimate(request, request.tools)
+        return await runner.tokenise(work, tokens, TENANT.get())
 
 
 async def detokenize(runner: Runner, http: Request) -> Json:

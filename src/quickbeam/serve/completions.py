@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import secrets
@@ -16,7 +17,7 @@ from quickbeam.models.token_texts import TokenTexts
 from quickbeam.serve import convert
 from quickbeam.serve.admission import BYTES_A_TOKEN
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, text_of
+from quickbeam.serve.messages import ChatRequest, CompletionRequest, Conversation, Tool, text_of
 from quickbeam.serve.runner import AnsweredRequest, Json, Runner, Streams
 from quickbeam.serve.schemas import BaseRequest, GenerationRequest, StreamOptions
 from quickbeam.serve.tools import ParsedCall, ToolUse, split, tool_use
@@ -33,7 +34,8 @@ LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 async def begin_chat(runner: Runner, request: ChatRequest) -> ChatCompletion:
     choice, several = request.tool_choice, request.parallel_tool_calls
-    calls = tool_use(request.tools, choice, several, runner.llm.tokenizer)
+    wanted = request.tools, choice, several, runner.llm.tokenizer
+    calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, request, calls)
     return ChatCompletion(runner, request, answers, calls)
 
@@ -42,12 +44,7 @@ async def begin_conversation(
     runner: Runner, request: BaseRequest, conversation: Conversation, calls: ToolUse
 ) -> Streams:
     """Have the engine begin to answer a conversation."""
-    length = len(json.dumps(conversation.chat_template_kwargs))
-    length += sum(len(tool.model_dump_json()) for tool in calls.tools or ())
-    for one in conversation.messages:
-        made = getattr(one, "tool_calls", None) or ()
-        length += len(text_of(one.content)) + sum(len(call.function.arguments) for call in made)
-    tokens = length // BYTES_A_TOKEN + 1
+    tokens = estimate(conversation, calls.tools)
     return await convert.begin(
         runner,
         request,
@@ -55,6 +52,16 @@ async def begin_conversation(
         tokens,
         calls,
     )
+
+
+def estimate(conversation: Conversation, tools: Sequence[Tool] | None) -> int:
+    """Return about how many tokens a conversation's prompt has."""
+    length = len(json.dumps(conversation.chat_template_kwargs))
+    length += sum(len(tool.model_dump_json()) for tool in tools or ())
+    for one in conversation.messages:
+        made = getattr(one, "tool_calls", None) or ()
+        length += len(text_of(one.content)) + sum(len(call.function.arguments) for call in made)
+    return length // BYTES_A_TOKEN + 1
 
 
 async def begin_text(runner: Runner, request: CompletionRequest) -> TextCompletion:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -10,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from quickbeam.errors import InvalidInput
@@ -61,7 +61,9 @@ async def begin(
             raise too_long(room, f"and about {tokens} can't fit: shorten it", request.prompt_field)
         params = sampling(request, tools or ToolUse(), runner.defaults)
         with runner.gate.enter(tokens, request.count * params.n, TENANT.get()) as ticket:
-            prompts, lengths = await asyncio.to_thread(_encode_prompts, runner.llm, request, encode)
+            work = partial(_encode_prompts, runner.llm, request, encode)
+            with runner.in_time(ticket):
+                prompts, lengths = await runner.tokenise(work, tokens, ticket.tenant)
             if params.grammar is not None:
                 await runner.compile_grammar(params.grammar, ticket)
             # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice

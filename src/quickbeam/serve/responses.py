@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -191,7 +192,8 @@ ECHOED |= {"temperature": 1.0, "top_p": 1.0}
 
 async def begin(runner: Runner, request: ResponsesRequest) -> Responses:
     conversation, tokenizer = request.conversation, runner.llm.tokenizer
-    calls = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls, tokenizer)
+    wanted = request.tools, request.tool_choice, request.parallel_tool_calls, tokenizer
+    calls = await asyncio.to_thread(tool_use, *wanted)
     answers = await begin_conversation(runner, request, conversation, calls)
     return Responses(runner, request, answers, calls)
 

@@ -8,11 +8,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
@@ -36,6 +37,7 @@ from quickbeam.serve.settings import ServeSettings
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 Part = tuple[int, Delta | None]
+T = TypeVar("T")
 # suffixes of files that answers depend on
 DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
 BLOCK = 2**20  # bytes read at once
@@ -47,6 +49,24 @@ class Job(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     options: Json
+
+
+class TurnsThread:
+    """A thread for what takes long, so that the others begin answers. Tenants take turns."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._turns = WeakValueDictionary[Hashable, asyncio.Lock]()
+
+    async def run(self, tenant: Hashable, work: Callable[[], T]) -> T:
+        """Return what `work` returns."""
+        # of each tenant one piece of work waits for the thread, and the others for that one
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Runner:
@@ -61,9 +81,8 @@ class Runner:
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         self._aio: AsyncLLM | None = None
         self.under_way = dict[RequestMetrics, AsyncStream]()  # answers, kept until they are over
-        # grammars take seconds, so they have a thread of their own: the others begin answers
-        self._compiling = ThreadPoolExecutor(1, "quickbeam-grammar")
-        self._turns = WeakValueDictionary[Hashable, asyncio.Lock]()
+        self._compiling = TurnsThread("quickbeam-grammar")
+        self._tokenising = TurnsThread("quickbeam-tokens")
         self.metrics = Metrics(self.name, self.gate)
         if llm is not None:
             self.attach(llm, fingerprint_of(llm))
@@ -95,15 +114,20 @@ class Runner:
 
     async def compile_grammar(self, grammar: Grammar, ticket: Ticket) -> None:
         """Compile a grammar; tenants take turns. Raises `InvalidInput`, and `Unavailable`."""
-        loop, tenant = asyncio.get_running_loop(), ticket.tenant
-        # of each tenant one grammar waits for the thread, and the others for that one
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
-        with self._in_time(ticket):
-            async with turn:
-                await loop.run_in_executor(self._compiling, self.llm.compile_grammar, grammar)
+        with self.in_time(ticket):
+            await self._compiling.run(ticket.tenant, partial(self.llm.compile_grammar, grammar))
+
+    async def tokenise(self, work: Callable[[], T], tokens: int, tenant: Hashable) -> T:
+        """Return what `work` returns in a thread. It makes about `tokens` tokens of text.
+
+        Longer texts than the context take seconds: tenants take turns to have them tokenised.
+        """
+        if tokens <= self.llm.room(0):
+            return await asyncio.to_thread(work)
+        return await self._tokenising.run(tenant, work)
 
     @contextmanager
-    def _in_time(self, ticket: Ticket) -> Iterator[None]:
+    def in_time(self, ticket: Ticket) -> Iterator[None]:
         """Raise `Unavailable` where a request waits for more than `queue_timeout`."""
         left = self.settings.queue_timeout - (time.perf_counter() - ticket.entered)
         try:
@@ -133,7 +157,7 @@ class Runner:
         try:
             for job in jobs:
                 streams.append(await self._start(job, ticket))
-            with self._in_time(ticket):
+            with self.in_time(ticket):
                 await streams[0].begun()
         except BaseException:
             for stream in streams:
@@ -193,7 +217,8 @@ class Runner:
     async def close(self) -> None:
         """End all answers under way, and the engine's thread."""
         self.gate.phase = "draining"
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
+        self._tokenising.close()
         if self._aio is not None:
             await asyncio.to_thread(self._aio.close)
 

@@ -68,7 +68,8 @@ class Guard:
         if settings.loopback:
             name, _ = _split(host)
             hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
-            if not any(fnmatchcase(name, one.lower()) for one in hosts):
+            # without any it is no browser but, say, a load balancer that asks for /health
+            if host and not any(fnmatchcase(name, one.lower()) for one in hosts):
                 why = f"this server is not asked by the name {name[:100]!r}: use localhost, or"
                 return Refused(f"{why} have it started with --allowed-host", code="unknown_host")
         allowed = settings.cors_origins

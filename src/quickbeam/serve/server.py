@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -40,6 +42,7 @@ class Server(uvicorn.Server):
         AppStatus.enable_automatic_graceful_drain = False
         super().__init__(config(runner))
         self._draining: Future[None] | None = None
+        self._idle: dict[Any, float] = {}  # connections and their last requests, since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._draining is not None:
@@ -48,7 +51,19 @@ class Server(uvicorn.Server):
         self._draining = asyncio.run_coroutine_threadsafe(self._drain(), loop)
 
     async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # each second
+            self._close_idle()
         return await super().on_tick(counter) or not self.runner.alive
+
+    def _close_idle(self) -> None:
+        """Close connections on which no request has begun for `read_timeout` seconds."""
+        now, every = time.monotonic(), list[Any](self.server_state.connections)
+        pairs = [(one, one.cycle) for one in every]
+        idle = [pair for pair in pairs if pair[1] is None or pair[1].response_complete]
+        self._idle = {pair: self._idle.get(pair, now) for pair in idle}
+        for (connection, _), since in self._idle.items():
+            if now - since > self.runner.settings.read_timeout:
+                connection.transport.close()  # what it is still being sent comes to its end
 
     async def _drain(self) -> None:
         if not await self.runner.drain():
@@ -65,6 +80,7 @@ def run(
     used, what `load` raises, and `QuickbeamError` if the engine's thread ends by itself.
     """
     listener = listen(runner.settings.host, runner.settings.port)
+    allow_connections()
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load), ready)):
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
@@ -119,6 +135,15 @@ def listen(host: str, port: int) -> socket.socket:
         raise InvalidInput(
             f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port"
         ) from error
+
+
+def allow_connections() -> None:
+    """Have as many open files as the system allows, because each connection is one."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # not on Windows
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def url(listener: socket.socket) -> str:

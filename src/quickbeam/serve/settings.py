@@ -48,7 +48,8 @@ class ServeSettings:
     max_body: str = field(default="8MB", metadata={"metavar": "SIZE"})
     """Largest request, as in 8MB; larger ones get a 413."""
     read_timeout: float = field(default=20, metadata={"metavar": "SECONDS"})
-    """How long a client may take to send a request's body; then it gets a 408."""
+    """How long a client may take to send a request's body; then it gets a 408. A connection is
+    closed after as long without a request."""
     queue_timeout: float = field(default=60, metadata={"metavar": "SECONDS"})
     """How long a request may wait; then it gets a 503."""
     drain_timeout: float = field(default=30, metadata={"metavar": "SECONDS"})

@@ -8,6 +8,7 @@ import secrets
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -206,9 +207,13 @@ def tool_use(
     several: bool | None,
     tokenizer: Any,
 ) -> ToolUse:
-    """Return what a request's fields about tools ask for. Raises `Refused` for what can't be."""
+    """Return what a request's fields about tools ask for. Raises `Refused` for what can't be.
+
+    Takes seconds the first time, as what reads calls is imported.
+    """
     if not tools or choice == "none":
         return ToolUse()
+    import_module("transformers.utils.chat_parsing")
     form = tool_format(tokenizer)
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
@@ -250,10 +255,10 @@ class ToolCallParser:
         self._begin()
 
     def _begin(self) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
         self._held = ""  # text that the parser has not given back as content
         if self._form is not None:
+            from transformers.utils.chat_parsing import ResponseParser
+
             fields = {CALLS: self._form.field, CONTENT: {"content": "text"}}
             template = {"start_anchor": " ", "fields": fields}
             self._parser = ResponseParser(template, prefix="", tools=self._typed)
