@@ -21,7 +21,7 @@ from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import loading
-from quickbeam.models.formats import parse_dtype, wanted_dtype
+from quickbeam.models.formats import wanted_dtype
 from quickbeam.models.loading import load_model
 from quickbeam.models.native_model import why_not_native
 from quickbeam.params import SamplingParams
@@ -209,8 +209,7 @@ def test_the_number_format_is_the_checkpoints_own_and_revisions_the_hubs(folder,
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
     assert load(folder, wanted_dtype("auto")).dtype is torch.float16
     assert load(folder, wanted_dtype("float32")).dtype is torch.float32
-    for parse in (parse_dtype, wanted_dtype):
-        refuses(r"unknown dtype 'int8'; known: .*bfloat16", parse, "int8")
+    refuses(r"unknown dtype 'int8'; known: .*bfloat16", wanted_dtype, "int8")
     assert load(folder, device_map="cpu").device == CPU
     with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
         load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)

@@ -219,7 +219,7 @@ class Budget:
             passes = [alone(self._beside + n) + reading(n, self._context) for n in self._widths]
             costs = [rate * seconds for seconds in passes]
             cost = MarginalCost.of_passes(self._widths, costs)
-            if not self._beside and self.cost.widths.issuperset(self._widths):
+            if not self._beside and self.cost.seconds.keys() >= {*self._widths}:
                 cost = replace(cost, passes=dict(zip(self._widths, costs, strict=True)))
             self._held = self._step, self._beside, cost
         return cost

@@ -12,7 +12,7 @@ from statistics import median
 class CostModel:
     """Seconds of passes of the target and of a drafter's calls: measured, then followed.
 
-    - `seconds`: of a pass, by rows, with nothing before its trees.
+    - `seconds`: of a pass, by rows, with nothing before its trees; other rows are interpolated.
     - `per_token`: by a tree's nodes, the seconds that each token before it adds. Every node reads
       all these tokens, so a wide tree costs more in a long context.
     - `per_sequence`: the seconds that a row adds if it belongs to another sequence than the tree.
@@ -42,11 +42,6 @@ class CostModel:
         self._reads: dict[Hashable, deque[float]] = {}  # by drafter: seconds a token
 
     # passes
-
-    @property
-    def widths(self) -> frozenset[int]:
-        """The numbers of rows for which a pass was timed; others are interpolated."""
-        return frozenset(self.seconds)
 
     def alone(self, rows: int, sequences: int = 1) -> float:
         """Return the expected time of a pass of `rows` rows with nothing before its trees."""

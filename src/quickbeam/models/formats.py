@@ -14,16 +14,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 AUTO = "auto"  # the dtype that a checkpoint's own configuration names
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name. Raises `InvalidInput` naming the known ones."""
-    if name not in DTYPES:
-        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
 def wanted_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype that a model is loaded in, for a name: None for `auto`. Raises so, too."""
-    return None if name == AUTO else parse_dtype(name)
+    """Return the dtype that a model is loaded in, for a name: None for `auto`.
+
+    Raises `InvalidInput` naming the known ones.
+    """
+    if name not in (AUTO, *DTYPES):
+        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
+    return DTYPES.get(name)
 
 
 def pick_device(name: str | None) -> torch.device:
