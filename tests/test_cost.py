@@ -3,6 +3,7 @@ goes on."""
 
 import contextlib
 import itertools
+import json
 import math
 import random
 
@@ -73,11 +74,43 @@ def test_what_was_measured_is_kept_for_the_next_process(tmp_path, monkeypatch):
         assert second.alone(rows, 3) == first.alone(rows, 3) > first.alone(rows)
         assert second.reading(rows, 100) == first.reading(rows, 100) > 0
     (kept,) = (tmp_path / "costs").iterdir()
+    passes, tokens, sequence = json.loads(kept.read_text())
+    slow = {rows: at * (1 if int(rows) < 8 else 40) for rows, at in passes.items()}
+    far = {nodes: 40 * passes["1"] / 1024 for nodes in tokens}
+    for busy in ([slow, tokens, sequence], [passes, far, sequence]):
+        kept.write_text(json.dumps(busy))
+        again = measure_or_read(model, 16)
+        assert again.alone(8) + again.reading(8, 1024) < 20 * again.alone(1)
     for broken in ("{", "[1]", "[{}, {}, 0]"):
         kept.write_text(broken)
         assert measure_or_read(model, 16).alone(1) > 0
     measure_or_read(model, 8)  # other trees
     assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_a_busy_moment_counts_for_no_pass(monkeypatch):
+    model, ticks = make_model(tiny("qwen3", torch.bfloat16, seed=5)), itertools.count(1)
+    jumps = lambda: (n := next(ticks)) / 1000 + n // 37 * 0.1  # noqa: E731
+    monkeypatch.setattr("time.perf_counter", jumps)
+    measured = measure(model, 16)
+    assert all(measured.alone(n) < 0.01 and measured.reading(n, 1024) < 0.01 for n in (1, 8, 16))
+
+
+@pytest.mark.parametrize("wrong", [0.03, 1.0, 30.0])
+def test_what_a_text_adds_to_a_pass_is_followed(wrong):
+    rng, true = random.Random(3), CostModel({1: 1.0, 8: 2.0, 32: 6.0}, {1: 0.001, 32: 0.003})
+    cost = CostModel(true.seconds, {n: wrong * at for n, at in true.per_token.items()})
+
+    def seconds(model, rows, context):
+        return model.alone(rows) + model.reading(rows, context)
+
+    for _ in range(3000):
+        rows, context = rng.choice([1, 4, 8, 12]), rng.choice([50, 500, 4000])
+        took = seconds(true, rows, context) * rng.uniform(0.9, 1.1)
+        cost.observe(rows, took, cost.reading(rows, context))
+    for rows, context in itertools.product([1, 8, 12], [50, 500, 4000]):
+        known = seconds(cost, rows, context)
+        assert known == pytest.approx(seconds(true, rows, context), rel=0.35)
 
 
 gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)

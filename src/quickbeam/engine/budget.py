@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.measuring import FEW, STEEP, WIDTHS, measure_or_read, too_steep
+from quickbeam.engine.measuring import FEW, STEEP, WIDTHS, measure_or_read, overrated
 from quickbeam.models.base import Model
 
 MAX_NODES = 64  # the most nodes of a tree under the measured budget
@@ -168,7 +168,7 @@ class Budget:
         if self.cost.alone(FEW) <= STEEP * self.cost.alone(1):
             return
         self._rechecked = self._step
-        if model.streamed is None and too_steep(self.cost, model):
+        if model.streamed is None and overrated(self.cost, model):
             self.cost = measure_or_read(model, self.limit)
 
     def comparison(self, setting: Hashable, modes: Sequence[str], drafter: Hashable) -> Comparison:

@@ -56,10 +56,12 @@ class CostModel:
 
         `reading` of these seconds are expected for the tokens before the trees. Of two measured
         widths the nearer one takes more of the correction, so that the slope between them is
-        corrected, too. A part goes to all widths: otherwise those that were in use while the
-        machine was busy would seem slow afterwards, and not be used again.
+        corrected, too; what tokens before a tree add takes more of it the larger their share. A
+        part goes to all: otherwise what was in use while the machine was busy would seem slow
+        afterwards, and not be used again.
         """
-        ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
+        expected = self.alone(rows, sequences) + reading
+        ratio = min(2.0, max(0.5, seconds / expected))
         low, high, part = _bracket(self.seconds, rows)
         shares = {low: 1 - part, high: part} if part else {low: 1.0}
         # the interpolated time changes by RATE of the difference, however it is divided
@@ -69,6 +71,9 @@ class CostModel:
         for width in self.seconds:
             own = shares.get(width, 0.0) * whole / moved
             self.seconds[width] *= 1 + change * (self.COMMON + (1 - self.COMMON) * own)
+        of_reading = change * (self.COMMON + (1 - self.COMMON) * reading / expected)
+        self.per_token = {n: at * (1 + of_reading) for n, at in self.per_token.items()}
+        self.per_sequence *= 1 + change * self.COMMON
 
     # drafter calls
 

@@ -9,7 +9,6 @@ import os
 import time
 from contextlib import suppress
 from importlib.metadata import version
-from statistics import median
 
 import torch
 
@@ -28,19 +27,21 @@ MANY = 8  # how many sequences side by side are measured
 ROUNDS = 4
 LARGE = 2**24  # bytes of weights from which on what was measured is kept
 PATIENCE = 2.0  # seconds of measuring after which the remaining passes are skipped
-FEW = 8  # nodes of the pass that shows whether what was kept is right
-STEEPER = 1.25  # so many times what that pass takes now, by one row's, is not
+# nodes of the passes that show whether what was kept is right: alone, and behind a long text
+FEW, SOME = 8, 16
+STEEPER = 1.25  # so many times what such a pass takes now, by one row's, is not
 
 
 def measure(model: Model, limit: int) -> CostModel:
     """Measure passes over trees of at most `limit` nodes.
 
     It times trees of growing width with nothing before them, some with `FAR` tokens before
-    them, and the roots of `MANY` sequences, in rounds, of which it takes medians. The pool's
-    limit is lifted meanwhile. Where weights are read in every pass, which takes seconds, one
-    pass for each of a few widths is enough: those that follow correct the rest.
+    them, and the roots of `MANY` sequences, in rounds, of which it takes the least: a busy
+    machine only adds time. The pool's limit is lifted meanwhile. Where weights are read in
+    every pass, which takes seconds, one pass for each of a few widths is enough: those that
+    follow correct the rest.
     """
-    slow, far = model.streamed is not None, min(FAR, (model.context_length or FAR) // 2)
+    slow, far = model.streamed is not None, _far(model)
     plans = [(width, 0, 1) for width in (SLOW if slow else WIDTHS) if width <= limit]
     if not slow:
         plans += [(width, far, 1) for width in FAR_WIDTHS if width <= limit]
@@ -54,14 +55,13 @@ def measure(model: Model, limit: int) -> CostModel:
             break
         if not slow and time.perf_counter() - began > PATIENCE and len(times) > 3:
             break
-    # the first pass of a shape may be slow, too
-    medians = {plan: median(seen[1:] or seen) for plan, seen in times.items()}
-    seconds = {nodes: at for (nodes, context, many), at in medians.items() if many == 1 > context}
+    fastest = {plan: min(seen) for plan, seen in times.items()}
+    seconds = {nodes: at for (nodes, context, many), at in fastest.items() if many == 1 > context}
     least = math.inf
     for width in sorted(seconds, reverse=True):  # a pass never takes longer than a wider one
         least = seconds[width] = min(least, seconds[width])
     measured = CostModel(seconds)
-    for (width, context, many), at in medians.items():
+    for (width, context, many), at in fastest.items():
         if context:
             measured.per_token[width] = max(0.0, at - seconds[width]) / context
         elif many > 1:
@@ -73,8 +73,8 @@ def measure_or_read(model: Model, limit: int) -> CostModel:
     """Return what was measured of such passes in an earlier process; else `measure` and keep.
 
     It is kept in the cache folder by machine, threads, model, number format and version. What a
-    busy machine measured would keep drafts away for good, and so is measured again once a pass
-    of a few nodes takes clearly less. Small models are measured in no time, and those whose
+    busy machine measured would keep drafts away for good, and so is measured again once passes
+    take clearly less (`overrated`). Small models are measured in no time, and those whose
     weights are read in every pass by few passes.
     """
     if model.weight_bytes < LARGE or model.streamed is not None or not model.exact:
@@ -90,7 +90,7 @@ def measure_or_read(model: Model, limit: int) -> CostModel:
             {int(rows): float(at) for rows, at in table.items()} for table in stored[:2]
         )
         measured = CostModel(passes, tokens, float(stored[2]))
-        if not too_steep(measured, model):
+        if not overrated(measured, model):
             return measured
     except (OSError, ValueError, TypeError, AttributeError, LookupError):
         pass
@@ -104,16 +104,27 @@ def measure_or_read(model: Model, limit: int) -> CostModel:
     return measured
 
 
-def too_steep(cost: CostModel, model: Model) -> bool:
-    """Whether a few nodes cost clearly less now, by what a row does, than was measured.
+def overrated(cost: CostModel, model: Model) -> bool:
+    """Whether some passes cost clearly less now, by what one row takes, than was measured.
 
-    They never cost less than one, so a curve that is not steep is believed without a pass.
+    They never cost less than one row, so a cost close to that is believed without a pass.
     """
-    if cost.alone(FEW) <= STEEPER * cost.alone(1):
+    one, some, far = cost.alone(1), min(SOME, max(cost.seconds)), _far(model)
+    known = {(FEW, 0): cost.alone(FEW), (some, far): cost.alone(some) + cost.reading(some, far)}
+    if all(seconds <= STEEPER * one for seconds in known.values()):
         return False
     _time(model, 1, 0, 1)  # not counted, since the first pass of all may be slow
-    now = _time(model, FEW, 0, 1) / _time(model, 1, 0, 1)
-    return cost.alone(FEW) > STEEPER * now * cost.alone(1)
+    now = min(_time(model, 1, 0, 1) for _ in range(2))
+    return any(
+        seconds / one > STEEPER * _time(model, nodes, context, 1) / now
+        for (nodes, context), seconds in known.items()
+        if seconds > STEEPER * one
+    )
+
+
+def _far(model: Model) -> int:
+    """Return how many tokens come before a tree where a long text is measured."""
+    return min(FAR, (model.context_length or FAR) // 2)
 
 
 @torch.inference_mode()
