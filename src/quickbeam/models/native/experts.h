@@ -229,7 +229,7 @@ struct ExpertPass {
             store_first(p, add(load_first(p, width), mul(made, all(grouped.weight[size_t(slot + r)]))), width);
           }
       };
-      any_panels(down_format(e), inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last); }, false, sums, done);
+      any_panels(down_format(e), inside(grouped, e), wide(e), n, of.expert[e].down, wide(e), [&](auto panel) { panel(first, last, last); }, false, sums, done);
     }
   }
 
@@ -250,7 +250,7 @@ struct ExpertPass {
     };
     int64_t stride = x_stride;
     const T* mine = together(grouped, slot, n, stride);
-    any_panels(up_format(e), mine, stride, n, of.expert[e].up, inputs, [&](auto panel) { panel(2 * first, 2 * last); }, true, sums, done);
+    any_panels(up_format(e), mine, stride, n, of.expert[e].up, inputs, [&](auto panel) { panel(2 * first, 2 * last, 2 * last); }, true, sums, done);
   }
 
   // An expert's rows one after the other, copied where they are not.

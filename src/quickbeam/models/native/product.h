@@ -213,8 +213,8 @@ class Entries<bf16> {
 
 constexpr int64_t PANEL = 32 * 8 * 16;  // numbers a panel's sums have room for
 
-// Panels of blocks, `block_bytes` each, one after the other; a tile of R rows has at most widest[R] blocks. `each(f)` calls f(first, last)
-// for ranges of blocks. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks, sums, stride, ahead, lines)` makes the sums of
+// Panels of blocks, `block_bytes` each, one after the other; a tile of R rows has at most widest[R] blocks. `each(f)` calls f(first, last, end)
+// for ranges of blocks, after which those up to `end` are likely to follow. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks, sums, stride, ahead, lines)` makes the sums of
 // a part and fetches `lines` from `ahead`: what lies `distance` bytes behind its own blocks, or of the next panel where that is 0.
 // `done(low, rows, block, blocks, sums, stride)` takes the sums.
 template <class Each, class Tile, class Done>
@@ -222,9 +222,9 @@ static void walk_panels(const Parts& parts, const int* widest, const void* weigh
                         Tile tile, Done done, int64_t distance = 0) {
   const int64_t tallest = parts.tallest();
   const int64_t most = even ? std::max(2, widest[tallest] & ~1) : widest[tallest];  // even: maybe two tiles, one after the other
-  each([&](int64_t first, int64_t last) {
+  each([&](int64_t first, int64_t last, int64_t end) {
     for (int64_t b = first; b < last; b += most) {
-      const int64_t some = std::min(most, last - b), follow = distance ? some : std::min(most, last - b - some);
+      const int64_t some = std::min(most, last - b), follow = distance ? some : std::min(most, end - b - some);
       const char *here = static_cast<const char*>(weight) + b * block_bytes, *ahead = here + (distance ? distance : some * block_bytes);
       const int64_t lines = follow * block_bytes / 64;  // spread over all tiles
       for (int64_t part = 0; part < parts.count; ++part) {
@@ -252,11 +252,11 @@ static void panels(const W* x, int64_t x_stride, int64_t rows, const W* w, int64
     const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
     const int64_t held = rows * inputs <= 2 * HELD ? rows : std::max<int64_t>(2, HELD / 32 / inputs) * 32;
     for (int64_t low = 0; low < rows; low += held)
-      each([&](int64_t first, int64_t last) {
+      each([&](int64_t first, int64_t last, int64_t end) {
         const int64_t high = std::min(rows, low + held);
         for (int64_t b = first; b < last; b += most) {
           const int64_t some = b + most < last ? most : last - b;
-          const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
+          const char* next = b + some + most <= end ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
           for (int64_t r = low; r < high; r += group) {
             const int64_t count = std::min(group, high - r);
             tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r > low ? nullptr : next);

@@ -76,8 +76,8 @@ struct Scratch {  // grows with use, kept by the thread that calls
 
 class Worker {
  public:
-  Worker(const Call& call, Scratch& scratch, Barrier& barrier, int64_t thread, int64_t threads)
-      : call_(call), batch_(call.batch), scratch_(scratch), barrier_(barrier), thread_(thread), threads_(threads) {}
+  Worker(const Call& call, Scratch& scratch, Barrier& barrier, Pieces& pieces, int64_t thread, int64_t threads)
+      : call_(call), batch_(call.batch), scratch_(scratch), barrier_(barrier), pieces_(pieces), thread_(thread), threads_(threads) {}
 
   void run(const Op* ops, int64_t count) {
     const Op* product = ops;  // the next one that is not done
@@ -114,7 +114,9 @@ class Worker {
   const Batch& batch_;
   Scratch& scratch_;
   Barrier& barrier_;
+  Pieces& pieces_;
   const int64_t thread_, threads_;
+  int64_t turn_ = 0;              // of `pieces_`
   int64_t rows_ = 0;              // of BEST
   const Op* planned_ = nullptr;   // whose tiles of queries the scratch holds
   Ahead ahead_;                   // of the next product's weight
@@ -130,22 +132,16 @@ class Worker {
 
   void wait_for_all() { barrier_.wait(threads_, ahead_); }
 
-  // The blocks of a product that this thread makes; those of gates go in twos.
-  struct Blocks {
-    int64_t first, last, step;
-  };
-  Blocks share(const Op& op) const {
-    const int64_t step = op.epilogue == GATED ? 2 : 1, pairs = (op.outputs / step + 15) / 16;
-    return {low(pairs) * step, high(pairs) * step, step};
-  }
+  // How many blocks of a product go together: those of gates go in twos. And how many such steps it has.
+  static int64_t step_of(const Op& op) { return op.epilogue == GATED ? 2 : 1; }
+  static int64_t steps_of(const Op& op) { return (op.outputs / step_of(op) + 15) / 16; }
 
   // The first weights that this thread reads of a product, as many as stay in its second cache until then.
   Ahead first_read(const Op& op) const {
     constexpr int64_t MOST = 1 << 17;
-    const Blocks blocks = share(op);
-    const int64_t bytes = block_bytes(op.format, op.inputs);
-    const char* begin = static_cast<const char*>(op.weight) + blocks.first * bytes;
-    return {begin, begin + std::min(MOST, (blocks.last - blocks.first) * bytes)};
+    const int64_t bytes = block_bytes(op.format, op.inputs) * step_of(op), steps = steps_of(op);
+    const char* begin = static_cast<const char*>(op.weight) + low(steps) * bytes;
+    return {begin, begin + std::min(MOST, (high(steps) - low(steps)) * bytes)};
   }
 
   static float number(const Op& op, const void* base, int64_t at) {
@@ -255,13 +251,15 @@ class Worker {
   }
 
   void linear(const Op& op) {
-    const Blocks blocks = share(op);
-    const int64_t n = rows(op);
+    const int64_t n = rows(op), step = step_of(op), steps = steps_of(op);
     if (op.epilogue == BEST) start_best(n);
     const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
-    product(op, n, [&](auto panel) { panel(blocks.first, blocks.last); }, blocks.step == 2, done);
+    const auto each = [&](auto panel) {
+      pieces_.run(steps, thread_, turn_++, [&](int64_t first, int64_t last, int64_t end) { panel(first * step, last * step, end * step); });
+    };
+    product(op, n, each, step == 2, done);
     if (op.epilogue == BEST) finish_best(op, n);
   }
 
@@ -307,7 +305,8 @@ class Worker {
     std::memcpy(at<bf16>(op.target) + to, part, size_t(count) * 2);
   }
 
-  // The largest result of each row: by thread, then over threads; in a tie the first. -1 where a result is NaN or the largest infinite.
+  // The largest result of each row: by thread, then over threads; in a tie the first. -1 where a result is NaN or the largest infinite. A
+  // thread may come to earlier columns after later ones.
   void start_best(int64_t n) {
     rows_ = n;
     if (thread_ == 0) {
@@ -319,17 +318,21 @@ class Worker {
 
   void note_best(int64_t row, int64_t column, int64_t count, Lanes y) {
     float& top = scratch_.peaks[size_t(thread_ * rows_ + row)];
+    int64_t& best = scratch_.best[size_t(thread_ * rows_ + row)];
     float v[16];
     if (count < 16) {
       store(v, y);
       for (int64_t i = count; i < 16; ++i) v[i] = -INFINITY;
       y = load(v);
     }
-    if (!any_above(y, top) || top != top) return;
+    if (!any_above(y, column < best ? std::nextafter(top, -INFINITY) : top) || top != top) return;
     store(v, y);
     for (int64_t i = 0; i < count; ++i)
-      if (v[i] > top || v[i] != v[i]) top = v[i], scratch_.best[size_t(thread_ * rows_ + row)] = column + i;
+      if (first_best(v[i], column + i, top, best)) top = v[i], best = column + i;
   }
+
+  // Whether a result is to be taken instead of the best so far.
+  static bool first_best(float y, int64_t column, float top, int64_t best) { return y > top || y != y || (y == top && column < best); }
 
   void finish_best(const Op& op, int64_t n) {
     wait_for_all();
@@ -338,7 +341,8 @@ class Worker {
       float top = scratch_.peaks[size_t(r)];
       for (int64_t t = 1; t < threads_; ++t) {
         const float other = scratch_.peaks[size_t(t * n + r)];
-        if (other > top || other != other) top = other, best = scratch_.best[size_t(t * n + r)];
+        const int64_t column = scratch_.best[size_t(t * n + r)];
+        if (first_best(other, column, top, best)) top = other, best = column;
       }
       at<int64_t>(op.best)[r] = std::isfinite(top) ? best : -1;
     }
@@ -348,14 +352,15 @@ class Worker {
   void chosen(const Op& op) {
     const int64_t n = rows(op);
     int64_t shift = 0;  // from a block's number to its place in the results
+    const int64_t* block = call_.block;
     const auto ranges = [&](auto panel) {
-      for (int64_t i = low(call_.blocks), end = high(call_.blocks); i < end;) {  // blocks that follow one another go together
-        int64_t j = i + 1;
-        while (j < end && call_.block[j] == call_.block[j - 1] + 1) ++j;
-        shift = i - call_.block[i];
-        panel(call_.block[i], call_.block[j - 1] + 1);
-        i = j;
-      }
+      pieces_.run(call_.blocks, thread_, turn_++, [&](int64_t first, int64_t last, int64_t end) {
+        for (int64_t i = first, j; i < last; i = std::min(j, last)) {  // blocks that follow one another go together
+          for (j = i + 1; j < end && block[j] == block[j - 1] + 1;) ++j;
+          shift = i - block[i];
+          panel(block[i], block[i] + std::min(j, last) - i, block[i] + j - i);
+        }
+      });
     };
     const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
       for (int64_t r = 0; r < count; ++r)
@@ -616,7 +621,8 @@ QB_API void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64
   if (threads > 1 && --alone_for >= 0) threads = 1;
   const qb::Clock::time_point began = qb::Clock::now();
   qb::Barrier barrier;
-  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, barrier, thread, all).run(ops, count); });
+  qb::Pieces pieces(threads);
+  qb::together(threads, [&](int64_t thread, int64_t all) { qb::Worker(*call, mine, barrier, pieces, thread, all).run(ops, count); });
   if (threads < 2) return;
   const bool busy = barrier.lost() * 2 > qb::Clock::now() - began;
   if (busy) alone_for = longer;

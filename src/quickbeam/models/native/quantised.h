@@ -145,7 +145,7 @@ static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
 }
 
 // As `panels` of product.h: blocks of outputs, handed to `done(row, rows, block, blocks, sums, stride)` part by part. `each(f)` calls
-// f(first, last) for ranges of blocks one after the other; rows are quantised once for all of them.
+// f(first, last, end) for ranges of blocks one after the other; rows are quantised once for all of them.
 template <class Each, class Done>
 static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each,
                              bool even, float* sums, Done done) {

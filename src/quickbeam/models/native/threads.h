@@ -89,4 +89,40 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> turn_{0};
 };
 
+// Work in pieces: each thread takes those of its own part, then what others have left of theirs, so that slow cores hold nobody up. Each
+// thread asks for the same works in the same order.
+class Pieces {
+ public:
+  explicit Pieces(int64_t threads) : threads_(threads), taken_(size_t(threads)) {}
+
+  // Calls work(first, last, end) for pieces of [0, n) in parts of `threads`; `end` is that of the part. `turn`: how many works went before.
+  template <class Work>
+  void run(int64_t n, int64_t thread, int64_t turn, const Work& work) {
+    for (int64_t k = 0; k < threads_; ++k) {
+      const int64_t part = (thread + k) % threads_, low = n * part / threads_, high = n * (part + 1) / threads_;
+      const int64_t size = std::max<int64_t>(LEAST, (high - low) / MOST / LEAST * LEAST);
+      for (int64_t i; (i = take(part, turn)) < (high - low + size - 1) / size;)
+        work(low + i * size, std::min(high, low + (i + 1) * size), high);
+    }
+  }
+
+ private:
+  static constexpr int64_t LEAST = 4, MOST = 16, ALL = 1 << 20;  // the size of a piece at least, about how many a part has, and at most
+  struct alignas(64) Count {
+    std::atomic<int64_t> next{0};
+  };
+  const int64_t threads_;
+  std::vector<Count> taken_;  // by part: turn * ALL + pieces that are taken
+
+  int64_t take(int64_t part, int64_t turn) {
+    std::atomic<int64_t>& next = taken_[size_t(part)].next;
+    int64_t seen = next.load(std::memory_order_relaxed), mine;
+    do {
+      if (seen >= (turn + 1) * ALL) return ALL;  // who took it is in a later turn
+      mine = std::max(seen, turn * ALL);
+    } while (!next.compare_exchange_weak(seen, mine + 1, std::memory_order_relaxed));
+    return mine - turn * ALL;
+  }
+};
+
 }  // namespace qb
