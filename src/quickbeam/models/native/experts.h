@@ -197,24 +197,29 @@ struct ExpertPass {
     return e < of.count ? inner + grouped.begin[size_t(e)] * of.inner : inner + rows * of.top * of.inner;
   }
 
-  // Gates and what they let through, for this thread's share of all experts' blocks.
-  void up(const Grouped& grouped, int64_t thread, int64_t threads, float* sums) const {
+  // Gates and what they let through, of all experts' blocks. `share(n, work)` calls work(first, last, …) for this thread's pieces of [0, n).
+  template <class Share>
+  void up(const Grouped& grouped, const Share& share, float* sums) const {
     const auto cost = [&](int64_t e) { return 8 + grouped.begin[size_t(e) + 1] - grouped.begin[size_t(e)]; };  // of two blocks: reading, and rows
     const auto pairs = [&](int64_t e) { return grouped.begin[size_t(e) + 1] > grouped.begin[size_t(e)] ? (wide(e) + 15) / 16 : 0; };
-    int64_t total = 0, at = 0;
+    int64_t total = 0;
     for (int64_t e = begin; e < end; ++e) total += pairs(e) * cost(e);
-    const int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
-    for (int64_t e = begin; e < end && at < high; at += pairs(e) * cost(e), ++e) {
-      const auto place = [&](int64_t where) { return std::min((std::max<int64_t>(0, where - at) + cost(e) - 1) / cost(e), pairs(e)); };
-      if (place(low) < place(high)) up_of(grouped, e, place(low), place(high), sums);
-    }
+    share(total, [&](int64_t low, int64_t high, int64_t) {
+      for (int64_t e = begin, at = 0; e < end && at < high; at += pairs(e) * cost(e), ++e) {
+        const auto place = [&](int64_t where) { return std::min((std::max<int64_t>(0, where - at) + cost(e) - 1) / cost(e), pairs(e)); };
+        if (place(low) < place(high)) up_of(grouped, e, place(low), place(high), sums);
+      }
+    });
   }
 
-  // Their products, weighted and added by rising expert, for this thread's share of the outputs.
-  void down(const Grouped& grouped, int64_t thread, int64_t threads, float* sums) const {
-    const int64_t blocks = (outputs + 15) / 16, first = blocks * thread / threads, last = blocks * (thread + 1) / threads;
-    const int64_t low = first * 16, high = std::min(outputs, last * 16);
-    if (low >= high) return;
+  // Their products, weighted and added by rising expert.
+  template <class Share>
+  void down(const Grouped& grouped, const Share& share, float* sums) const {
+    share((outputs + 15) / 16, [&](int64_t first, int64_t last, int64_t) { down_of(grouped, first, last, sums); });
+  }
+
+ private:
+  void down_of(const Grouped& grouped, int64_t first, int64_t last, float* sums) const {
     for (int64_t e = begin; e < end; ++e) {
       const int64_t slot = grouped.begin[size_t(e)], n = grouped.begin[size_t(e) + 1] - slot;
       if (!n) continue;
@@ -233,7 +238,6 @@ struct ExpertPass {
     }
   }
 
- private:
   void up_of(const Grouped& grouped, int64_t e, int64_t first, int64_t last, float* sums) const {
     const int64_t slot = grouped.begin[size_t(e)], n = grouped.begin[size_t(e) + 1] - slot, columns = wide(e);
     const float* bias = of.expert[e].up_bias;

@@ -115,6 +115,7 @@ class Worker {
   Scratch& scratch_;
   Barrier& barrier_;
   Pieces& pieces_;
+  static constexpr int64_t PIECES = 16;  // of a thread's part of a product
   const int64_t thread_, threads_;
   int64_t turn_ = 0;              // of `pieces_`
   int64_t rows_ = 0;              // of BEST
@@ -257,7 +258,7 @@ class Worker {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
     const auto each = [&](auto panel) {
-      pieces_.run(steps, thread_, turn_++, [&](int64_t first, int64_t last, int64_t end) { panel(first * step, last * step, end * step); });
+      pieces_.run(steps, thread_, turn_++, PIECES, [&](int64_t first, int64_t last, int64_t end) { panel(first * step, last * step, end * step); });
     };
     product(op, n, each, step == 2, done);
     if (op.epilogue == BEST) finish_best(op, n);
@@ -354,7 +355,7 @@ class Worker {
     int64_t shift = 0;  // from a block's number to its place in the results
     const int64_t* block = call_.block;
     const auto ranges = [&](auto panel) {
-      pieces_.run(call_.blocks, thread_, turn_++, [&](int64_t first, int64_t last, int64_t end) {
+      pieces_.run(call_.blocks, thread_, turn_++, PIECES, [&](int64_t first, int64_t last, int64_t end) {
         for (int64_t i = first, j; i < last; i = std::min(j, last)) {  // blocks that follow one another go together
           for (j = i + 1; j < end && block[j] == block[j - 1] + 1;) ++j;
           shift = i - block[i];
@@ -397,9 +398,11 @@ class Worker {
                              op.outputs, at<T>(op.best), at<float>(op.target), op.target_stride,
                              std::max<int64_t>(0, op.first_expert), op.last_expert};
     if (thread_ == 0) op.experts->read = grouped.read(of.count);
-    pass.up(grouped, thread_, threads_, sums_);
+    // few pieces, each of which reads its rows anew
+    const auto share = [&](int64_t n, const auto& work) { pieces_.run(n, thread_, turn_++, 4, work); };
+    pass.up(grouped, share, sums_);
     wait_for_all();
-    pass.down(grouped, thread_, threads_, sums_);
+    pass.down(grouped, share, sums_);
   }
 
   // The sequence of a row; rows come in order, so the search goes on from the last one's.

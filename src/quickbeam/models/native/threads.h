@@ -95,19 +95,20 @@ class Pieces {
  public:
   explicit Pieces(int64_t threads) : threads_(threads), taken_(size_t(threads)) {}
 
-  // Calls work(first, last, end) for pieces of [0, n) in parts of `threads`; `end` is that of the part. `turn`: how many works went before.
+  // Calls work(first, last, end) for pieces of [0, n), about `most` of each thread's part; `end` is that of the part. `turn`: how many works
+  // went before.
   template <class Work>
-  void run(int64_t n, int64_t thread, int64_t turn, const Work& work) {
+  void run(int64_t n, int64_t thread, int64_t turn, int64_t most, const Work& work) {
     for (int64_t k = 0; k < threads_; ++k) {
       const int64_t part = (thread + k) % threads_, low = n * part / threads_, high = n * (part + 1) / threads_;
-      const int64_t size = std::max<int64_t>(LEAST, (high - low) / MOST / LEAST * LEAST);
+      const int64_t size = std::max<int64_t>(LEAST, (high - low) / most / LEAST * LEAST);
       for (int64_t i; (i = take(part, turn)) < (high - low + size - 1) / size;)
         work(low + i * size, std::min(high, low + (i + 1) * size), high);
     }
   }
 
  private:
-  static constexpr int64_t LEAST = 4, MOST = 16, ALL = 1 << 20;  // the size of a piece at least, about how many a part has, and at most
+  static constexpr int64_t LEAST = 4, ALL = 1 << 20;  // the size of a piece, and more pieces than a part can have
   struct alignas(64) Count {
     std::atomic<int64_t> next{0};
   };
