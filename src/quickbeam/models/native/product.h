@@ -214,9 +214,9 @@ class Entries<bf16> {
 constexpr int64_t PANEL = 32 * 8 * 16;  // numbers a panel's sums have room for
 
 // Panels of blocks, `block_bytes` each, one after the other; a tile of R rows has at most widest[R] blocks. `each(f)` calls f(first, last, end)
-// for ranges of blocks, after which those up to `end` are likely to follow. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks, sums, stride, ahead, lines)` makes the sums of
-// a part and fetches `lines` from `ahead`: what lies `distance` bytes behind its own blocks, or of the next panel where that is 0.
-// `done(low, rows, block, blocks, sums, stride)` takes the sums.
+// for ranges of blocks, after which those up to `end` are likely to follow. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks,
+// sums, stride, ahead, lines)` makes the sums of a part and fetches `lines` from `ahead`: what lies `distance` bytes behind its own blocks, or
+// of the next panel where that is 0. `done(low, rows, block, blocks, sums, stride)` takes the sums.
 template <class Each, class Tile, class Done>
 static void walk_panels(const Parts& parts, const int* widest, const void* weight, int64_t block_bytes, Each each, bool even, float* sums,
                         Tile tile, Done done, int64_t distance = 0) {

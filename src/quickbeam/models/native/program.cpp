@@ -115,7 +115,6 @@ class Worker {
   Scratch& scratch_;
   Barrier& barrier_;
   Pieces& pieces_;
-  static constexpr int64_t PIECES = 16;  // of a thread's part of a product
   const int64_t thread_, threads_;
   int64_t turn_ = 0;              // of `pieces_`
   int64_t rows_ = 0;              // of BEST
@@ -132,6 +131,12 @@ class Worker {
   int64_t high(int64_t n) const { return n * (thread_ + 1) / threads_; }
 
   void wait_for_all() { barrier_.wait(threads_, ahead_); }
+
+  // work(first, last, end) for this thread's pieces of [0, n), about `most` or as many more as others have left (`Pieces`).
+  template <class Work>
+  void in_pieces(int64_t n, int64_t most, const Work& work) {
+    pieces_.run(n, thread_, turn_++, most, work);
+  }
 
   // How many blocks of a product go together: those of gates go in twos. And how many such steps it has.
   static int64_t step_of(const Op& op) { return op.epilogue == GATED ? 2 : 1; }
@@ -258,7 +263,7 @@ class Worker {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
     const auto each = [&](auto panel) {
-      pieces_.run(steps, thread_, turn_++, PIECES, [&](int64_t first, int64_t last, int64_t end) { panel(first * step, last * step, end * step); });
+      in_pieces(steps, 16, [&](int64_t first, int64_t last, int64_t end) { panel(first * step, last * step, end * step); });
     };
     product(op, n, each, step == 2, done);
     if (op.epilogue == BEST) finish_best(op, n);
@@ -355,7 +360,7 @@ class Worker {
     int64_t shift = 0;  // from a block's number to its place in the results
     const int64_t* block = call_.block;
     const auto ranges = [&](auto panel) {
-      pieces_.run(call_.blocks, thread_, turn_++, PIECES, [&](int64_t first, int64_t last, int64_t end) {
+      in_pieces(call_.blocks, 16, [&](int64_t first, int64_t last, int64_t end) {
         for (int64_t i = first, j; i < last; i = std::min(j, last)) {  // blocks that follow one another go together
           for (j = i + 1; j < end && block[j] == block[j - 1] + 1;) ++j;
           shift = i - block[i];
@@ -399,7 +404,7 @@ class Worker {
                              std::max<int64_t>(0, op.first_expert), op.last_expert};
     if (thread_ == 0) op.experts->read = grouped.read(of.count);
     // few pieces, each of which reads its rows anew
-    const auto share = [&](int64_t n, const auto& work) { pieces_.run(n, thread_, turn_++, 4, work); };
+    const auto share = [&](int64_t n, const auto& work) { in_pieces(n, 4, work); };
     pass.up(grouped, share, sums_);
     wait_for_all();
     pass.down(grouped, share, sums_);
