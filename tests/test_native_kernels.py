@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kernels as helpers
 import reference
 from cases import examples, refuses
-from kernels import dependent_rows, every_set, filled, linear, load, number
+from kernels import best_set, dependent_rows, every_set, filled, linear, load, number
 from quickbeam.models.native import library
 from quickbeam.models.native.operands import KVShape, plain_rows
 from quickbeam.models.native.program import Program
@@ -201,6 +201,24 @@ def test_the_best_of_all_threads_is_the_first(isa, count, threads):
     for _ in range(20):  # a thread takes what another one has left, another time something else
         _, best = helpers.largest(load(isa), weight, x)
         assert best.tolist() == [37, 37, 37, 37, -1, -1]
+
+
+@best_set
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_that_take_from_one_another_do_each_piece_once(isa, count, threads):
+    kernels, x = load(isa), torch.ones(1, 32, dtype=torch.bfloat16)
+    packed, program = (
+        Packed(kernels, [torch.ones(4000, 32, dtype=torch.bfloat16)]),
+        Program(kernels),
+    )
+    named = program.given("x", 32), program.given("y", 4000, True)
+    for _ in range(50):
+        program.linear(packed, *named, library.ADD)
+    threads(count)
+    for _ in range(20):
+        y = torch.zeros(1, 4000)
+        program.run(plain_rows(1), {"x": x, "y": y})
+        assert bool((y == 50 * 32).all())
 
 
 @every_set
