@@ -1,8 +1,9 @@
 """The kernels' tests again on other platforms: on ARM64 by an emulator, with bfloat16 and byte
-products of the processor and without; for Windows by Wine, from two compilers."""
+products of the processor and without; for Windows by Wine."""
 
 import struct
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -10,6 +11,7 @@ import foreign
 from foreign import ARM, WINDOWS
 from quickbeam.models.native import build
 
+MINGW = "x86_64-w64-mingw32-g++-posix"
 CPUS = {"neon-bf16": "max", "neon-dot": "neoverse-n1", "neon": "cortex-a53"}
 HERE = Path(__file__).parent
 EVERY_SET = [path for path in HERE.glob("test_*.py") if "\n@every_set" in path.read_text("utf-8")]
@@ -18,15 +20,11 @@ FILES = sorted(str(path) for path in (*EVERY_SET, HERE / "test_recurrent.py"))
 # out takes minutes in the emulator, and has smaller siblings that run.
 TESTS = ("-m", "not long", "-k", "plain and not 5002 and not 217")
 
-FEW = ("-k", "plain and (int8 or softmax)", "-x", str(HERE / "test_native_experts.py"))
-
 pytestmark = pytest.mark.long
 on_arm, on_windows = (
     pytest.mark.skipif(bool(reason := machine.reason_against()), reason=reason)
     for machine in (ARM, WINDOWS)
 )
-no_zig = pytest.mark.skipif(not foreign.zig_is_there(), reason="zig is not there")
-COMPILERS = [pytest.param("", id="g++"), pytest.param(foreign.ZIG, id="clang++", marks=no_zig)]
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +49,24 @@ def test_the_tests_of_the_kernels_pass_on_arm(isa, folder):
 
 
 @on_windows
-@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("isa", build.PLATFORMS["win32", "amd64"])
-def test_the_tests_of_the_kernels_pass_on_windows(isa, compiler, folder, tmp_path):
+def test_the_tests_of_the_kernels_pass_on_windows(isa, folder):
     if not build.NEEDS[isa] <= build.features():
         pytest.skip("this processor does not have it")
-    library = WINDOWS.compiled(isa, compiler, tmp_path if compiler else None)
-    all_pass(foreign.run(WINDOWS, library, (), folder, *TESTS, *FILES))
+    all_pass(foreign.run(WINDOWS, WINDOWS.compiled(isa), (), folder, *TESTS, *FILES))
+
+
+@pytest.mark.skipif(not which(MINGW), reason=f"{MINGW} is not there")
+def test_gcc_is_refused_on_windows(tmp_path):
+    with pytest.raises(build.CannotBuild, match="GCC bug 83562"):
+        WINDOWS.compiled("plain", MINGW, tmp_path)
 
 
 @on_arm
 def test_a_mistake_on_arm_is_seen(folder):
     """A processor without products of bytes stops at the first of them."""
-    done = foreign.run(ARM, ARM.compiled("neon-dot"), options("cortex-a53"), folder, *FEW)
+    few = ("-k", "plain and (int8 or softmax)", "-x", str(HERE / "test_native_experts.py"))
+    done = foreign.run(ARM, ARM.compiled("neon-dot"), options("cortex-a53"), folder, *few)
     assert done.returncode == 1 and "ended the driver" in done.stdout, done.stdout[-2000:]
 
 

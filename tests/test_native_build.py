@@ -234,7 +234,7 @@ def names_of(file):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not foreign.zig_is_there(), reason="zig is not there")
+@pytest.mark.skipif(not shutil.which(foreign.ZIG), reason="zig is not there")
 def test_every_set_of_macos_compiles(monkeypatch, tmp_path):
     """Those of other platforms are compiled, and run, in test_foreign.py."""
     monkeypatch.setenv("CXX", f"{foreign.HERE}/zig aarch64-macos.11.0")

@@ -23,27 +23,27 @@ from quickbeam.models.native import build, library
 from scripts import captured
 
 HERE = Path(__file__).parent
-ZIG = f"{HERE / 'zig'} x86_64-windows-gnu"
 BEGIN, SIZE = 0x100000000000, 1 << 33  # of memory.cpp
 
 
 @dataclass(frozen=True)
 class Machine:
     """Another platform, by the name of `_PYTHON_HOST_PLATFORM`, and what stands for it here.
-    `flags`: how the driver is compiled. `packages`: of Debian, with `compiler` and `runner`."""
+    `flags`: how the driver is compiled. `needs`: commands, the last of which runs the driver.
+    `packages`: of Debian and of Python, with these."""
 
     platform: str
     compiler: str
     flags: tuple[str, ...]
-    runner: str
+    needs: tuple[str, ...]
     packages: str
 
     def reason_against(self) -> str:
         """Why its kernels can't be run here; empty where they can."""
-        missing = [name for name in (self.compiler, self.runner) if which(name) is None]
+        missing = [name for name in self.needs if which(name) is None]
         if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
             return "the memory is that of a process on Linux on x86-64"
-        return f"{' and '.join(missing)} not there (Debian: {self.packages})" if missing else ""
+        return f"{' and '.join(missing)} not there (packages: {self.packages})" if missing else ""
 
     def compiled(self, name: str, compiler: str = "", folder: Path | None = None) -> Path:
         """The library of an instruction set, in the cache; by another compiler in `folder`."""
@@ -56,15 +56,11 @@ class Machine:
             return path
 
 
-GCC, MINGW = "aarch64-linux-gnu-g++", "x86_64-w64-mingw32-g++-posix"
-ON_ARM, ON_WINDOWS = ("-fopenmp", "-ldl"), ("-static",)
-ARM = Machine("linux-aarch64", GCC, ON_ARM, "qemu-aarch64", "g++-aarch64-linux-gnu, qemu-user")
-WINDOWS = Machine("win-amd64", MINGW, ON_WINDOWS, "wine", "g++-mingw-w64-x86-64-posix, wine")
-
-
-def zig_is_there() -> bool:
-    """Whether `zig`, the script of this folder, finds what it calls."""
-    return which(os.environ.get("ZIG", "zig").split()[0]) is not None
+GCC, ZIG = "aarch64-linux-gnu-g++", os.environ.get("ZIG", "zig").split()[0]
+CLANG = f"{HERE / 'zig'} x86_64-windows-gnu"
+ON_ARM, QEMU = ("-fopenmp", "-ldl"), (GCC, "qemu-aarch64")
+ARM = Machine("linux-aarch64", GCC, ON_ARM, QEMU, "g++-aarch64-linux-gnu, qemu-user")
+WINDOWS = Machine("win-amd64", CLANG, ("-static",), (ZIG, "wine"), "ziglang, wine")
 
 
 class Kernels(library.Kernels):
@@ -123,7 +119,7 @@ def made(machine: Machine, folder: Path) -> tuple[Path, Path]:
     source = str(HERE / "driver.cpp")
     for command in (
         [*host, "-O2", "-fPIC", "-shared", str(HERE / "memory.cpp"), "-o", str(memory)],
-        [machine.compiler, "-O2", source, *machine.flags, "-o", str(driver)],
+        [*machine.compiler.split(), "-O2", source, *machine.flags, "-o", str(driver)],
     ):
         subprocess.run(command, check=True)
     return memory, driver
@@ -160,5 +156,5 @@ def run(machine: Machine, path: Path, options: Sequence[str], folder: Path, *arg
         "WINEDEBUG": "-all",
         "WINEDLLOVERRIDES": "mscoree,mshtml=",  # what a new prefix would ask for
     }
-    command = [machine.runner, *options, str(driver), "--", *arguments]
+    command = [machine.needs[-1], *options, str(driver), "--", *arguments]
     return captured([sys.executable, "-c", RUN, str(path), *command], env=os.environ | settings)

@@ -13,6 +13,10 @@
 
 #include "simd.h"
 
+#if defined(__MINGW32__) && !defined(__clang__)
+#error "GCC on Windows frees a thread's variables before it ends them (GCC bug 83562): compile with clang-cl, cl or clang++"
+#endif
+
 namespace qb {
 
 using Clock = std::chrono::steady_clock;
