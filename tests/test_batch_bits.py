@@ -181,8 +181,7 @@ def wrong_rows(model, other, seeds, steps):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("seeds", "steps"),
-    [(range(2), 120), pytest.param(range(1, 8), 400, marks=pytest.mark.long)],
+    ("seeds", "steps"), [(range(2), 120), pytest.param(range(1, 8), 400, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name, seeds, steps):

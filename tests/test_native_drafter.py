@@ -173,11 +173,7 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa):
 
 @every_set
 @examples(40, derandomize=True)
-@given(
-    rng=RANDOM,
-    window=st.integers(1, 60),
-    d=st.integers(1, 40).map(lambda half: 2 * half),
-)
+@given(rng=RANDOM, window=st.integers(1, 60), d=st.integers(1, 40).map(lambda half: 2 * half))
 def test_tokens_of_the_context_have_the_rows_of_the_head(isa, rng, window, d):
     weight, skip = number(100, d), {token for token in range(100) if token % 7 == 0}
     rows = parts.NativeRows(weight, load(isa), BFLOAT16)

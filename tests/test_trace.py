@@ -92,6 +92,8 @@ def test_a_record_comes_back_as_it_was_written_and_other_files_are_named(trace, 
         refuses("not a trace" if content == b"[]" else "read", read_trace, tmp_path / "x")
     with pytest.raises(InvalidInput, match="a trace of version 2; this quickbeam reads version 1"):
         read_trace(written(tmp_path / "x", trace | {"version": 2}))
+    half = {key: value for key, value in trace.items() if key != "answer"}
+    refuses("not a trace", read_trace, written(tmp_path / "x", half))
     refuses("can't be read", read_trace, tmp_path / "y")
 
 

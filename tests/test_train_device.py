@@ -109,6 +109,15 @@ def test_hidden_states_are_kept_as_far_as_they_fit(where, tmp_path, monkeypatch)
     assert reads == [4, 1, 1, 1]
 
 
+def test_text_whose_hidden_states_are_damaged_is_read_again(tmp_path):
+    of, batch = target(), collate(own_text(model(), 1))
+    cache = StateCache(of, StateFiles(tmp_path), 10**6)
+    wanted = cache.read(batch).hidden
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert torch.equal(cache.read(batch).hidden, wanted)
+
+
 def test_hidden_states_leave_steps_their_memory(monkeypatch):
     of, texts, left = target(), own_text(model(), 3), [2**30]
     of.device = torch.device("cuda")

@@ -130,7 +130,7 @@ def footer(results: Results) -> list[str]:
     lines = [f"prompts: {len(results.trials)}; speed-up over {results.reference}, prompts apart"]
     if left := [name for name in results.methods if name not in results.compared]:
         which = "no outputs are" if results.reference in left else f"{', '.join(left)}: not"
-        lines.append(f"{which} compared: tokens are sampled without --seed, or not coupled")
+        lines.append(f"{which} compared: they are sampled without --seed, or by noise of their own")
     for name in dict.fromkeys(one["method"] for one in results.differences):
         gaps = [one["gap"] for one in results.differences if one["method"] == name]
         known = [gap for gap in gaps if gap is not None] or [float("inf")]

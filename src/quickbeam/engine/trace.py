@@ -94,7 +94,8 @@ def read_trace(path: Path) -> dict[str, Any]:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: can't be read ({error})") from error
-    if not isinstance(trace, dict) or trace.get("format") != FORMAT or "steps" not in trace:
+    parts = {"answer", "steps"}
+    if not isinstance(trace, dict) or trace.get("format") != FORMAT or not parts <= trace.keys():
         raise InvalidInput(
             f"{path}: not a trace; give a file that `quickbeam generate --trace` wrote"
         )

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,8 +146,9 @@ class StateCache:
         lengths = batch.lengths.tolist()
         names = [_name(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
         if all(name in self._kept for name in names):
-            hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
-            return batch.to(self._target.device)._replace(hidden=hidden)
+            with suppress(SafetensorError):  # a damaged file: its text is read again
+                hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
+                return batch.to(self._target.device)._replace(hidden=hidden)
         batch = self._target.read(batch)
         if not _scarce(self._target.device):
             for name, row, length in zip(names, batch.hidden, lengths, strict=True):
