@@ -3,7 +3,6 @@ products of the processor and without; for Windows by Wine."""
 
 import struct
 from pathlib import Path
-from shutil import which
 
 import pytest
 
@@ -11,7 +10,6 @@ import foreign
 from foreign import ARM, WINDOWS
 from quickbeam.models.native import build
 
-MINGW = "x86_64-w64-mingw32-g++-posix"
 CPUS = {"neon-bf16": "max", "neon-dot": "neoverse-n1", "neon": "cortex-a53"}
 HERE = Path(__file__).parent
 EVERY_SET = [path for path in HERE.glob("test_*.py") if "\n@every_set" in path.read_text("utf-8")]
@@ -54,12 +52,6 @@ def test_the_tests_of_the_kernels_pass_on_windows(isa, folder):
     if not build.NEEDS[isa] <= build.features():
         pytest.skip("this processor does not have it")
     all_pass(foreign.run(WINDOWS, WINDOWS.compiled(isa), (), folder, *TESTS, *FILES))
-
-
-@pytest.mark.skipif(not which(MINGW), reason=f"{MINGW} is not there")
-def test_gcc_is_refused_on_windows(tmp_path):
-    with pytest.raises(build.CannotBuild, match="GCC bug 83562"):
-        WINDOWS.compiled("plain", MINGW, tmp_path)
 
 
 @on_arm

@@ -75,6 +75,15 @@ def test_what_is_asked_first_imports_no_pytorch():
     assert captured([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere kernels have threads of their own")
+@needs_kernels
+def test_kernels_find_an_openmp_that_pytorch_keeps_to_itself_as_on_arm():
+    code = "import ctypes as c\nkept, c.RTLD_GLOBAL = c.RTLD_GLOBAL, c.RTLD_LOCAL\nimport torch\n"
+    code += "assert not hasattr(c.CDLL(None), 'omp_get_thread_num')\nc.RTLD_GLOBAL = kept\n"
+    code += "from quickbeam.models.native import library\nprint(library.describe())"
+    assert captured([sys.executable, "-c", code]).stdout.startswith("native ")
+
+
 @needs_kernels
 def test_building_says_what_is_where(tmp_path):
     """With a stand-in for the compiler, which leaves empty files."""

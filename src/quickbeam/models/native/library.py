@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import re
+import sys
 from collections.abc import Callable
 from ctypes import (
     POINTER,
@@ -23,7 +25,7 @@ from ctypes import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
+import torch
 
 from quickbeam.models.native import build, choice
 from quickbeam.models.native.choice import KernelRequest
@@ -223,6 +225,21 @@ SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
+@functools.cache
+def share_openmp() -> None:
+    """Let the kernels find PyTorch's OpenMP runtime.
+
+    Its builds for ARM keep the runtime's names to PyTorch's own libraries.
+    """
+    if sys.platform != "linux" or hasattr(ctypes.CDLL(None), "omp_get_thread_num"):
+        return
+    maps = Path("/proc/self/maps").read_text("utf-8", "replace")
+    loaded = set(re.findall(r"/.*/lib(?:gomp|i?omp5?)[-.].*", maps))
+    near = str(Path(torch.__file__).parent)  # `torch/lib`, or `torch.libs` beside it
+    for path in sorted(loaded, key=lambda path: not path.startswith(near))[:1]:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
 class Kernels:
     """The functions of one library (`SIGNATURES`). `name`: its instruction set.
 
@@ -237,6 +254,7 @@ class Kernels:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         try:
+            share_openmp()
             library = ctypes.CDLL(str(path))  # calls release the GIL
         except OSError as error:
             raise build.CannotBuild(f"the library can't be loaded: {error}") from error
