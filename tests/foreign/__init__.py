@@ -45,15 +45,12 @@ class Machine:
             return "the memory is that of a process on Linux on x86-64"
         return f"{' and '.join(missing)} not there (packages: {self.packages})" if missing else ""
 
-    def compiled(self, name: str, compiler: str = "", folder: Path | None = None) -> Path:
-        """The library of an instruction set, in the cache; by another compiler in `folder`."""
+    def compiled(self, name: str) -> Path:
+        """The library of an instruction set, in the cache."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CXX", compiler or self.compiler)
+            patch.setenv("CXX", self.compiler)
             patch.setenv("_PYTHON_HOST_PLATFORM", self.platform)
-            if folder is None:
-                return build.build(name)
-            build.compile_to(path := folder / build.file_name(name), name)
-            return path
+            return build.build(name)
 
 
 GCC, ZIG = "aarch64-linux-gnu-g++", os.environ.get("ZIG", "zig").split()[0]

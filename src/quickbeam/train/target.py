@@ -146,7 +146,7 @@ class StateCache:
         lengths = batch.lengths.tolist()
         names = [_name(row[:n]) for row, n in zip(batch.tokens, lengths, strict=True)]
         if all(name in self._kept for name in names):
-            with suppress(SafetensorError):  # a damaged file: its text is read again
+            with suppress(OSError, SafetensorError):  # a damaged file: its text is read again
                 hidden = pad_sequence([self._kept[name] for name in names], batch_first=True)
                 return batch.to(self._target.device)._replace(hidden=hidden)
         batch = self._target.read(batch)

@@ -223,7 +223,8 @@ def commands(
         wide = [f"/arch:{name.upper()}"] if name != "plain" else []
         named = [f"/D{flag[2:]}" for flag in flags_of(name) if flag.startswith("-D")]
         return [[*compiler, *flags, *wide, *named, source, f"/Fo{part}", f"/Fe{result}"]]
-    # Linked without -fopenmp: a second OpenMP runtime would bring its own threads.
+    # Linked without -fopenmp: a second OpenMP runtime would bring its own threads. See
+    # `library.share_openmp`.
     places = {"linux": ("-fPIC", "-fopenmp"), "darwin": ("-fPIC",)}.get(system, ())
     flags = (*FLAGS, *places, *flags_of(name), *extra)
     link = (*extra, "-static") if system == "win32" else extra

@@ -235,8 +235,9 @@ def share_openmp() -> None:
         return
     maps = Path("/proc/self/maps").read_text("utf-8", "replace")
     loaded = set(re.findall(r"/.*/lib(?:gomp|i?omp5?)[-.].*", maps))
-    near = str(Path(torch.__file__).parent)  # `torch/lib`, or `torch.libs` beside it
-    for path in sorted(loaded, key=lambda path: not path.startswith(near))[:1]:
+    folder = Path(torch.__file__).resolve().parent
+    own = (f"{folder}/", f"{folder}.libs/")  # other packages may have brought one, too
+    for path in sorted(loaded, key=lambda path: not path.startswith(own))[:1]:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
