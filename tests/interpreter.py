@@ -34,6 +34,7 @@ class Interpreter:
     def logits(self, stack: of_stack.Stack, tokens):
         """Return the logits after each of `tokens` `[n]`, `[n, vocab]`, in the model's dtype."""
         x = F.embedding(tokens, self.parameters[stack.embedding]) * stack.scale
+        x = self.norm(x, stack.embedding_norm)
         if stack.positions is not None:
             x = x + self.parameters[stack.positions][: len(tokens)]
         inputs, held = self.per_layer(stack, tokens, x), []

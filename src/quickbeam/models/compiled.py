@@ -68,16 +68,17 @@ class NativeLinear(nn.Module):
 
 
 class ScaledEmbedding(nn.Module):
-    """Token ids `[...]` to rows of a `weight` times `scale`, `[..., d]`; of blocks in bfloat16."""
+    """Token ids `[...]` to rows of a `weight` times `embed_scale`, `[..., d]`; of blocks in
+    bfloat16."""
 
     def __init__(self, kernels: Kernels, weight: Weight, scale: float) -> None:
         super().__init__()
-        self.weight, self._scale, self._kernels = weight, scale, kernels
+        self.weight, self.embed_scale, self._kernels = weight, scale, kernels
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, BlockRows):
-            return F.embedding(ids, self.weight) * self._scale
-        rows = dense_rows(self._kernels, self.weight[ids.flatten()]) * self._scale
+            return F.embedding(ids, self.weight) * self.embed_scale
+        rows = dense_rows(self._kernels, self.weight[ids.flatten()]) * self.embed_scale
         return rows.to(torch.bfloat16).view(*ids.shape, rows.shape[-1])
 
 
@@ -103,7 +104,7 @@ class CompiledStack:
     `name`: the format of the weights that products read; float32 for a model in float32. `kept`:
     the file where packed weights are read or written. `memory`: the bytes that weights may take,
     where they are more (`disk.limit`); then each pass reads the rest from `kept` (`disk`). The
-    embedding stays as it is; `embedding` is the module from token ids to what a layer reads.
+    embedding stays as it is; `embedding` is the module from token ids to its rows times the scale.
     """
 
     def __init__(
@@ -193,6 +194,8 @@ class CompiledStack:
         hidden = program.given("hidden", len(self.watched) * width, self._float32)
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
         self._embed(program, c.x)
+        if stack.embedding_norm is not None:
+            c.norm(stack.embedding_norm, c.x, c.x)
         if stack.positions is not None:
             program.embed(parameters(stack.positions), c.x, add=True)
         if stack.per_layer is not None:

@@ -363,10 +363,10 @@ class Layer:
 class Stack:
     """A causal language model.
 
-    `embedding`: `[vocab, d]`, times `scale`. `positions`: `[positions, d]`, learned, added; None
-    for none. `inside`: the name of the list of layers. `head`: `[vocab, d]`; logits are its results
-    times `head_scale`, bent to stay below `softcap`. `unread`: tensors that checkpoints may hold
-    and no pass reads.
+    `embedding`: `[vocab, d]`, times `scale`, behind which comes `embedding_norm`. `positions`:
+    `[positions, d]`, learned, added; None for none. `inside`: the name of the list of layers.
+    `head`: `[vocab, d]`; logits are its results times `head_scale`, bent to stay below `softcap`.
+    `unread`: tensors that checkpoints may hold and no pass reads.
     """
 
     embedding: Name
@@ -375,6 +375,7 @@ class Stack:
     norm: Norm
     head: Linear
     scale: float = 1.0
+    embedding_norm: Norm | None = None
     positions: Name | None = None
     head_scale: float = 1.0
     softcap: float | None = None

@@ -25,9 +25,9 @@ from quickbeam.models.tensor_files import TensorFiles
 # sounds, as the whole does.
 COMPOSITES = {
     *("exaone4_5", "gemma3", "gemma4", "glm4v", "got_ocr2", "idefics3", "internvl", "lfm2_vl"),
-    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2"),
-    *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"),
-    *("qwen3_vl_moe", "smolvlm", "video_llava", "vipllava", "voxtral"),
+    *("lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("muse_glimmer", "ovis2", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava", "voxtral"),
 }
 # what the whole may say in its language part's place
 SHARED = (

@@ -45,6 +45,7 @@ FAMILIES: dict[str, Callable[[Config], Stack]] = {  # by the configuration's mod
     "glm4v_text": glm.glm4,
     "granitemoehybrid": mamba.granite_hybrid,
     "hunyuan_v1_dense": llama.hunyuan,
+    "muse_glimmer_text": gemma.muse_glimmer,
     "olmo2": llama.olmo,
     "olmo3": llama.olmo,
     "qwen2_5_vl_text": qwen.qwen2,

@@ -1,4 +1,4 @@
-"""Gemma 1 to 4, text: embeddings times the root of their width.
+"""Gemma 1 to 4, text: embeddings times the root of their width; and Muse Glimmer.
 
 Gemma 4 has shared keys and values, angles of part of a head, per-layer inputs, and experts beside a
 dense feed-forward.
@@ -19,6 +19,7 @@ from quickbeam.models.families.reading import (
     decoder,
     experts,
     gated,
+    head_dim,
     head_norms,
     layer_of,
     rms,
@@ -83,6 +84,35 @@ def gemma3(c: Config) -> Stack:
         return _four_norms(c, i, norms=norms, rotary=Rotary(kind), kind=kind)
 
     return _stack(c, layer, softcap=c.final_logit_softcapping)
+
+
+def muse_glimmer(c: Config) -> Stack:
+    """Normed embeddings, gates of what attention gives, and no angles in layers without a window.
+
+    Queries are taken times `qk_scale_factor` behind their norm, as the scores are here.
+    """
+    c.must("attention_bias", False)
+    unweighted, dim = Norm((), float(c.rms_norm_eps)), head_dim(c)
+
+    def norm(name: str) -> Norm:
+        epsilon = c.post_norm_eps if ".post_" in name else c.rms_norm_eps
+        return Norm((f"{name}.weight",), float(epsilon), plus_one=True)
+
+    def layer(i: int) -> Layer:
+        at = f"model.layers.{i}.self_attn"
+        mixer = attention(
+            c,
+            i,
+            qkv=tensors(*(f"{at}.{name}_proj" for name in ("q", "k", "v", "gate"))),
+            norms=(unweighted, unweighted),
+            gated=True,
+            scaling=dim**-0.5 * c.qk_scale_factor,
+            rotary=Rotary() if c.layer_rope_theta[i] else None,
+        )
+        return layer_of(c, i, mixer, gated(c, i, act=c.hidden_activation), AROUND, norm)
+
+    of_logits = {"head_scale": c.output_multiplier, "softcap": c.final_logit_softcapping}
+    return decoder(c, layer, embedding_norm=unweighted, **of_logits)
 
 
 def gemma4(c: Config) -> Stack:
